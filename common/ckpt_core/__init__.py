@@ -1,0 +1,1 @@
+"""Own your training checkpoints: asynchronous, sharded, committed, exact."""

@@ -1,0 +1,63 @@
+"""The contract by which ranks agree."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Coordinator(ABC):
+    """Lets the ranks of a job agree.
+
+    Main thread only, the same call in the same order on every rank: `agree`, `gather`, `combine`.
+    Any thread: `meet`, which never uses a collective, so that it cannot deadlock against training.
+    Every wait has a deadline; when it passes, `DeadlineError` names the ranks awaited.
+    """
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides and commits for all."""
+        return self.rank == 0
+
+    @abstractmethod
+    def agree(self, value: T) -> T:
+        """The coordinator's value, on every rank. The value must be picklable."""
+
+    @abstractmethod
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, in rank order, on every rank. Values must be picklable."""
+
+    @abstractmethod
+    def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
+        """Element-wise maximum over the ranks of a few small integers; cheap enough for every step."""
+
+    @abstractmethod
+    def meet(
+        self,
+        name: str,
+        payload: bytes | BaseException,
+        commit: Callable[[list[bytes]], bytes],
+        *,
+        deadline_seconds: float,
+    ) -> bytes:
+        """Two-phase rendezvous: arrive, commit once, depart.
+
+        Every rank arrives with a payload or with the error that kept it from having one. When all have
+        arrived without error the coordinator alone calls `commit(payloads in rank order)`; its result is
+        returned on every rank. `name` must be unique per rendezvous and equal on all ranks.
+
+        Raises:
+            CoordinationError: a rank arrived with an error or `commit` raised; `failures` says which rank and
+                what, the same on every rank. The original exception is the cause on the rank that had it.
+            DeadlineError: ranks are missing; `awaited` names them.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release groups and connections; the coordinator must not be used afterwards."""

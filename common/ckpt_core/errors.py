@@ -1,0 +1,138 @@
+"""Every error that this suite raises, so that one `except` can catch them all.
+
+CheckpointError(Exception)
+├─ ConfigError(…, ValueError)                      bad construction or options; lists every offender
+├─ CheckpointNotFoundError(…, FileNotFoundError)   no such step, or nothing committed yet
+├─ CheckpointExistsError(…, FileExistsError)       the step is committed already; nothing is overwritten
+├─ RootBusyError                                   another live job writes to this root
+├─ CorruptCheckpointError                          files differ from what the manifest promises
+├─ IncompatibleCheckpointError                     foreign or newer format, or another model's checkpoint
+├─ UnsafeCheckpointError                           loading it would need pickle, which was not allowed
+├─ SaveError                                       a save failed; the last committed checkpoint is untouched
+├─ LoadError                                       a load failed for a reason that is none of the above
+└─ CoordinationError                               ranks could not agree
+   └─ DeadlineError(…, TimeoutError)               some ranks did not arrive in time; names them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """Root of all errors raised by ckpt-suite.
+
+    Keyword attributes travel through pickling, because errors cross ranks.
+    """
+
+    def __init__(self, message: str = "", **attributes: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self._attributes = attributes
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self._attributes)
+
+
+def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, Any]) -> CheckpointError:
+    return cls(message, **attributes)
+
+
+class ConfigError(CheckpointError, ValueError):
+    """An option or argument is wrong; the message names it and the fix."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint at the place asked for."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A committed checkpoint is already there; checkpoints are immutable."""
+
+
+class RootBusyError(CheckpointError):
+    """Another job writes to the same root."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileFailure:
+    """One file that is not what the manifest promises."""
+
+    path: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes on storage are not those that were committed.
+
+    Attributes:
+        failures: what is wrong, file by file.
+    """
+
+    failures: Sequence[FileFailure] = ()
+
+
+class IncompatibleCheckpointError(CheckpointError):
+    """The checkpoint is intact but cannot be loaded into this state or by this version.
+
+    Attributes:
+        missing: keys the training state has and the checkpoint lacks.
+        unexpected: keys the checkpoint has and the training state lacks.
+        mismatched: keys whose shape or dtype differ, with both sides spelled out.
+    """
+
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    mismatched: Sequence[str] = ()
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """Loading would execute a pickle and `allow_pickle=True` was not given."""
+
+
+class SaveError(CheckpointError):
+    """A save failed on at least one rank; the same error reaches every rank.
+
+    Attributes:
+        step: the step being saved.
+        phase: `plan`, `stage`, `write` or `commit`.
+        failures: rank -> what happened there, as text.
+    """
+
+    step: int = -1
+    phase: str = ""
+    failures: Mapping[int, str] = {}
+
+
+class LoadError(CheckpointError):
+    """A load failed; the message says on which rank and why."""
+
+
+class CoordinationError(CheckpointError):
+    """Ranks could not agree.
+
+    Attributes:
+        failures: rank -> what happened there, as text.
+    """
+
+    failures: Mapping[int, str] = {}
+
+
+class DeadlineError(CoordinationError, TimeoutError):
+    """Ranks did not arrive within the deadline.
+
+    Attributes:
+        awaited: the ranks that did not arrive.
+    """
+
+    awaited: Sequence[int] = ()

@@ -1,0 +1,61 @@
+"""Every name that appears on disk, in one place, so that no literal is spelled twice."""
+
+from __future__ import annotations
+
+import re
+
+FORMAT_VERSION = 1
+MARKER = "COMMITTED"
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+SHARED = "shared.json"
+PINS = "pins.json"
+WRITER = "writer.json"
+DATA_SUFFIX = ".distcp"
+
+_STEP = re.compile(r"step-(\d{9,})")
+_INCOMPLETE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})")
+_TRASH = re.compile(r"(?P<name>.+)\.trash-(?P<id>[0-9a-f]{8,32})")
+
+
+def step_name(step: int) -> str:
+    """Directory name of a step: `step-000001000`."""
+    return f"step-{step:09d}"
+
+
+def parse_step_name(name: str) -> int | None:
+    """Step of a directory name, or None if it is not exactly one that `step_name` makes."""
+    match = _STEP.fullmatch(name)
+    if match is None or step_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def incomplete_name(name: str, save_id: str) -> str:
+    """Name under which checkpoint `name` is written before its commit."""
+    return f"{name}.incomplete-{save_id}"
+
+
+def trash_name(name: str, prune_id: str) -> str:
+    """Name under which checkpoint `name` waits for its deletion."""
+    return f"{name}.trash-{prune_id}"
+
+
+def is_incomplete(name: str) -> bool:
+    """Whether `name` is a checkpoint being written, or torn."""
+    return _INCOMPLETE.fullmatch(name) is not None
+
+
+def is_trash(name: str) -> bool:
+    """Whether `name` is a checkpoint being deleted."""
+    return _TRASH.fullmatch(name) is not None
+
+
+def rank_name(rank: int) -> str:
+    """File with the per-rank items of `rank`: `rank-00000.json`."""
+    return f"rank-{rank:05d}.json"
+
+
+def data_name(rank: int, index: int) -> str:
+    """DCP data file number `index` of `rank`: `__0_0.distcp`."""
+    return f"__{rank}_{index}{DATA_SUFFIX}"

@@ -1,0 +1,159 @@
+"""The contract between the core and a place that holds bytes.
+
+A `Storage` knows nothing of checkpoints. Keys are POSIX-relative strings ("step-000001000/.metadata"),
+"" is the root itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import IO, Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageEntry:
+    """One child of a directory. `size_bytes` is 0 for directories."""
+
+    name: str
+    is_directory: bool
+    size_bytes: int
+
+
+class Lock(Protocol):
+    """An exclusive claim that lasts until `release` or the death of the process."""
+
+    def release(self) -> None:
+        """Give the claim up; harmless when repeated."""
+
+
+class Storage(ABC):
+    """A place that holds bytes.
+
+    Who calls what, in the order of a save:
+
+    1. (coordinator) `check_root` once, then `try_lock`.
+    2. (coordinator) `make_directory` for the working directory.
+    3. (all ranks, background thread) `create` for each of the rank's files, then `sync_directory`.
+    4. (coordinator, background thread) `create` for metadata, manifest and marker; `sync_directory`;
+       where `supports_rename`, `rename` onto the final name and `sync_directory` of the parent.
+    5. (coordinator) `rename` to a trash name or `delete` of the marker, then `delete` of the rest, to prune.
+
+    Concurrency: every method may be called from any thread of any process at the same time.
+    Errors: OS errors pass through unchanged (`FileNotFoundError`, `FileExistsError`, `PermissionError`,
+    `OSError(ENOSPC)`…); remote backends translate theirs into the nearest of these.
+    """
+
+    supports_rename: bool
+    """Whether `rename` exists and is atomic. Without it a commit is the creation of the marker object."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where this is, for people: an absolute path or a URL."""
+
+    @abstractmethod
+    def check_root(self) -> None:
+        """Make the root usable: create it if need be and prove that a file can be written there.
+
+        Raises:
+            NotADirectoryError: the root is a file.
+            PermissionError: nothing can be created there.
+            OSError: anything else, with the path in the message.
+        """
+
+    @abstractmethod
+    def create(self, key: str) -> AbstractContextManager[IO[bytes]]:
+        """Open a new file for streaming writes; parents are created.
+
+        When the context exits without an error the content is durable under `key` (fsync, or a completed
+        upload). When it exits with an error nothing that looks complete may remain: a partial local file is
+        allowed (its directory is uncommitted), a partial object is not.
+
+        Raises:
+            FileExistsError: `key` exists already (checked where that is possible without a race).
+        """
+
+    @abstractmethod
+    def open(self, key: str) -> AbstractContextManager[IO[bytes]]:
+        """Open a file for reading; the stream is seekable.
+
+        Raises:
+            FileNotFoundError: no such file.
+        """
+
+    @abstractmethod
+    def replace(self, key: str, content: bytes) -> None:
+        """Write a small file atomically, durable on return, replacing what was there."""
+
+    @abstractmethod
+    def list(self, key: str) -> list[StorageEntry]:
+        """Children of a directory, sorted by name; [] if it does not exist."""
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: no such file.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete a file, or a directory with all it holds; nothing happens if there is none."""
+
+    @abstractmethod
+    def make_directory(self, key: str) -> None:
+        """Create a directory and its parents durably; no-op where directories do not exist as such.
+
+        Raises:
+            FileExistsError: it exists already.
+        """
+
+    @abstractmethod
+    def sync_directory(self, key: str) -> None:
+        """Make the entries of a directory durable (fsync); no-op where that has no meaning."""
+
+    @abstractmethod
+    def rename(self, source: str, target: str) -> None:
+        """Rename a directory atomically, onto unoccupied space only.
+
+        Raises:
+            FileExistsError: `target` exists.
+            NotImplementedError: not `supports_rename`.
+        """
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Free space for this user, or None where the question has no answer."""
+
+    @abstractmethod
+    def try_lock(self, key: str) -> Lock | None:
+        """Claim `key` exclusively among live processes; None if another live process holds it.
+
+        The file's content is left alone. Backends that cannot lock return a lock that excludes nobody;
+        callers must fence by other means (see `commit.Lease`).
+        """
+
+    def read_bytes(self, key: str) -> bytes:
+        """Content of a small file.
+
+        Raises:
+            FileNotFoundError: no such file.
+        """
+        with self.open(key) as stream:
+            return stream.read()
+
+    def write_bytes(self, key: str, content: bytes) -> None:
+        """Create a small file, durable on return; same errors as `create`."""
+        with self.create(key) as stream:
+            stream.write(content)
+
+    def exists(self, key: str) -> bool:
+        """Whether a file exists at `key`."""
+        try:
+            self.size(key)
+        except FileNotFoundError:
+            return False
+        return True

@@ -1,0 +1,140 @@
+"""Spans and sinks: what happened, when, and how long it took, at one line per call site.
+
+Nothing is formatted or timed unless a sink is attached.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, final
+
+Phase = Literal["started", "finished", "failed", "point"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        name: dotted name of the span, e.g. `save.write`.
+        phase: `started`, `finished` or `failed` for a span, `point` for a single event.
+        time: Unix time in seconds.
+        duration_seconds: length of the span, when it has ended.
+        attributes: JSON-able details (step, rank, size_bytes, error…).
+    """
+
+    name: str
+    phase: Phase
+    time: float
+    duration_seconds: float | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Sink(Protocol):
+    """Receives events, on whichever thread they happen; must not raise and must not block for long."""
+
+    def emit(self, event: Event) -> None:
+        """Take one event."""
+
+
+class Telemetry:
+    """Hands events to sinks. Thread-safe; one per manager, so that two managers never mix."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def point(self, name: str, **attributes: Any) -> None:
+        """Report a single event."""
+        self._emit(name, "point", None, attributes)
+
+    @contextmanager
+    def span(self, name: str, **attributes: Any) -> Generator[dict[str, Any]]:
+        """Report the start and the end of a block; details may be added to the yielded dict on the way."""
+        if not self._sinks:
+            yield attributes
+            return
+        self._emit(name, "started", None, attributes)
+        start = time.perf_counter()
+        try:
+            yield attributes
+        except BaseException as error:
+            attributes["error"] = f"{type(error).__name__}: {error}"
+            self._emit(name, "failed", time.perf_counter() - start, attributes)
+            raise
+        self._emit(name, "finished", time.perf_counter() - start, attributes)
+
+    def _emit(self, name: str, phase: Phase, duration: float | None, attributes: Mapping[str, Any]) -> None:
+        if not self._sinks:
+            return
+        event = Event(
+            name=name, phase=phase, time=time.time(), duration_seconds=duration, attributes=dict(attributes)
+        )
+        for sink in self._sinks:
+            sink.emit(event)
+
+
+@final
+class LoggingSink:
+    """Writes events to a logger: failures as errors, the rest at `level`."""
+
+    def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
+        self._logger = logger or logging.getLogger("ckpt_core")
+        self._level = level
+
+    def emit(self, event: Event) -> None:
+        """Log one line."""
+        level = logging.ERROR if event.phase == "failed" else self._level
+        seconds = "" if event.duration_seconds is None else f" {event.duration_seconds:.3f} s"
+        details = " ".join(f"{key}={value}" for key, value in event.attributes.items())
+        self._logger.log(level, "%s %s%s %s", event.name, event.phase, seconds, details)
+
+
+@final
+class InMemorySink:
+    """Keeps events in a list, for tests and notebooks."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        """Append the event."""
+        self.events.append(event)
+
+    def finished(self, name: str) -> list[Event]:
+        """The finished spans and points of that name, oldest first."""
+        return [e for e in self.events if e.name == name and e.phase in {"finished", "point"}]
+
+
+@final
+class JsonLinesSink:
+    """Appends one JSON object per event to a file, flushed by line so a killed run leaves its trace."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._lock = threading.Lock()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the sink
+
+    def emit(self, event: Event) -> None:
+        """Write one line."""
+        line = json.dumps(asdict(event), default=str)
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(line + "\n")
+
+    def close(self) -> None:
+        """Close the file; later events are dropped."""
+        with self._lock:
+            self._file.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+__all__ = ["Event", "InMemorySink", "JsonLinesSink", "LoggingSink", "Phase", "Sink", "Telemetry"]

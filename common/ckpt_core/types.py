@@ -1,0 +1,105 @@
+"""Values that more than one layer speaks about, so that layers need not import each other for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+StateDict: TypeAlias = Mapping[str, Any]
+"""Nested mapping whose leaves are tensors (of any kind DCP accepts) or plain Python values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint, as the manifest promises it.
+
+    `path` is POSIX-relative to the checkpoint directory; `checksum` is `<algorithm>:<hex>`.
+    """
+
+    path: str
+    size_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkEntry:
+    """One chunk: a contiguous run of bytes in a data file that holds one tensor shard or one byte entry.
+
+    `offset` and `size_bytes` delimit the whole torch zip; `payload_offset` is where the raw tensor bytes
+    start in the file (None for byte entries). `key` is DCP's flattened name; `shard_offsets` is where the
+    shard starts in the global tensor.
+    """
+
+    path: str
+    key: str
+    shard_offsets: tuple[int, ...] | None
+    offset: int
+    size_bytes: int
+    checksum: str
+    payload_offset: int | None = None
+    payload_bytes: int | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInfo:
+    """A committed checkpoint as listings and retention policies see it. `created` is Unix time in seconds."""
+
+    step: int
+    name: str
+    created: float
+    size_bytes: int = 0
+    world_size: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    pinned: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapturedState:
+    """The training state of one rank at the moment of a save.
+
+    Attributes:
+        sharded: DCP part directory (POSIX-relative, "" for the checkpoint directory itself) -> nested state
+            dict whose tensors are the live ones; they are copied by staging, not here.
+        per_rank: item -> value, one per rank, never merged (RNG, data position).
+        shared: item -> value, the same on every rank; the coordinator's is written.
+        files: name -> content, extra files of a host framework; when ranks name the same file, the lowest
+            rank's is written.
+    """
+
+    sharded: Mapping[str, StateDict] = field(default_factory=dict[str, StateDict])
+    per_rank: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    shared: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensor:
+    """What a checkpoint says about one tensor: global shape and dtype (torch's name, e.g. `bfloat16`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+SavedEntries: TypeAlias = Mapping[tuple[str | int, ...], "SavedTensor | None"]
+"""Path of a leaf in the nested state dict -> its tensor description, or None for a plain Python value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedState:
+    """What a checkpoint holds, as seen by one rank before anything large is read.
+
+    Attributes:
+        sharded: DCP part directory -> leaves.
+        per_rank: this rank's values; empty if the checkpoint has none for it.
+        shared: values that are the same on every rank.
+        world_size: number of ranks that saved; None for a directory written by stock DCP.
+        step: the step saved; None for a directory written by stock DCP.
+    """
+
+    sharded: Mapping[str, SavedEntries]
+    per_rank: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    world_size: int | None
+    step: int | None
