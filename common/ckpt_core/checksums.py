@@ -1,0 +1,127 @@
+"""Checksums as the manifest spells them, `<algorithm>:<hex>`, computed while bytes stream by.
+
+The algorithm's name is part of the text on disk, so that a faster implementation of the same algorithm
+changes nothing there, and a new algorithm is one more row in `_ALGORITHMS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias, final
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+CRC32: Final = "crc32"
+SHA256: Final = "sha256"
+
+_TEXT = re.compile(r"[a-z][a-z0-9_-]{0,31}:[0-9a-f]{2,128}")
+
+
+class _Hash(Protocol):
+    def update(self, data: Bytes, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+@final
+class _Crc32:
+    """zlib's CRC32 in the shape of a hashlib object; releases the GIL on all but tiny pieces."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Bytes, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+_ALGORITHMS: dict[str, Callable[[], _Hash]] = {CRC32: _Crc32, SHA256: hashlib.sha256}
+
+
+@final
+class Checksum:
+    """A running checksum; `str()` is its text on disk. Not thread-safe.
+
+    Raises:
+        ValueError: the algorithm is not known to this version.
+    """
+
+    def __init__(self, algorithm: str = CRC32) -> None:
+        if algorithm not in _ALGORITHMS:
+            known = ", ".join(sorted(_ALGORITHMS))
+            raise ValueError(
+                f"checksum algorithm {algorithm!r} is unknown to this version (it knows {known}): "
+                "upgrade ckpt-suite"
+            )
+        self.algorithm = algorithm
+        self._hash = _ALGORITHMS[algorithm]()
+
+    @classmethod
+    def like(cls, text: str) -> Checksum:
+        """An empty checksum of the algorithm that made `text`."""
+        return cls(text.partition(":")[0])
+
+    def update(self, data: Bytes) -> None:
+        """Take the next bytes of the stream."""
+        self._hash.update(data)
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}:{self._hash.hexdigest()}"
+
+
+def checksum(data: Bytes, algorithm: str = CRC32) -> str:
+    """Checksum of bytes at hand, as text."""
+    running = Checksum(algorithm)
+    running.update(data)
+    return str(running)
+
+
+def is_checksum(text: str) -> bool:
+    """Whether `text` has the shape of a checksum, of whatever algorithm."""
+    return _TEXT.fullmatch(text) is not None
+
+
+def crc32_text(value: int) -> str:
+    """Text of a CRC32 that was computed elsewhere, by any implementation."""
+    return f"{CRC32}:{value:08x}"
+
+
+def combine_crc32(first: int, second: int, second_bytes: int) -> int:
+    """CRC32 of two byte strings joined, from the CRC32 of each and the length of the second.
+
+    Threads that each write a run of a file can so give the checksum of the file without reading it again.
+    """
+    return _multiply(_power_of_x(8 * second_bytes), first) ^ second
+
+
+_POLYNOMIAL: Final = 0xEDB88320
+_ONE: Final = 1 << 31
+
+
+def _multiply(a: int, b: int) -> int:
+    """Product of two polynomials over GF(2) modulo CRC32's, bit-reflected as in zlib."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def _power_of_x(exponent: int) -> int:
+    result, square = _ONE, _ONE >> 1
+    while exponent:
+        if exponent & 1:
+            result = _multiply(square, result)
+        square = _multiply(square, square)
+        exponent >>= 1
+    return result
+
+
+__all__ = ["CRC32", "SHA256", "Bytes", "Checksum", "checksum", "combine_crc32", "crc32_text", "is_checksum"]
