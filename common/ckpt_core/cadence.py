@@ -1,0 +1,320 @@
+"""When to save: policies as values, without a clock, a rank, torch or I/O.
+
+Time, history and signals arrive in a `CadenceContext`, so that one rank can decide and the rest obey, and
+so that every decision can be replayed in a test. Policies combine with `|`, `&` and `~`.
+"""
+# ruff: noqa: D102 - the docstring of a policy says what its overrides do
+
+from __future__ import annotations
+
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import final
+
+from ckpt_core.errors import ConfigError
+from ckpt_core.validation import instances, integer, integers, positive, require
+
+PREEMPTION = "preemption"
+"""The entry of `CadenceContext.signals` that says the job is about to be taken off its machines."""
+
+_UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
+_SMALLEST_FRACTION = Fraction(1, 1_000_000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CadenceContext:
+    """All that a decision may depend on.
+
+    Attributes:
+        step: the step just finished.
+        previous_step: the step of the last decision in this run; None at the first.
+        now: seconds on any clock, the same for every time here.
+        started: when this run started.
+        last_save_step: the last step saved or resumed from; None if there is none.
+        last_save_time: when that was; None if there is none.
+        total_steps: length of the training, if known.
+        signals: what reached the job from outside, e.g. `PREEMPTION`.
+    """
+
+    step: int
+    now: float
+    started: float
+    previous_step: int | None = None
+    last_save_step: int | None = None
+    last_save_time: float | None = None
+    total_steps: int | None = None
+    signals: frozenset[str] = frozenset()
+
+    @property
+    def since(self) -> int:
+        """The last step that is settled: a boundary after it and up to `step` is due now."""
+        settled = [s for s in (self.previous_step, self.last_save_step) if s is not None and s < self.step]
+        return max(settled, default=self.step - 1)
+
+
+class SavePolicy(ABC):
+    """Decides whether the step just finished is saved.
+
+    1. (all ranks) where `needs_agreement` is False, every rank calls `decide` and gets the same answer.
+    2. (coordinator) where it is True, one rank calls `decide` and broadcasts the answer.
+
+    Implementations are frozen values: same context, same answer, on any thread.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def decide(self, context: CadenceContext) -> str | None:
+        """The reason to save now, for people, or None. Callers use `decide` of this module instead."""
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether ranks could differ, because time or signals matter; assumed unless a policy denies it."""
+        return True
+
+    @property
+    def signal_names(self) -> frozenset[str]:
+        """Names of the operating-system signals that mean `PREEMPTION` to this policy."""
+        return frozenset()
+
+    def __or__(self, other: SavePolicy) -> SavePolicy:
+        return AnyOf((*_flat(self, AnyOf), *_flat(other, AnyOf)))
+
+    def __and__(self, other: SavePolicy) -> SavePolicy:
+        return AllOf((*_flat(self, AllOf), *_flat(other, AllOf)))
+
+    def __invert__(self) -> SavePolicy:
+        return Not(self)
+
+
+def decide(policy: SavePolicy, context: CadenceContext) -> str | None:
+    """The reason to save now, or None; never a reason for a step that is saved already.
+
+    Raises:
+        ConfigError: the policy lacks a fact that neither it nor the context holds.
+    """
+    return None if context.step == context.last_save_step else policy.decide(context)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EverySteps(SavePolicy):
+    """Saves at `offset`, `offset + n`, `offset + 2n`…, but not at step 0.
+
+    If steps advance by more than one, the first decision at or after a boundary fires.
+    """
+
+    n: int
+    offset: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require("EverySteps", integer("n", self.n, minimum=1), integer("offset", self.offset, minimum=0))
+
+    def decide(self, context: CadenceContext) -> str | None:
+        boundary = context.step - (context.step - self.offset) % self.n
+        due = boundary >= self.offset and boundary > max(context.since, 0)
+        return f"every {self.n} steps" if due else None
+
+    @property
+    def needs_agreement(self) -> bool:
+        return False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AtSteps(SavePolicy):
+    """Saves at these steps, or at the first decision after one that was jumped over."""
+
+    steps: Collection[int]
+
+    def __post_init__(self) -> None:
+        require("AtSteps", integers("steps", self.steps, minimum=0))
+        # Any collection is welcome, but the value must be hashable and equal whatever the spelling.
+        object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
+
+    def decide(self, context: CadenceContext) -> str | None:
+        due = [step for step in self.steps if context.since < step <= context.step]
+        return f"at step {due[-1]}" if due else None
+
+    @property
+    def needs_agreement(self) -> bool:
+        return False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EverySeconds(SavePolicy):
+    """Saves when this long has passed since the last save, or since the start of the run."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        require("EverySeconds", positive("seconds", self.seconds))
+
+    def decide(self, context: CadenceContext) -> str | None:
+        start = context.started if context.last_save_time is None else context.last_save_time
+        return f"every {self.seconds:g} s" if context.now - start >= self.seconds else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EveryFraction(SavePolicy):
+    """Saves each time this fraction of the training is done: `EveryFraction(0.1)` saves ten times.
+
+    `total_steps` is needed here unless the training loop tells the manager.
+    """
+
+    fraction: float
+    total_steps: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        problem = positive("fraction", self.fraction)
+        if problem is None and not _SMALLEST_FRACTION <= self.fraction <= 1:
+            problem = f"fraction must lie between 0.000001 and 1, not {self.fraction!r}"
+        total = None if self.total_steps is None else integer("total_steps", self.total_steps, minimum=1)
+        require("EveryFraction", problem, total)
+
+    def decide(self, context: CadenceContext) -> str | None:
+        total = context.total_steps if self.total_steps is None else self.total_steps
+        if total is None:
+            raise ConfigError(
+                "EveryFraction: the length of the training is unknown. Give "
+                f"EveryFraction({self.fraction}, total_steps=…) or tell the manager the total."
+            )
+        # Exact: 0.1 is meant as 1/10, and k * 0.1 in floats would miss boundaries by a step.
+        interval = Fraction(self.fraction).limit_denominator(1_000_000) * total
+        due = context.step // interval > max(context.since, 0) // interval
+        return f"every {self.fraction:.6g} of {total} steps" if due else None
+
+    @property
+    def needs_agreement(self) -> bool:
+        return False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FirstStep(SavePolicy):
+    """Saves at the first decision of a run that neither saved nor resumed: a bad set-up shows at once."""
+
+    def decide(self, context: CadenceContext) -> str | None:
+        fresh = context.previous_step is None and context.last_save_step is None
+        return "first step" if fresh else None
+
+    @property
+    def needs_agreement(self) -> bool:
+        return False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OnPreemption(SavePolicy):
+    """Saves when the scheduler announced that the job is about to be stopped, with one of `signals`."""
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+
+    def __post_init__(self) -> None:
+        problem = instances("signals", self.signals, str)
+        known = set(signal.Signals.__members__) - _UNCATCHABLE
+        wrong = [] if problem else [name for name in self.signals if name not in known]
+        if wrong:
+            problem = f"signals must be names of signals that a process can catch, not {wrong!r}"
+        require("OnPreemption", problem)
+
+    def decide(self, context: CadenceContext) -> str | None:
+        return PREEMPTION if PREEMPTION in context.signals else None
+
+    @property
+    def signal_names(self) -> frozenset[str]:
+        return frozenset(self.signals)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AnyOf(SavePolicy):
+    """Saves when at least one policy does; written `a | b`."""
+
+    policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        require("AnyOf", instances("policies", self.policies, SavePolicy))
+
+    def decide(self, context: CadenceContext) -> str | None:
+        reasons = [reason for policy in self.policies if (reason := policy.decide(context))]
+        return ", ".join(reasons) or None
+
+    @property
+    def needs_agreement(self) -> bool:
+        return any(policy.needs_agreement for policy in self.policies)
+
+    @property
+    def signal_names(self) -> frozenset[str]:
+        return frozenset[str]().union(*(policy.signal_names for policy in self.policies))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AllOf(SavePolicy):
+    """Saves when all policies do, at the same decision; written `a & b`."""
+
+    policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        require("AllOf", instances("policies", self.policies, SavePolicy))
+
+    def decide(self, context: CadenceContext) -> str | None:
+        reasons = [policy.decide(context) for policy in self.policies]
+        return " and ".join(reason for reason in reasons if reason) if all(reasons) else None
+
+    @property
+    def needs_agreement(self) -> bool:
+        return any(policy.needs_agreement for policy in self.policies)
+
+    @property
+    def signal_names(self) -> frozenset[str]:
+        return frozenset[str]().union(*(policy.signal_names for policy in self.policies))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Not(SavePolicy):
+    """Saves when the policy does not; written `~a`. Useful inside `&`."""
+
+    policy: SavePolicy
+
+    def __post_init__(self) -> None:
+        require("Not", instances("policy", (self.policy,), SavePolicy))
+
+    def decide(self, context: CadenceContext) -> str | None:
+        return None if self.policy.decide(context) else f"not {self.policy!r}"
+
+    @property
+    def needs_agreement(self) -> bool:
+        return self.policy.needs_agreement
+
+    @property
+    def signal_names(self) -> frozenset[str]:
+        return self.policy.signal_names
+
+
+def _flat(policy: SavePolicy, kind: type[AnyOf] | type[AllOf]) -> tuple[SavePolicy, ...]:
+    return policy.policies if isinstance(policy, kind) else (policy,)
+
+
+__all__ = [
+    "PREEMPTION",
+    "AllOf",
+    "AnyOf",
+    "AtSteps",
+    "CadenceContext",
+    "EveryFraction",
+    "EverySeconds",
+    "EverySteps",
+    "FirstStep",
+    "Not",
+    "OnPreemption",
+    "SavePolicy",
+    "decide",
+]

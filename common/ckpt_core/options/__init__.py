@@ -1,0 +1,14 @@
+"""Options as a frozen value, and how to read it and its policies from a mapping, YAML or TOML.
+
+A policy is written as a mapping whose entries are joined by "or"; `any`, `all_of` and `not` nest:
+
+    save: {every_steps: 500, every_seconds: 900, on_preemption: true}
+    keep: {latest: 3, every: 10000, best: {metric: val_loss, n: 2, mode: min}}
+"""
+
+from __future__ import annotations
+
+from ckpt_core.options._options import SECTION, BackPressure, CheckpointOptions, OnError
+from ckpt_core.options._policies import policy_from
+
+__all__ = ["SECTION", "BackPressure", "CheckpointOptions", "OnError", "policy_from"]

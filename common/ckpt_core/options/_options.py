@@ -1,0 +1,137 @@
+"""The options of a manager as one frozen value, and how to read them from a file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self, cast, final, get_args
+
+from ckpt_core.cadence import SavePolicy
+from ckpt_core.errors import ConfigError
+from ckpt_core.options._policies import policy_from
+from ckpt_core.options._problems import Problems
+from ckpt_core.retention import RetentionPolicy
+from ckpt_core.validation import boolean, one_of, positive, require
+
+BackPressure = Literal["wait", "skip"]
+OnError = Literal["raise", "warn"]
+
+SECTION = "checkpoint"
+"""The top-level key under which a file that also holds other things keeps our options."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointOptions:
+    """What a `CheckpointManager` does, apart from where.
+
+    Attributes:
+        save: when to save; None leaves every save to explicit calls.
+        keep: which checkpoints a prune spares; None never prunes.
+        back_pressure: what a save that is due does while another is in flight: `wait` for it, or `skip`.
+        on_error: whether a failed background save stops the training or is only reported.
+        verify: whether a checkpoint's checksums are verified before it is loaded.
+        allow_pickle: whether loading may execute pickles, which can run any code.
+        deadline_seconds: how long ranks wait for one another before they give up.
+        storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
+    """
+
+    save: SavePolicy | None = None
+    keep: RetentionPolicy | None = None
+    back_pressure: BackPressure = "wait"
+    on_error: OnError = "raise"
+    verify: bool = True
+    allow_pickle: bool = False
+    deadline_seconds: float = 1800.0
+    storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        require(
+            "CheckpointOptions",
+            _optional("save", self.save, SavePolicy),
+            _optional("keep", self.keep, RetentionPolicy),
+            one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
+            one_of("on_error", self.on_error, get_args(OnError)),
+            boolean("verify", self.verify),
+            boolean("allow_pickle", self.allow_pickle),
+            positive("deadline_seconds", self.deadline_seconds),
+            _string_keys("storage_options", self.storage_options),
+        )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """Options from plain values, as a YAML or TOML file holds them.
+
+        Raises:
+            ConfigError: something is wrong; the message lists every offender.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"checkpoint options must be a mapping, not {mapping!r}")
+        names = [option.name for option in fields(cls)]
+        problems = Problems()
+        problems.unknown("checkpoint options", mapping, names)
+        values = {name: mapping[name] for name in names if name in mapping}
+        for kind in ("save", "keep"):
+            value = values.pop(kind, None)
+            if value is not None:
+                values[kind] = problems.collect(policy_from, value, kind)
+        options = problems.collect(partial(cls, **values))
+        problems.raise_if_any()
+        return cast("Self", options)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Options from a `.toml`, `.yaml` or `.yml` file: all of it, or its section `checkpoint`.
+
+        Raises:
+            ConfigError: the file cannot be read or something in it is wrong.
+        """
+        document = _read_document(Path(path))
+        try:
+            return cls.from_mapping(document.get(SECTION, document))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def _optional(name: str, value: Any, kind: type) -> str | None:
+    if value is None or isinstance(value, kind):
+        return None
+    return f"{name} must be a {kind.__name__}, not {value!r} (plain values go through from_mapping)"
+
+
+def _string_keys(name: str, value: Any) -> str | None:
+    fine = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    return None if fine else f"{name} must be a mapping with string keys, not {value!r}"
+
+
+def _read_document(path: Path) -> Mapping[str, Any]:
+    parsers: dict[str, Callable[[str], Any]] = {
+        ".toml": tomllib.loads,
+        ".yaml": _parse_yaml,
+        ".yml": _parse_yaml,
+    }
+    if path.suffix not in parsers:
+        raise ConfigError(f"{path}: options are read from {', '.join(parsers)} files only")
+    try:
+        document = parsers[path.suffix](path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot read the options: {error}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{path}: expected a mapping at the top, not {type(document).__name__}")
+    return document
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("YAML options need PyYAML: `pip install pyyaml`, or write TOML") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error

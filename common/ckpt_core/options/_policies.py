@@ -1,0 +1,161 @@
+"""How policies are written in plain values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Generic, Literal, TypeVar, cast, overload
+
+from ckpt_core import cadence, retention
+from ckpt_core.cadence import SavePolicy
+from ckpt_core.errors import ConfigError
+from ckpt_core.options._problems import Problems
+from ckpt_core.retention import RetentionPolicy
+from ckpt_core.validation import boolean, one_of, require
+
+Policy = TypeVar("Policy", SavePolicy, RetentionPolicy)
+
+
+@overload
+def policy_from(value: Any, kind: Literal["save"]) -> SavePolicy: ...
+@overload
+def policy_from(value: Any, kind: Literal["keep"]) -> RetentionPolicy: ...
+@overload
+def policy_from(value: Any, kind: str) -> SavePolicy | RetentionPolicy: ...
+def policy_from(value: Any, kind: str) -> SavePolicy | RetentionPolicy:
+    """A policy from a policy, a mapping, or a list of either; entries are joined by "or".
+
+    Args:
+        value: e.g. `{"every_steps": 500, "on_preemption": True}` or `[KeepLatest(3), {"every": 10_000}]`.
+        kind: `save` for when to save, `keep` for what to keep.
+
+    Raises:
+        ConfigError: something is wrong; the message lists every offender.
+    """
+    require("policy_from", one_of("kind", kind, ("save", "keep")))
+    return _any_of(value, _SAVE, kind) if kind == "save" else _any_of(value, _KEEP, kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Grammar(Generic[Policy]):
+    """The words of one kind of policy. A builder returns None for a switch that is off."""
+
+    base: type
+    builders: Mapping[str, Callable[[Any], Policy | None]]
+
+
+def _members(value: Any, grammar: _Grammar[Policy], where: str) -> list[Policy]:
+    """The policies that `value` spells, unjoined; never empty."""
+    if isinstance(value, grammar.base):
+        return [cast("Policy", value)]
+    problems = Problems()
+    if isinstance(value, Mapping):
+        members = _entries(value, grammar, where, problems)
+    elif isinstance(value, list | tuple):
+        members = [
+            problems.collect(_any_of, part, grammar, f"{where}[{index}]") for index, part in enumerate(value)
+        ]
+    else:
+        raise ConfigError(f"{where}: expected a policy, a mapping or a list of them, not {value!r}")
+    problems.raise_if_any()
+    found = [member for member in members if member is not None]
+    if not found:
+        raise ConfigError(f"{where}: names no policy; leave it out if none is wanted")
+    return found
+
+
+def _entries(
+    mapping: Mapping[Any, Any], grammar: _Grammar[Policy], where: str, problems: Problems
+) -> list[Policy | None]:
+    builders: Mapping[str, Callable[..., Policy | None]] = grammar.builders
+    combinators: Mapping[str, Callable[..., Policy]] = {"any": _any_of, "all_of": _all_of, "not": _none_of}
+    problems.unknown(where, mapping, (*builders, *combinators))
+    members: list[Policy | None] = []
+    for key, value in mapping.items():
+        inside = f"{where}.{key}"
+        if key in builders:
+            members.append(problems.collect(builders[key], value, prefix=f"{inside}: "))
+        elif key in combinators:
+            members.append(problems.collect(combinators[key], value, grammar, inside))
+    return members
+
+
+def _any_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
+    return reduce(operator.or_, _members(value, grammar, where))
+
+
+def _all_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
+    return reduce(operator.and_, _members(value, grammar, where))
+
+
+def _none_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
+    policy: Policy = ~_any_of(value, grammar, where)
+    return policy
+
+
+def _with(make: Callable[..., Policy], first: str, *others: str) -> Callable[[Any], Policy]:
+    """A policy written as its first argument alone, or as a mapping of all its arguments."""
+
+    def build(value: Any) -> Policy:
+        if not isinstance(value, Mapping):
+            return make(value)
+        problems = Problems()
+        problems.unknown("arguments", value, (first, *others))
+        if first not in value:
+            problems.add(f"{first!r} is missing")
+        problems.raise_if_any()
+        return make(**value)
+
+    return build
+
+
+def _switch(make: Callable[[], Policy]) -> Callable[[Any], Policy | None]:
+    """A policy written as `true`."""
+
+    def build(value: Any) -> Policy | None:
+        require("switch", boolean("value", value))
+        return make() if value else None
+
+    return build
+
+
+def _on_preemption(value: Any) -> SavePolicy | None:
+    if isinstance(value, bool):
+        return cadence.OnPreemption() if value else None
+    return _with(_preemption_signals, "signals")(value)
+
+
+def _preemption_signals(signals: Any) -> SavePolicy:
+    return cadence.OnPreemption(tuple(signals) if isinstance(signals, list) else signals)
+
+
+def _best(value: Any) -> RetentionPolicy:
+    build = _with(retention.KeepBest, "metric", "n", "mode")
+    return reduce(operator.or_, map(build, value)) if isinstance(value, list) and value else build(value)
+
+
+_SAVE: _Grammar[SavePolicy] = _Grammar(
+    base=SavePolicy,
+    builders={
+        "every_steps": _with(cadence.EverySteps, "n", "offset"),
+        "at_steps": _with(cadence.AtSteps, "steps"),
+        "every_seconds": _with(cadence.EverySeconds, "seconds"),
+        "every_fraction": _with(cadence.EveryFraction, "fraction", "total_steps"),
+        "first_step": _switch(cadence.FirstStep),
+        "on_preemption": _on_preemption,
+    },
+)
+_KEEP: _Grammar[RetentionPolicy] = _Grammar(
+    base=RetentionPolicy,
+    builders={
+        "latest": _with(retention.KeepLatest, "n"),
+        "every": _with(retention.KeepEvery, "steps"),
+        "every_seconds": _with(retention.KeepEverySeconds, "seconds"),
+        "best": _best,
+        "newer_than_seconds": _with(retention.KeepNewerThan, "seconds"),
+        "steps": _with(retention.KeepSteps, "steps"),
+        "all": _switch(retention.KeepAll),
+    },
+)

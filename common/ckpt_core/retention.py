@@ -1,0 +1,319 @@
+"""What to keep: policies as values over the history of committed checkpoints, without a clock or I/O.
+
+`plan_prune` is the only caller of a policy that matters: it adds the guarantees that no policy can undo.
+Policies combine with `|`, `&` and `~`.
+"""
+# ruff: noqa: D102, ARG002 - the docstring of a policy says what its overrides do; few of them need `now`
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, final
+
+from ckpt_core.types import CheckpointInfo
+from ckpt_core.validation import instances, integer, integers, one_of, positive, require, text
+
+
+class RetentionPolicy(ABC):
+    """Names the committed checkpoints worth keeping.
+
+    Implementations are frozen values. What they keep must not depend on the order of the history, and a
+    checkpoint they keep must still be kept when others are gone: pruning twice then equals pruning once.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        """Steps to keep. `now` is Unix time in seconds, like `CheckpointInfo.created`."""
+
+    @property
+    def judges_alone(self) -> bool:
+        """Whether a checkpoint's fate depends on that checkpoint alone; only then can a policy be negated."""
+        return False
+
+    def __or__(self, other: RetentionPolicy) -> RetentionPolicy:
+        return AnyOf((*_flat(self, AnyOf), *_flat(other, AnyOf)))
+
+    def __and__(self, other: RetentionPolicy) -> RetentionPolicy:
+        return AllOf((*_flat(self, AllOf), *_flat(other, AllOf)))
+
+    def __invert__(self) -> RetentionPolicy:
+        return Not(self)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepLatest(RetentionPolicy):
+    """Keeps the `n` highest steps."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        require("KeepLatest", integer("n", self.n, minimum=1))
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return frozenset(sorted((info.step for info in history), reverse=True)[: self.n])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepEvery(RetentionPolicy):
+    """Keeps the first checkpoint at or after each positive multiple of `steps`, until the next multiple.
+
+    Not only exact multiples: saves driven by time or signals would miss them all.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        require("KeepEvery", integer("steps", self.steps, minimum=1))
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        past_first = sorted((info for info in history if info.step >= self.steps), key=_by_step)
+        return _first_of_each(past_first, lambda info: info.step // self.steps)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepEverySeconds(RetentionPolicy):
+    """Keeps the first checkpoint committed in each span of this many seconds, counted from the Unix epoch."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        require("KeepEverySeconds", positive("seconds", self.seconds))
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        by_age = sorted(history, key=_by_age)
+        return _first_of_each(by_age, lambda info: math.floor(info.created / self.seconds))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepBest(RetentionPolicy):
+    """Keeps the `n` checkpoints with the lowest or highest metric; of equals the newer.
+
+    A checkpoint without the metric, or with NaN, is never among the best.
+    """
+
+    metric: str
+    n: int = field(default=1, kw_only=True)
+    mode: Literal["min", "max"] = field(default="min", kw_only=True)
+
+    def __post_init__(self) -> None:
+        require(
+            "KeepBest",
+            text("metric", self.metric),
+            integer("n", self.n, minimum=1),
+            one_of("mode", self.mode, ("min", "max")),
+        )
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        sign = 1 if self.mode == "min" else -1
+        scores = [(sign * info.metrics.get(self.metric, math.nan), -info.step) for info in history]
+        ranked = sorted(score for score in scores if not math.isnan(score[0]))
+        return frozenset(-negative_step for _, negative_step in ranked[: self.n])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepNewerThan(RetentionPolicy):
+    """Keeps what was committed less than this many seconds ago."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        require("KeepNewerThan", positive("seconds", self.seconds))
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return frozenset(info.step for info in history if now - info.created < self.seconds)
+
+    @property
+    def judges_alone(self) -> bool:
+        return True
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepSteps(RetentionPolicy):
+    """Keeps exactly these steps."""
+
+    steps: Collection[int]
+
+    def __post_init__(self) -> None:
+        require("KeepSteps", integers("steps", self.steps, minimum=0))
+        # Any collection is welcome, but the value must be hashable and equal whatever the spelling.
+        object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return frozenset(info.step for info in history).intersection(self.steps)
+
+    @property
+    def judges_alone(self) -> bool:
+        return True
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepAll(RetentionPolicy):
+    """Keeps everything."""
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return frozenset(info.step for info in history)
+
+    @property
+    def judges_alone(self) -> bool:
+        return True
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AnyOf(RetentionPolicy):
+    """Keeps what at least one policy keeps; written `a | b`."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+    def __post_init__(self) -> None:
+        require("AnyOf", instances("policies", self.policies, RetentionPolicy))
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return frozenset[int]().union(*(policy.keep(history, now) for policy in self.policies))
+
+    @property
+    def judges_alone(self) -> bool:
+        return all(policy.judges_alone for policy in self.policies)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AllOf(RetentionPolicy):
+    """Keeps what all policies keep; written `a & b`."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+    def __post_init__(self) -> None:
+        require("AllOf", instances("policies", self.policies, RetentionPolicy))
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return KeepAll().keep(history, now).intersection(*(p.keep(history, now) for p in self.policies))
+
+    @property
+    def judges_alone(self) -> bool:
+        return all(policy.judges_alone for policy in self.policies)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Not(RetentionPolicy):
+    """Keeps what the policy does not; written `~a`.
+
+    Only over policies that judge each checkpoint by itself. "All but the latest three" would name three
+    others after every prune and so eat the whole history, one prune at a time.
+    """
+
+    policy: RetentionPolicy
+
+    def __post_init__(self) -> None:
+        problem = instances("policy", (self.policy,), RetentionPolicy)
+        if problem is None and not self.policy.judges_alone:
+            problem = (
+                f"{self.policy!r} compares checkpoints with one another, so that its opposite would delete "
+                "more at every prune; negate only KeepSteps, KeepNewerThan or KeepAll"
+            )
+        require("Not", problem)
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return KeepAll().keep(history, now) - self.policy.keep(history, now)
+
+    @property
+    def judges_alone(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrunePlan:
+    """What a prune would do.
+
+    Attributes:
+        keep: step -> why it stays, for people.
+        drop: what would be deleted, lowest step first.
+    """
+
+    keep: Mapping[int, tuple[str, ...]]
+    drop: tuple[CheckpointInfo, ...]
+
+
+def plan_prune(policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float) -> PrunePlan:
+    """Apply a policy to the committed checkpoints, with the guarantees no policy can undo.
+
+    The highest step (what a resume would load), the checkpoint committed last (training may have gone back
+    to an earlier step) and whatever is pinned always stay, so that a history is never emptied.
+    """
+    reasons: dict[int, tuple[str, ...]] = {}
+    for step, reason in (*_guaranteed(history), *_wanted(policy, history, now)):
+        reasons[step] = (*reasons.get(step, ()), reason)
+    drop = sorted((info for info in history if info.step not in reasons), key=_by_step)
+    return PrunePlan(keep=MappingProxyType(dict(sorted(reasons.items()))), drop=tuple(drop))
+
+
+def _guaranteed(history: Sequence[CheckpointInfo]) -> Iterable[tuple[int, str]]:
+    if not history:
+        return
+    newest, last_committed = max(history, key=_by_step), max(history, key=_by_age)
+    yield newest.step, "newest"
+    if last_committed.step != newest.step:
+        yield last_committed.step, "committed last"
+    for info in history:
+        if info.pinned is not None:
+            yield info.step, f"pinned: {info.pinned}"
+
+
+def _wanted(
+    policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float
+) -> Iterable[tuple[int, str]]:
+    for member in _flat(policy, AnyOf):
+        for step in member.keep(history, now):
+            yield step, repr(member)
+
+
+def _first_of_each(
+    ordered: Iterable[CheckpointInfo], bucket: Callable[[CheckpointInfo], int]
+) -> frozenset[int]:
+    first: dict[int, int] = {}
+    for info in ordered:
+        first.setdefault(bucket(info), info.step)
+    return frozenset(first.values())
+
+
+def _by_step(info: CheckpointInfo) -> int:
+    return info.step
+
+
+def _by_age(info: CheckpointInfo) -> tuple[float, int]:
+    return info.created, info.step
+
+
+def _flat(policy: RetentionPolicy, kind: type[AnyOf] | type[AllOf]) -> tuple[RetentionPolicy, ...]:
+    return policy.policies if isinstance(policy, kind) else (policy,)
+
+
+__all__ = [
+    "AllOf",
+    "AnyOf",
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepEverySeconds",
+    "KeepLatest",
+    "KeepNewerThan",
+    "KeepSteps",
+    "Not",
+    "PrunePlan",
+    "RetentionPolicy",
+    "plan_prune",
+]

@@ -1,0 +1,70 @@
+"""Checks of options, shared by everything a user constructs.
+
+Each check returns what is wrong as a phrase, or None, so that one error can list every offender.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from ckpt_core.errors import ConfigError
+
+
+def require(owner: str, *problems: str | None) -> None:
+    """Raise one error that lists all problems.
+
+    Raises:
+        ConfigError: at least one of `problems` is not None.
+    """
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise ConfigError(f"{owner}: {'; '.join(found)}")
+
+
+def integer(name: str, value: Any, *, minimum: int) -> str | None:
+    """Problem of a value that must be a whole number, not a boolean, and at least `minimum`."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+        return None
+    return f"{name} must be a whole number of at least {minimum}, not {value!r}"
+
+
+def integers(name: str, values: Any, *, minimum: int) -> str | None:
+    """Problem of a collection of whole numbers that must not be empty."""
+    if not isinstance(values, Collection) or isinstance(values, str | bytes) or not values:
+        return f"{name} must be a non-empty list of whole numbers, not {values!r}"
+    wrong = [value for value in values if integer(name, value, minimum=minimum)]
+    return f"{name} must hold whole numbers of at least {minimum}, not {wrong!r}" if wrong else None
+
+
+def positive(name: str, value: Any) -> str | None:
+    """Problem of a value that must be a finite number above zero, not a boolean."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
+        return None
+    return f"{name} must be a finite number above 0, not {value!r}"
+
+
+def text(name: str, value: Any) -> str | None:
+    """Problem of a value that must be a non-empty string."""
+    return None if isinstance(value, str) and value else f"{name} must be a non-empty string, not {value!r}"
+
+
+def boolean(name: str, value: Any) -> str | None:
+    """Problem of a value that must be True or False."""
+    return None if isinstance(value, bool) else f"{name} must be true or false, not {value!r}"
+
+
+def one_of(name: str, value: Any, allowed: Collection[str]) -> str | None:
+    """Problem of a value that must be one of a few words."""
+    if isinstance(value, str) and value in allowed:
+        return None
+    return f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}"
+
+
+def instances(name: str, values: Any, kind: type) -> str | None:
+    """Problem of a tuple that must not be empty and hold only instances of `kind`."""
+    if not isinstance(values, tuple) or not values:
+        return f"{name} must be a non-empty tuple of {kind.__name__}, not {values!r}"
+    wrong = [value for value in values if not isinstance(value, kind)]
+    return f"{name} must hold {kind.__name__} objects, not {wrong!r}" if wrong else None
