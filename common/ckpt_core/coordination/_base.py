@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Coordinator(ABC):
     """Lets the ranks of a job agree.
 
-    Main thread only, the same call in the same order on every rank: `agree`, `gather`, `combine`.
+    Main thread only, the same call in the same order on every rank: `agree`, `gather`, `exchange`, `combine`.
     Any thread: `meet`, which never uses a collective, so that it cannot deadlock against training.
     Every wait has a deadline; when it passes, `DeadlineError` names the ranks awaited.
     """
@@ -30,8 +31,19 @@ class Coordinator(ABC):
         """The coordinator's value, on every rank. The value must be picklable."""
 
     @abstractmethod
+    def exchange(self, value: T | BaseException, decide: Callable[[list[T]], list[R]]) -> R:
+        """Bring every rank's value to the coordinator, decide there, give every rank its own answer.
+
+        A rank that could not make its value passes the exception instead. Values must be picklable.
+
+        Raises:
+            CoordinationError: a rank passed an exception, or `decide` raised; the same error on every rank.
+            DeadlineError: ranks are missing; `awaited` names them.
+        """
+
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order, on every rank. Values must be picklable."""
+        return self.exchange(value, lambda values: [values] * len(values))
 
     @abstractmethod
     def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
@@ -61,3 +73,8 @@ class Coordinator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release groups and connections; the coordinator must not be used afterwards."""
+
+
+def failure_text(error: BaseException) -> str:
+    """One line for the person on call: the exception's type and message."""
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,60 @@
+"""Coordination of one process with itself: no torch.distributed, the same errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from typing_extensions import override
+
+from ckpt_core.coordination._base import Coordinator, R, T, failure_text
+from ckpt_core.errors import CoordinationError
+
+
+@final
+class Solo(Coordinator):
+    """The coordinator of a job with one rank."""
+
+    rank = 0
+    world_size = 1
+
+    @override
+    def agree(self, value: T) -> T:
+        return value
+
+    @override
+    def exchange(self, value: T | BaseException, decide: Callable[[list[T]], list[R]]) -> R:
+        return _alone(value, decide)[0]
+
+    @override
+    def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
+        return tuple(flags)
+
+    @override
+    def meet(
+        self,
+        name: str,
+        payload: bytes | BaseException,
+        commit: Callable[[list[bytes]], bytes],
+        *,
+        deadline_seconds: float,
+    ) -> bytes:
+        return _alone(payload, commit)
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+def _alone(value: T | BaseException, decide: Callable[[list[T]], R]) -> R:
+    if isinstance(value, BaseException):
+        raise _failed(value) from value
+    try:
+        return decide([value])
+    except Exception as error:  # the caller is told, as every rank of a larger job would be
+        raise _failed(error) from error
+
+
+def _failed(error: BaseException) -> CoordinationError:
+    text = failure_text(error)
+    return CoordinationError(f"rank 0: {text}", failures={0: text})

@@ -1,0 +1,109 @@
+"""Who writes what: DCP's planner, driven so that the collective part is one exchange on the main thread."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from typing_extensions import override
+
+from ckpt_core.errors import ConfigError
+
+
+@final
+class PartPlanner:
+    """Plans one DCP part of a save on one rank.
+
+    Who calls what: 1. (all ranks) `local_plan`. 2. (coordinator) `decide` over all local plans.
+    3. (all ranks) `resolve` for the plan that came back.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(dict(state_dict), None, is_coordinator=False)
+
+    def local_plan(self) -> SavePlan:
+        """What this rank could write."""
+        return self._planner.create_local_plan()
+
+    def resolve(self, plan: SavePlan) -> ResolvedPlan:
+        """The live tensors and the serialised values that this rank is to write.
+
+        Raises:
+            ConfigError: a tensor is of a kind that no checkpoint can hold.
+        """
+        shards: dict[MetadataIndex, torch.Tensor] = {}
+        values: dict[MetadataIndex, bytes] = {}
+        for item in plan.items:
+            data = self._planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                values[item.index] = _buffer_of(data)
+            else:
+                shards[item.index] = _plain(data, item.index.fqn)
+        return ResolvedPlan(plan=plan, shards=shards, values=values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedPlan:
+    """A final plan with the data behind it: live local tensors, and values already serialised."""
+
+    plan: SavePlan
+    shards: Mapping[MetadataIndex, torch.Tensor]
+    values: Mapping[MetadataIndex, bytes]
+
+
+def decide(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Deduplicate over replicas and build the metadata. Coordinator only.
+
+    Raises:
+        ValueError: the ranks' shards overlap or leave holes.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, None, is_coordinator=True)
+    final_plans, metadata = planner.create_global_plan(list(plans))
+    # The path of every leaf is already in the metadata: sending it back to every rank would be waste.
+    return [SavePlan(plan.items) for plan in final_plans], metadata
+
+
+@final
+class StagedPlanner(DefaultSavePlanner):
+    """Answers a StorageWriter's `resolve_data` from staged copies instead of the live state."""
+
+    def __init__(
+        self, staged: Mapping[MetadataIndex, torch.Tensor], values: Mapping[MetadataIndex, bytes]
+    ) -> None:
+        super().__init__()
+        self._staged = staged
+        self._values = values
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._values[write_item.index])
+        return self._staged[write_item.index]
+
+
+def _buffer_of(data: object) -> bytes:
+    if not isinstance(data, io.BytesIO):
+        raise TypeError(f"the planner gave {type(data).__name__} for a byte entry")
+    return data.getvalue()
+
+
+def _plain(tensor: object, fqn: str) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"the planner gave {type(tensor).__name__} for the tensor {fqn}")
+    if tensor.is_quantized or tensor.layout != torch.strided:
+        kind = "quantised" if tensor.is_quantized else f"{tensor.layout}"
+        raise ConfigError(
+            f"{fqn} is a {kind} tensor, which the checkpoint format cannot hold; "
+            "convert it (dequantize() or to_dense()) before saving, or leave it out of the state"
+        )
+    if tensor.device.type == "meta":
+        raise ConfigError(f"{fqn} is on the meta device and has no data; materialise the model before saving")
+    return tensor
