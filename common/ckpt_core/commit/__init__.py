@@ -1,1 +1,30 @@
-"""To be filled."""
+"""How checkpoints become true, are found, verified and removed: manifest, marker, catalog, lease.
+
+The one rule of the whole suite lives here: no `COMMITTED`, no checkpoint. Nothing in this package needs
+torch, so that listing and verifying stay fast.
+"""
+
+from ckpt_core.commit._catalog import Catalog
+from ckpt_core.commit._lease import Lease, Owner
+from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
+from ckpt_core.commit._protocol import abandon, begin, commit
+from ckpt_core.commit._prune import collect_orphans, remove
+from ckpt_core.commit._stock import verify_stock
+from ckpt_core.commit._verify import share, verify
+
+__all__ = [
+    "Catalog",
+    "ItemKind",
+    "Lease",
+    "Manifest",
+    "Marker",
+    "Owner",
+    "abandon",
+    "begin",
+    "collect_orphans",
+    "commit",
+    "remove",
+    "share",
+    "verify",
+    "verify_stock",
+]

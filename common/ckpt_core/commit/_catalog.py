@@ -1,0 +1,171 @@
+"""Which checkpoints there are: read from the markers alone, so that nothing else can be mistaken for one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, final
+
+from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.commit._pins import read_pins, replace_pins
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FileFailure
+from ckpt_core.names import MANIFEST, MARKER, PINS, is_incomplete, is_trash, parse_step_name
+from ckpt_core.storage import Storage
+from ckpt_core.types import CheckpointInfo
+
+_logger = logging.getLogger(__name__)
+
+# A marker is a few hundred bytes and metrics; more is none, and must not be read into memory by a listing.
+_MAX_MARKER_BYTES: Final = 1 << 20
+_PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
+
+
+@final
+class Catalog:
+    """The checkpoints of one root.
+
+    Holds no state of its own: every call reads the storage anew, from any thread of any process. Pins are
+    read, changed and replaced; when two processes pin at the same moment, one of the pins is lost.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def committed(self) -> list[CheckpointInfo]:
+        """Every committed checkpoint, oldest step first.
+
+        Any directory with a readable marker counts, whatever its name; the step is what the marker says.
+        A directory whose marker cannot be read is left out, with a warning in the log.
+        """
+        pins = self._pins_or_none()
+        infos = [
+            marker.info(name, _PINS_UNREADABLE if pins is None else pins.get(marker.step))
+            for name in self._directories()
+            if not _is_passing(name) and (marker := self._marker_or_none(name)) is not None
+        ]
+        return sorted(infos, key=lambda info: (info.step, info.created))
+
+    def latest(self) -> CheckpointInfo | None:
+        """The committed checkpoint with the highest step, or None."""
+        infos = self.committed()
+        return infos[-1] if infos else None
+
+    def find(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
+        """The newest committed checkpoint of that step, or the one of that name.
+
+        Raises:
+            CheckpointNotFoundError: there is none; the message names those that are there.
+        """
+        infos = self.committed()
+        for info in reversed(infos):
+            if step in {None, info.step} and name in {None, info.name}:
+                return info
+        wanted = f"step {step}" if name is None else f"checkpoint {name!r}"
+        there = ", ".join(str(info.step) for info in infos) or "none"
+        raise CheckpointNotFoundError(
+            f"no committed {wanted} in {self._storage.url}; committed steps there: {there}"
+        )
+
+    def marker(self, name: str) -> Marker:
+        """The commit marker of directory `name`.
+
+        Raises:
+            CheckpointNotFoundError: `name` is not committed.
+            CorruptCheckpointError: the marker is malformed.
+            IncompatibleCheckpointError: the marker was written by a newer version.
+        """
+        try:
+            with self._storage.open(f"{name}/{MARKER}") as stream:
+                content = stream.read(_MAX_MARKER_BYTES + 1)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(
+                f"{self._storage.url}/{name} holds no committed checkpoint: there is no {MARKER}"
+            ) from None
+        if len(content) > _MAX_MARKER_BYTES:
+            failure = FileFailure(path=MARKER, problem="too large to be a commit marker")
+            raise CorruptCheckpointError(f"{self._storage.url}/{name}/{failure}", failures=(failure,))
+        return Marker.from_bytes(content)
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of directory `name`, the one that was committed.
+
+        Raises:
+            CheckpointNotFoundError: `name` is not committed.
+            CorruptCheckpointError: marker or manifest are malformed, or do not belong together.
+            IncompatibleCheckpointError: they were written by a newer version.
+        """
+        marker = self.marker(name)
+        try:
+            content = self._storage.read_bytes(f"{name}/{MANIFEST}")
+        except FileNotFoundError:
+            raise self._corrupt(name, "missing") from None
+        if not marker.matches(content):
+            raise self._corrupt(name, f"not the file that was committed: its digest differs from {MARKER}'s")
+        return Manifest.from_bytes(content)
+
+    def torn(self) -> list[str]:
+        """Directories of saves and prunes that did not end: being written just now, or left by a crash."""
+        in_place = not self._storage.supports_rename
+        return [
+            name
+            for name in self._directories()
+            if _is_passing(name) or (in_place and self._is_uncommitted_step(name))
+        ]
+
+    def pins(self) -> dict[int, str]:
+        """Step -> reason, for every step protected from pruning.
+
+        Raises:
+            CorruptCheckpointError: the file of pins cannot be read.
+        """
+        return read_pins(self._storage)
+
+    def pin(self, step: int, reason: str) -> None:
+        """Protect a committed step from pruning.
+
+        Raises:
+            CheckpointNotFoundError: the step is not committed.
+            CorruptCheckpointError: the file of pins cannot be read.
+        """
+        self.find(step=step)
+        replace_pins(self._storage, self.pins() | {step: reason})
+
+    def unpin(self, step: int) -> None:
+        """Take a pin away; harmless where there is none.
+
+        Raises:
+            CorruptCheckpointError: the file of pins cannot be read.
+        """
+        pins = self.pins()
+        if pins.pop(step, None) is not None:
+            replace_pins(self._storage, pins)
+
+    def _pins_or_none(self) -> dict[int, str] | None:
+        try:
+            return self.pins()
+        except CorruptCheckpointError as error:
+            _logger.warning("%s", error)
+            return None
+
+    def _marker_or_none(self, name: str) -> Marker | None:
+        try:
+            return self.marker(name)
+        except CheckpointNotFoundError:
+            return None
+        except (CheckpointError, OSError) as error:
+            _logger.warning("%s/%s is left out: %s", self._storage.url, name, error)
+            return None
+
+    def _is_uncommitted_step(self, name: str) -> bool:
+        return parse_step_name(name) is not None and not self._storage.exists(f"{name}/{MARKER}")
+
+    def _directories(self) -> list[str]:
+        return [entry.name for entry in self._storage.list("") if entry.is_directory]
+
+    def _corrupt(self, name: str, problem: str) -> CorruptCheckpointError:
+        failure = FileFailure(path=MANIFEST, problem=problem)
+        return CorruptCheckpointError(f"{self._storage.url}/{name}/{failure}", failures=(failure,))
+
+
+def _is_passing(name: str) -> bool:
+    """Whether a directory is on its way in or out; a marker inside does not count there."""
+    return is_incomplete(name) or is_trash(name)

@@ -1,0 +1,127 @@
+"""Who may write to a root: one job at a time, and a job that has lost the root stops before it does harm."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import Self, final
+
+from ckpt_core.errors import RootBusyError
+from ckpt_core.names import WRITER
+from ckpt_core.storage import Lock, Storage
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """Who owns a root, as `writer.json` tells it."""
+
+    id: str
+    job: str
+    host: str
+    pid: int
+    started: float
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started))
+        return f"{self.job} (host {self.host}, pid {self.pid}, started {since})"
+
+    @classmethod
+    def here(cls, job: str) -> Owner:
+        """This process, under a fresh id."""
+        return cls(
+            id=secrets.token_hex(8), job=job, host=socket.gethostname(), pid=os.getpid(), started=time.time()
+        )
+
+    @classmethod
+    def of(cls, storage: Storage) -> Owner | None:
+        """The owner that took the root last and has not given it back, alive or dead; None if unknown."""
+        try:
+            content = storage.read_bytes(WRITER)
+        except FileNotFoundError:
+            return None
+        try:
+            owner = cls(**json.loads(content))
+            str(owner)  # what cannot be shown was not written by us
+        except (ValueError, LookupError, TypeError, OverflowError, OSError, RecursionError):
+            return None
+        return owner
+
+
+@final
+class Lease:
+    """The right to write to a root.
+
+    Where the storage can lock, a second live job is refused. Everywhere, the newest job's id stands in
+    `writer.json`, and `check`, called before each commit, stops a job that another has replaced: that is the
+    fence on object stores, and on network filesystems without locks. Any thread may call any method.
+    """
+
+    def __init__(self, storage: Storage, owner: Owner, lock: Lock) -> None:
+        self._storage = storage
+        self._lock = lock
+        self.owner = owner
+
+    @classmethod
+    def acquire(cls, storage: Storage, job: str) -> Lease:
+        """Take the root for this process; `job` is what people will be shown if they are refused.
+
+        Raises:
+            RootBusyError: another live job holds it; the message says which, and what to do.
+        """
+        lock = storage.try_lock(WRITER)
+        if lock is None:
+            raise RootBusyError(
+                f"{storage.url} is being written by {Owner.of(storage) or 'another live process'}: "
+                "wait until it ends, stop it, or save to another root"
+            )
+        owner = Owner.here(job)
+        try:
+            storage.replace(WRITER, json.dumps(asdict(owner)).encode())
+        except BaseException:
+            lock.release()
+            raise
+        return cls(storage, owner, lock)
+
+    def still_mine(self) -> bool:
+        """Whether no other job has taken the root since."""
+        return Owner.of(self._storage) == self.owner
+
+    def check(self) -> None:
+        """Refuse to go on after another job has taken the root.
+
+        Raises:
+            RootBusyError: another job has taken it, or the claim has been removed.
+        """
+        holder = Owner.of(self._storage)
+        if holder == self.owner:
+            return
+        taker = "its claim was removed" if holder is None else f"it was taken over by {holder}"
+        raise RootBusyError(
+            f"{self._storage.url} no longer belongs to this job: {taker}; this job stopped saving. "
+            "If this is the job that should go on, stop the other one and restart this one"
+        )
+
+    def release(self) -> None:
+        """Give the root back; harmless when repeated, or after another job has taken it."""
+        try:
+            if self.still_mine():
+                self._storage.delete(WRITER)
+        except OSError as error:
+            # Nobody is harmed: the next job overwrites the claim.
+            _logger.warning("could not remove %s/%s: %s", self._storage.url, WRITER, error)
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()

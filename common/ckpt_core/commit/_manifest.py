@@ -1,0 +1,196 @@
+"""What a checkpoint promises: the manifest, and the marker that makes the promise binding.
+
+The manifest lists every file and chunk with its checksum. The marker carries the manifest's digest and the
+few facts a listing needs, so that a run with a thousand checkpoints is listed without reading a manifest.
+Both are read as hostile input: whatever they say about paths and sizes is checked before anyone acts on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
+
+from ckpt_core.commit import _codec, _entries
+from ckpt_core.names import FORMAT_VERSION, MANIFEST
+from ckpt_core.types import CheckpointInfo, ChunkEntry, FileEntry
+
+ItemKind: TypeAlias = Literal["sharded", "per_rank", "shared", "files"]
+"""How an item is kept: see `state`; "files" are those of a host framework, kept as they are."""
+
+_KINDS: Final = frozenset(get_args(ItemKind))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Everything a committed checkpoint promises.
+
+    Attributes:
+        save_id: the id of the save that wrote it, also in the name of its working directory.
+        created: Unix time in seconds.
+        items: item -> how it is kept.
+        metrics: numbers that retention may rank by; they may be NaN.
+        annotations: whatever the user wants to find again; plain JSON.
+        producer: name -> version of what wrote it (ckpt_suite, torch, python, framework).
+        files: every file of the directory but the manifest and the marker.
+        chunks: where every tensor shard and byte entry lies in those files.
+    """
+
+    save_id: str
+    step: int
+    created: float
+    world_size: int
+    items: Mapping[str, ItemKind] = field(default_factory=dict[str, ItemKind])
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    producer: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: tuple[FileEntry, ...] = ()
+    chunks: tuple[ChunkEntry, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def size_bytes(self) -> int:
+        """Total size of the files."""
+        return sum(entry.size_bytes for entry in self.files)
+
+    def to_bytes(self) -> bytes:
+        """The content of `manifest.json`.
+
+        Raises:
+            ConfigError: the annotations or metrics are not plain JSON values, or a chunk names a file that
+                is not among the files.
+        """
+        return _codec.encode(
+            {
+                "format_version": self.format_version,
+                "save_id": self.save_id,
+                "step": self.step,
+                "created": self.created,
+                "world_size": self.world_size,
+                "items": dict(self.items),
+                "metrics": _codec.numbers(self.metrics),
+                "annotations": dict(self.annotations),
+                "producer": dict(self.producer),
+                "files": [[entry.path, entry.size_bytes, entry.checksum] for entry in self.files],
+                "chunks": _entries.to_columns(self.chunks, self.files),
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Manifest:
+        """Read the content of `manifest.json`.
+
+        Raises:
+            IncompatibleCheckpointError: it was written by a newer version.
+            CorruptCheckpointError: it is malformed, or promises what no honest manifest does.
+        """
+        with _codec.Fields.parse(content, source=MANIFEST) as fields:
+            files = _entries.files_from_rows(fields.get("files", list))
+            return cls(
+                format_version=fields.format_version,
+                save_id=fields.get("save_id", str),
+                step=fields.count("step"),
+                created=fields.number("created"),
+                world_size=fields.count("world_size", least=1),
+                items=_kinds(fields.mapping("items", str)),
+                metrics=fields.numbers("metrics"),
+                annotations=fields.get("annotations", dict),
+                producer=fields.mapping("producer", str),
+                files=files,
+                chunks=_entries.from_columns(fields.get("chunks", dict), files),
+            )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marker:
+    """The content of `COMMITTED`: the digest of the manifest, and what a listing shows."""
+
+    manifest_sha256: str
+    manifest_bytes: int
+    save_id: str
+    step: int
+    created: float
+    size_bytes: int
+    world_size: int
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def of(cls, manifest: Manifest, content: bytes) -> Marker:
+        """The marker of a manifest whose bytes are `content`."""
+        return cls(
+            manifest_sha256=hashlib.sha256(content).hexdigest(),
+            manifest_bytes=len(content),
+            save_id=manifest.save_id,
+            step=manifest.step,
+            created=manifest.created,
+            size_bytes=manifest.size_bytes,
+            world_size=manifest.world_size,
+            metrics=manifest.metrics,
+            format_version=manifest.format_version,
+        )
+
+    def matches(self, content: bytes) -> bool:
+        """Whether `content` is the manifest that was committed, to the bit."""
+        if len(content) != self.manifest_bytes:
+            return False
+        return hashlib.sha256(content).hexdigest() == self.manifest_sha256
+
+    def info(self, name: str, pinned: str | None = None) -> CheckpointInfo:
+        """The checkpoint in directory `name`, as listings and retention policies see it."""
+        return CheckpointInfo(
+            step=self.step,
+            name=name,
+            created=self.created,
+            size_bytes=self.size_bytes,
+            world_size=self.world_size,
+            metrics=self.metrics,
+            pinned=pinned,
+        )
+
+    def to_bytes(self) -> bytes:
+        """The content of `COMMITTED`."""
+        return _codec.encode(
+            {
+                "format_version": self.format_version,
+                "manifest_sha256": self.manifest_sha256,
+                "manifest_bytes": self.manifest_bytes,
+                "save_id": self.save_id,
+                "step": self.step,
+                "created": self.created,
+                "size_bytes": self.size_bytes,
+                "world_size": self.world_size,
+                "metrics": _codec.numbers(self.metrics),
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Marker:
+        """Read the content of `COMMITTED`.
+
+        Raises:
+            IncompatibleCheckpointError: it was written by a newer version.
+            CorruptCheckpointError: it is malformed.
+        """
+        with _codec.Fields.parse(content, source="the commit marker") as fields:
+            return cls(
+                format_version=fields.format_version,
+                manifest_sha256=fields.get("manifest_sha256", str),
+                manifest_bytes=fields.count("manifest_bytes"),
+                save_id=fields.get("save_id", str),
+                step=fields.count("step"),
+                created=fields.number("created"),
+                size_bytes=fields.count("size_bytes"),
+                world_size=fields.count("world_size", least=1),
+                metrics=fields.numbers("metrics"),
+            )
+
+
+def _kinds(items: dict[str, str]) -> dict[str, ItemKind]:
+    foreign = {name: kind for name, kind in items.items() if kind not in _KINDS}
+    if foreign:
+        raise ValueError(f"items {foreign} are kept in no known way")
+    return cast("dict[str, ItemKind]", items)

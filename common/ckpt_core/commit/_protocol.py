@@ -1,0 +1,167 @@
+"""How a checkpoint becomes true.
+
+The one rule: no `COMMITTED`, no checkpoint. A crash at any point leaves either the old set of checkpoints or
+the new one, because exactly one operation, atomic on its storage, moves between them:
+
+    POSIX                                    after a crash here, on disk is
+    1. make `<name>.incomplete-<id>`         a torn directory, ignored by everyone
+    2. every rank writes and fsyncs files    a torn directory
+    3. manifest.json, then COMMITTED, fsync  a torn directory, complete, but under a name that never counts
+    4. rename onto `<name>`                  the checkpoint, or (power loss before 5) the torn directory of 3
+    5. fsync the parent                      the checkpoint
+
+    object store                             after a crash here, in the bucket is
+    1. clear what a torn save left           nothing, or fewer leftovers without marker
+    2. every rank uploads its objects        objects without marker, ignored by everyone
+    3. manifest.json                         objects without marker
+    4. COMMITTED                             the checkpoint: a completed upload appears at once and whole
+
+Nothing that is committed, or that we did not write, is ever overwritten or deleted on this path.
+Any thread of the coordinator may call these, one save at a time per root.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import PurePosixPath
+from typing import NoReturn
+
+from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.errors import CheckpointExistsError, ConfigError, SaveError
+from ckpt_core.names import MANIFEST, MARKER, incomplete_name, is_incomplete, is_trash, parse_step_name
+from ckpt_core.storage import Storage
+from ckpt_core.types import CheckpointInfo
+
+_logger = logging.getLogger(__name__)
+
+
+def begin(storage: Storage, name: str, save_id: str) -> str:
+    """Prepare the directory that checkpoint `name` is written into, and return its name.
+
+    Raises:
+        CheckpointExistsError: `name` is committed, or occupied by something that is not ours to remove.
+        ConfigError: `name` cannot be the name of a checkpoint.
+    """
+    if "/" in name or name in {"", ".", ".."} or is_incomplete(name) or is_trash(name):
+        raise ConfigError(f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed")
+    if storage.supports_rename:
+        return _begin_beside(storage, name, save_id)
+    return _begin_in_place(storage, name)
+
+
+def _begin_beside(storage: Storage, name: str, save_id: str) -> str:
+    if any(entry.name == name for entry in storage.list("")):
+        _refuse(storage, name)
+    working = incomplete_name(name, save_id)
+    try:
+        storage.make_directory(working)
+    except FileExistsError:
+        raise CheckpointExistsError(
+            f"{storage.url}/{working} exists already: another save uses the id {save_id!r}"
+        ) from None
+    return working
+
+
+def _begin_in_place(storage: Storage, name: str) -> str:
+    if storage.exists(f"{name}/{MARKER}"):
+        _refuse(storage, name)
+    # A name that `step_name` makes is ours, so what lies there without a marker is a torn save of ours.
+    # Any other name may hold a checkpoint that a host framework wrote without us.
+    if storage.list(name):
+        if parse_step_name(name) is None:
+            _refuse(storage, name)
+        storage.delete(name)
+    return name
+
+
+def commit(storage: Storage, working: str, name: str, manifest: Manifest) -> CheckpointInfo:
+    """Make the files in `working` the checkpoint `name`, all or nothing.
+
+    Every rank must have finished and synced its files.
+
+    Raises:
+        CheckpointExistsError: `name` has been taken since `begin`; nothing there was touched.
+        SaveError: a file is missing or has another size than promised.
+        ConfigError: the manifest holds what JSON cannot.
+    """
+    content = manifest.to_bytes()
+    # A manifest that cannot be read back would make a checkpoint that cannot be loaded: find out before.
+    Manifest.from_bytes(content)
+    marker = Marker.of(manifest, content)
+    _check_files(storage, working, manifest)
+    try:
+        storage.write_bytes(f"{working}/{MANIFEST}", content)
+        storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
+        if storage.supports_rename:
+            _publish(storage, working, name, manifest)
+    except FileExistsError:
+        _refuse(storage, name)
+    return marker.info(name)
+
+
+def _publish(storage: Storage, working: str, name: str, manifest: Manifest) -> None:
+    for directory in _directories(manifest):
+        storage.sync_directory(_join(working, directory))
+    storage.rename(working, name)
+    storage.sync_directory("")
+
+
+def abandon(storage: Storage, working: str) -> None:
+    """Remove the directory of a save that failed, as far as possible; never one that is committed.
+
+    On an object store the marker may have arrived although its upload reported an error: then the
+    checkpoint is whole, and stays.
+    """
+    try:
+        if storage.supports_rename and not is_incomplete(working):
+            return
+        if not storage.supports_rename and storage.exists(f"{working}/{MARKER}"):
+            return
+        storage.delete(working)
+    except OSError as error:
+        # The failure that led here is reported by the caller; leftovers are collected by a later prune.
+        _logger.warning("could not remove torn %s/%s: %s", storage.url, working, error)
+
+
+def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
+    """Compare what the ranks say they wrote with what is there, at the price of one listing per directory."""
+    sizes = {
+        _join(directory, child.name): child.size_bytes
+        for directory in _directories(manifest)
+        for child in storage.list(_join(working, directory))
+        if not child.is_directory
+    }
+    problems = [
+        f"{entry.path} has {sizes.get(entry.path, 'no')} bytes, not {entry.size_bytes}"
+        for entry in manifest.files
+        if sizes.get(entry.path) != entry.size_bytes
+    ]
+    if problems:
+        raise SaveError(
+            f"step {manifest.step} was not committed: of the files in {storage.url}/{working}, "
+            f"{len(problems)} are not what the ranks wrote, first {problems[0]}; check the storage for lost "
+            "writes and save again",
+            step=manifest.step,
+            phase="commit",
+        )
+
+
+def _directories(manifest: Manifest) -> list[str]:
+    """Every directory that holds a file or a directory of the manifest, "" for the checkpoint's own."""
+    parents = {parent for entry in manifest.files for parent in PurePosixPath(entry.path).parents}
+    return sorted({""} | {str(parent) for parent in parents if parent.name})
+
+
+def _join(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory and name else directory or name
+
+
+def _refuse(storage: Storage, name: str) -> NoReturn:
+    """Say that `name` is taken, and by what."""
+    place = f"{storage.url}/{name}"
+    if storage.exists(f"{name}/{MARKER}"):
+        raise CheckpointExistsError(f"{place} is committed already; checkpoints are never overwritten")
+    raise CheckpointExistsError(
+        f"{place} is occupied by something that is not a committed checkpoint; nothing there was touched: "
+        "look at it, then move or delete it"
+    )

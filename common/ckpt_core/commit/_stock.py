@@ -1,0 +1,213 @@
+"""Verification of what stock DCP wrote: no manifest, but every chunk is a zip, and zips carry CRC32s.
+
+torch computes these checksums on every save and never looks at them again. Where the chunks lie stands in
+`.metadata`, a pickle. It is read here without torch and without trust: whatever class it names becomes an
+inert placeholder, so that nothing in it can run.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import pickle
+import struct
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import IO, Any, Final, final
+
+from ckpt_core.errors import CheckpointNotFoundError, FileFailure
+from ckpt_core.names import DATA_SUFFIX, METADATA
+from ckpt_core.storage import Storage
+
+_BLOCK_BYTES: Final = 8 << 20
+_BROKEN_PICKLE: Final = (
+    pickle.UnpicklingError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    EOFError,
+    RecursionError,
+    OverflowError,
+    MemoryError,
+)
+_BROKEN_ZIP: Final = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    ValueError,
+    LookupError,
+    EOFError,
+    OverflowError,
+    RuntimeError,
+)
+
+
+def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
+    """Verify every DCP directory at or below `name` against the CRC32s inside its files.
+
+    Returns:
+        What is wrong, file by file; empty if nothing is.
+
+    Raises:
+        CheckpointNotFoundError: there is no DCP data at or below `name`.
+    """
+    parts = list(_parts(storage, name))
+    if not parts:
+        raise CheckpointNotFoundError(
+            f"{storage.url}/{name} holds no DCP checkpoint: there is no {METADATA} and no {DATA_SUFFIX} file"
+        )
+    return [
+        FileFailure(path=str(PurePosixPath(part).relative_to(name) / failure.path), problem=failure.problem)
+        for part in parts
+        for failure in _verify_part(storage, part)
+    ]
+
+
+def _parts(storage: Storage, directory: str) -> Iterator[str]:
+    children = storage.list(directory)
+    files = [child.name for child in children if not child.is_directory]
+    if METADATA in files or any(file.endswith(DATA_SUFFIX) for file in files):
+        yield directory
+    for child in children:
+        if child.is_directory:
+            yield from _parts(storage, f"{directory}/{child.name}")
+
+
+def _verify_part(storage: Storage, part: str) -> Iterator[FileFailure]:
+    try:
+        chunks = _read_chunks(storage.read_bytes(f"{part}/{METADATA}"))
+    except FileNotFoundError:
+        yield FileFailure(path=METADATA, problem="missing: the save did not end, DCP cannot load this")
+        return
+    except _BROKEN_PICKLE as error:
+        yield FileFailure(path=METADATA, problem=f"cannot be read: {type(error).__name__}: {error}")
+        return
+    for path, in_file in chunks.items():
+        problem = _file_problem(storage, f"{part}/{path}", in_file)
+        if problem is not None:
+            yield FileFailure(path=path, problem=problem)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    key: str
+    offset: int
+    size_bytes: int
+
+
+def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str | None:
+    """What is wrong with one data file, or None; of several damaged chunks the first is named."""
+    try:
+        size = storage.size(key)
+        end = max(chunk.offset + chunk.size_bytes for chunk in chunks)
+        if size < end:
+            return f"truncated: has {size} bytes, its chunks need {end}"
+        with storage.open(key) as stream:
+            damaged = [(chunk, p) for chunk in chunks if (p := _chunk_problem(stream, chunk)) is not None]
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be verified: {error}"
+    if not damaged:
+        return None
+    chunk, problem = damaged[0]
+    first = f"{chunk.key!r} at byte {chunk.offset}: {problem}"
+    return f"{len(damaged)} of {len(chunks)} chunks damaged, first {first}"
+
+
+def _chunk_problem(stream: IO[bytes], chunk: _Chunk) -> str | None:
+    """Read one torch zip through, as `zipfile` checks the CRC32 of every record at its end."""
+    try:
+        with zipfile.ZipFile(_Window(stream, chunk.offset, chunk.size_bytes)) as archive:
+            records = archive.infolist()
+            if not any(record.CRC for record in records):
+                return "written with torch's CRC32 switched off, so that nothing can be verified"
+            for record in records:
+                with archive.open(record) as content:
+                    while content.read(_BLOCK_BYTES):
+                        pass
+    except _BROKEN_ZIP as error:
+        return f"not a whole torch zip: {error}"
+    return None
+
+
+@final
+class _Window(io.RawIOBase):
+    """A part of a seekable stream, as a read-only stream of its own."""
+
+    def __init__(self, stream: IO[bytes], start: int, size: int) -> None:
+        self._stream = stream
+        self._start = start
+        self._size = size
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the start of a chunk")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1, /) -> bytes:
+        left = max(0, self._size - self._position)
+        self._stream.seek(self._start + self._position)
+        content = self._stream.read(left if size < 0 else min(size, left))
+        self._position += len(content)
+        return content
+
+
+def _read_chunks(content: bytes) -> Mapping[str, Sequence[_Chunk]]:
+    """File -> its chunks in the order of the file; anything unexpected raises one of `_BROKEN_PICKLE`."""
+    chunks: defaultdict[str, list[_Chunk]] = defaultdict(list)
+    for index, where in _Inert(io.BytesIO(content)).load().storage_data.items():
+        path, offset, size = where.relative_path, where.offset, where.length
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or min(offset, size) < 0:
+            raise ValueError(f"chunk {index.fqn!r} lies outside the checkpoint, in {path!r}")
+        chunks[path].append(_Chunk(key=index.fqn, offset=offset, size_bytes=size))
+    return {path: sorted(chunks[path], key=lambda chunk: chunk.offset) for path in sorted(chunks)}
+
+
+class _Placeholder(dict[Any, Any]):
+    """Stands for any object of a pickle: takes every argument and item, keeps its fields, does nothing."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __new__(cls, *_: Any, **__: Any) -> _Placeholder:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def append(self, _: Any) -> None:
+        """Take an item, as a list would."""
+
+    def extend(self, _: Any) -> None:
+        """Take items, as a list would."""
+
+
+@final
+class _Inert(pickle.Unpickler):  # noqa: S301 - nothing it names is ever looked up
+    """Reads the structure of a pickle; no class is imported and no function called, whatever it names."""
+
+    def find_class(self, _module: str, _name: str, /) -> type[_Placeholder]:
+        return _Placeholder

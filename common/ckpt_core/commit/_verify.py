@@ -1,0 +1,104 @@
+"""Whether the bytes on storage are those that were committed."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from ckpt_core.checksums import Checksum
+from ckpt_core.commit._catalog import Catalog
+from ckpt_core.commit._manifest import Manifest
+from ckpt_core.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    FileFailure,
+    IncompatibleCheckpointError,
+)
+from ckpt_core.names import MANIFEST, MARKER
+from ckpt_core.storage import Storage
+from ckpt_core.types import FileEntry
+
+_BLOCK_BYTES: Final = 8 << 20
+_THREADS: Final = 4
+
+
+def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None) -> list[FileFailure]:
+    """Read a checkpoint back and compare it with its manifest: marker, manifest, then every file.
+
+    Args:
+        storage: the root.
+        name: the checkpoint's directory.
+        paths: verify only these files, such as one rank's `share`; all if None.
+
+    Returns:
+        What is wrong, in the order of the manifest; empty if nothing is.
+
+    Raises:
+        ConfigError: one of `paths` is not in the manifest.
+    """
+    try:
+        manifest = Catalog(storage).manifest(name)
+    except CheckpointNotFoundError:
+        return [FileFailure(path=MARKER, problem="missing: this is not a committed checkpoint")]
+    except CorruptCheckpointError as error:
+        return list(error.failures)
+    except IncompatibleCheckpointError as error:
+        return [FileFailure(path=MANIFEST, problem=str(error))]
+    entries = _selected(manifest, paths)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-verify") as pool:
+        problems = pool.map(lambda entry: _problem(storage, name, entry), entries)
+        return [
+            FileFailure(path=entry.path, problem=problem)
+            for entry, problem in zip(entries, problems, strict=True)
+            if problem is not None
+        ]
+
+
+def share(files: Sequence[FileEntry], rank: int, world_size: int) -> list[str]:
+    """The paths that one of `world_size` ranks should verify, so that all read about as many bytes.
+
+    Every rank computes the same split, and every file falls to exactly one of them.
+    """
+    loads = [(0, candidate) for candidate in range(world_size)]
+    mine = []
+    for entry in sorted(files, key=lambda entry: (-entry.size_bytes, entry.path)):
+        load, least_loaded = loads[0]
+        heapq.heapreplace(loads, (load + entry.size_bytes, least_loaded))
+        if least_loaded == rank:
+            mine.append(entry.path)
+    return mine
+
+
+def _selected(manifest: Manifest, paths: Collection[str] | None) -> Sequence[FileEntry]:
+    if paths is None:
+        return manifest.files
+    unknown = sorted(set(paths) - {entry.path for entry in manifest.files})
+    if unknown:
+        raise ConfigError(f"not in the manifest of step {manifest.step}, so not to be verified: {unknown}")
+    return [entry for entry in manifest.files if entry.path in paths]
+
+
+def _problem(storage: Storage, name: str, entry: FileEntry) -> str | None:
+    """What is wrong with one file, or None."""
+    key = f"{name}/{entry.path}"
+    try:
+        size = storage.size(key)
+        if size != entry.size_bytes:
+            return f"has {size} bytes, {entry.size_bytes} were committed"
+        found = Checksum.like(entry.checksum)
+        for block in _blocks(storage, key):
+            found.update(block)
+    except FileNotFoundError:
+        return "missing"
+    except (OSError, ValueError) as error:
+        return f"cannot be verified: {error}"
+    return None if str(found) == entry.checksum else f"checksum is {found}, {entry.checksum} was committed"
+
+
+def _blocks(storage: Storage, key: str) -> Iterator[bytes]:
+    with storage.open(key) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            yield block
