@@ -1,5 +1,17 @@
 """Bytes at a place: the `Storage` contract, its backends, and `open_storage` to choose one by URL."""
 
 from ckpt_core.storage._base import Lock, Storage, StorageEntry
+from ckpt_core.storage._local import LocalStorage
+from ckpt_core.storage._memory import MemoryStorage
+from ckpt_core.storage._object import ObjectStorage
+from ckpt_core.storage._open import open_storage
 
-__all__ = ["Lock", "Storage", "StorageEntry"]
+__all__ = [
+    "LocalStorage",
+    "Lock",
+    "MemoryStorage",
+    "ObjectStorage",
+    "Storage",
+    "StorageEntry",
+    "open_storage",
+]

@@ -1,1 +1,35 @@
-"""To be filled."""
+"""For tests of this suite and of code built on it: conformance suites, faults, ranks, a fake clock.
+
+Nothing that is shipped to run imports this wing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpt_core.testing._clock import FakeClock
+from ckpt_core.testing._faults import Fault, FaultyStorage, Operation, kill_process
+from ckpt_core.testing._ranks import RanksFailedError, run_ranks
+
+if TYPE_CHECKING:
+    from ckpt_core.testing._storage_suite import StorageTests
+
+__all__ = [
+    "FakeClock",
+    "Fault",
+    "FaultyStorage",
+    "Operation",
+    "RanksFailedError",
+    "StorageTests",
+    "kill_process",
+    "run_ranks",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The conformance suite needs pytest; faults and ranks are useful without it.
+    if name == "StorageTests":
+        from ckpt_core.testing._storage_suite import StorageTests
+
+        return StorageTests
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

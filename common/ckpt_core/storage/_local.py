@@ -1,0 +1,161 @@
+"""Checkpoints in a directory of a local or shared POSIX filesystem."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, final
+
+from ckpt_core.storage._base import Lock, Storage, StorageEntry
+from ckpt_core.storage._keys import file_key, key_parts
+from ckpt_core.storage._locks import try_lock_file
+from ckpt_core.storage._posix import delete_tree, make_directories, rename_exclusively, sync_directory
+
+
+@final
+class LocalStorage(Storage):
+    """A directory. Symbolic links below it are unlinked by `delete`, never followed."""
+
+    supports_rename = True
+
+    def __init__(self, root: str | Path) -> None:
+        # Absolute now, because training scripts change directory.
+        self._root = Path(root).expanduser().absolute()
+
+    @property
+    def url(self) -> str:
+        """The absolute path."""
+        return str(self._root)
+
+    def local_path(self, key: str) -> Path:
+        """Where `key` is in the filesystem, for writers that need more than a stream.
+
+        Raises:
+            ValueError: the key leads out of the root.
+        """
+        return self._root.joinpath(*key_parts(key))
+
+    def check_root(self) -> None:
+        """Create the root if need be and prove that a file can be written there."""
+        try:
+            make_directories(self._root)
+            with tempfile.NamedTemporaryFile(prefix=".probe-", dir=self._root) as probe:
+                probe.write(b"probe")
+                probe.flush()
+        except NotADirectoryError as error:
+            raise _explained(
+                NotADirectoryError, error, "a file is where the checkpoint root should be"
+            ) from error
+        except OSError as error:
+            if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+                hint = "cannot create files in the checkpoint root; check owner, mode and mount"
+                raise _explained(PermissionError, error, hint, at=self._root) from error
+            raise _explained(OSError, error, "cannot use the checkpoint root", at=self._root) from error
+
+    @contextmanager
+    def create(self, key: str) -> Generator[IO[bytes]]:
+        """Open a new file for streaming writes; durable on a clean exit, left partial on an error."""
+        path = self.local_path(file_key(key))
+        make_directories(path.parent)
+        with path.open("xb") as stream:
+            yield stream
+            # Flush first: fsync alone would leave what is still in Python's buffer to luck.
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    @contextmanager
+    def open(self, key: str) -> Generator[IO[bytes]]:
+        """Open a file for reading."""
+        with self.local_path(file_key(key)).open("rb") as stream:
+            yield stream
+
+    def replace(self, key: str, content: bytes) -> None:
+        """Write a small file atomically, durable on return."""
+        path = self.local_path(file_key(key))
+        make_directories(path.parent)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with draft.open("xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+    def list(self, key: str) -> list[StorageEntry]:
+        """Children of a directory, sorted by name; [] if it does not exist."""
+        try:
+            with os.scandir(self.local_path(key)) as children:
+                found = [_entry(child) for child in children]
+        except FileNotFoundError:
+            return []
+        return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.name)
+
+    def size(self, key: str) -> int:
+        """Size of a file in bytes."""
+        path = self.local_path(file_key(key))
+        try:
+            size = path.stat().st_size
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+        if path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "a directory, not a file", str(path))
+        return size
+
+    def delete(self, key: str) -> None:
+        """Delete a file, a link, or a directory with all it holds."""
+        delete_tree(self.local_path(file_key(key)))
+
+    def make_directory(self, key: str) -> None:
+        """Create a directory and its parents durably."""
+        path = self.local_path(file_key(key))
+        make_directories(path.parent)
+        path.mkdir()
+        sync_directory(path.parent)
+
+    def sync_directory(self, key: str) -> None:
+        """Fsync a directory."""
+        sync_directory(self.local_path(key))
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename atomically, onto unoccupied space only; durable after `sync_directory` of the parent."""
+        rename_exclusively(self.local_path(file_key(source)), self.local_path(file_key(target)))
+
+    def free_bytes(self) -> int | None:
+        """Free space for this user as the filesystem tells it; quotas are not visible to it."""
+        try:
+            usage = os.statvfs(self._root)
+        except FileNotFoundError:
+            return None
+        return usage.f_bavail * usage.f_frsize
+
+    def try_lock(self, key: str) -> Lock | None:
+        """Claim `key` by a lock on the file `<key>.lock` next to it, which stays behind."""
+        path = self.local_path(file_key(key) + ".lock")
+        make_directories(path.parent)
+        return try_lock_file(path)
+
+
+def _entry(child: os.DirEntry[str]) -> StorageEntry | None:
+    """The child, or None if it vanished during the listing or is a link to nothing."""
+    if child.is_dir():
+        return StorageEntry(name=child.name, is_directory=True, size_bytes=0)
+    try:
+        size = child.stat().st_size
+    except FileNotFoundError:
+        return None
+    return StorageEntry(name=child.name, is_directory=False, size_bytes=size)
+
+
+def _explained(kind: type[OSError], error: OSError, hint: str, at: Path | None = None) -> OSError:
+    """The same error with a sentence for the person on call."""
+    where = error.filename if at is None else at
+    return kind(error.errno, f"{hint} ({error.strerror})", str(where))

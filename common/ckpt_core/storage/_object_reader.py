@@ -1,0 +1,66 @@
+"""Ranged reads of one object as a seekable stream."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any, cast, final
+
+from ckpt_core.storage._remote_errors import translated_errors
+
+_BUFFER_BYTES = 4 * 2**20
+
+
+def open_object(filesystem: Any, path: str, size_bytes: int, url: str) -> io.BufferedReader:
+    """A buffered stream over an object: small reads are served from blocks, large ones go out as one range.
+
+    fsspec's own files are not used because some of them share their position between readers, and others
+    read tens of megabytes ahead of what was asked for.
+    """
+    raw = _ObjectReader(filesystem, path, size_bytes, url)
+    return io.BufferedReader(raw, min(_BUFFER_BYTES, max(size_bytes, 1)))
+
+
+@final
+class _ObjectReader(io.RawIOBase):
+    def __init__(self, filesystem: Any, path: str, size_bytes: int, url: str) -> None:
+        super().__init__()
+        self._filesystem = filesystem
+        self._path = path
+        self._size_bytes = size_bytes
+        self._url = url
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
+        if start + offset < 0:
+            raise ValueError(f"negative position {start + offset} in {self._path}")
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        content = self._fetch(len(view))
+        view[: len(content)] = content
+        return len(content)
+
+    def readall(self) -> bytes:
+        return self._fetch(self._size_bytes)
+
+    def _fetch(self, count: int) -> bytes:
+        end = min(self._position + count, self._size_bytes)
+        if end <= self._position:
+            return b""
+        with translated_errors(self._url):
+            content = cast("bytes", self._filesystem.cat_file(self._path, start=self._position, end=end))
+        self._position += len(content)
+        return content

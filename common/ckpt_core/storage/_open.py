@@ -1,0 +1,57 @@
+"""The choice of a backend by URL."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_core.errors import ConfigError
+from ckpt_core.storage._base import Storage
+from ckpt_core.storage._local import LocalStorage
+from ckpt_core.storage._object import ObjectStorage
+
+_URL = re.compile(r"(?:\w+::)*(?P<protocol>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
+_COLLAPSED_URL = re.compile(r"(?:s3a?|gcs|gs|az|abfs|https?|memory|file):/[^/]")
+_LOCAL = {"file", "local"}
+
+
+def open_storage(
+    root: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None
+) -> Storage:
+    """The storage at a path or URL; a storage passes through.
+
+    Args:
+        root: a path, `file://…`, `s3://bucket/prefix`, `gs://bucket/prefix`, any other fsspec URL, or a
+            `Storage`.
+        storage_options: credentials, endpoint and the like for a URL; see `ObjectStorage`.
+
+    Raises:
+        ConfigError: the URL cannot be opened, or options were given where none apply.
+    """
+    options = dict(storage_options or {})
+    if isinstance(root, Storage):
+        _refuse_options(root.url, options)
+        return root
+    text = os.fspath(root)
+    match = _URL.fullmatch(text)
+    if match is None or ("::" not in text and match["protocol"] in _LOCAL):
+        _refuse_options(text, options)
+        return LocalStorage(_local_path(text if match is None else match["rest"]))
+    return ObjectStorage(text, **options)
+
+
+def _local_path(text: str) -> Path:
+    if not text:
+        raise ConfigError("the checkpoint root is empty; give a directory or a URL such as s3://bucket/run")
+    if _COLLAPSED_URL.match(text):
+        raise ConfigError(f"{text!r} looks like a URL that went through pathlib.Path; pass it as a str")
+    return Path(text)
+
+
+def _refuse_options(root: str, options: Mapping[str, Any]) -> None:
+    if options:
+        names = ", ".join(sorted(options))
+        raise ConfigError(f"{root}: storage_options ({names}) apply to URLs only; remove them")

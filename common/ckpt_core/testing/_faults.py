@@ -1,0 +1,188 @@
+"""A storage that fails where a test wants it to.
+
+Every operation has a number, counted over all threads from 0, a method and a key. Besides the methods of
+`Storage` these are operations: `write` and `read`, one call on a stream, and `close`, the clean end of a
+`create`, where content becomes durable.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import IO, Any, cast, final
+
+from ckpt_core.storage import Lock, Storage, StorageEntry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One thing asked of a storage; `key` of a rename is `source -> target`."""
+
+    number: int
+    method: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What happens at which operations.
+
+    Attributes:
+        method: pattern of the method (`fnmatch`).
+        key: pattern of the key (`fnmatch`).
+        nth: only at the nth of the matching operations, counted from 0; None for all of them.
+        before: called before the operation.
+        error: raised instead of the operation.
+        after: called when the operation has succeeded.
+    """
+
+    method: str = "*"
+    key: str = "*"
+    nth: int | None = None
+    before: Callable[[Operation], None] | None = None
+    error: BaseException | None = None
+    after: Callable[[Operation], None] | None = None
+
+    def matches(self, operation: Operation) -> bool:
+        """Whether the patterns fit, whichever the nth."""
+        return fnmatchcase(operation.method, self.method) and fnmatchcase(operation.key, self.key)
+
+
+def kill_process(operation: Operation) -> None:
+    """As `before` or `after` of a fault: SIGKILL this process, as a preemption or the OOM killer does."""
+    del operation
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@final
+class FaultyStorage(Storage):
+    """Passes everything on to another storage, except for the faults; keeps a log."""
+
+    def __init__(self, inner: Storage, faults: Sequence[Fault] = ()) -> None:
+        self._inner = inner
+        self._faults = tuple(faults)
+        self._seen = [0] * len(self._faults)
+        self._operations: list[Operation] = []
+        self._guard = threading.Lock()
+        self.supports_rename = inner.supports_rename
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """What was asked so far, faults included, in order."""
+        with self._guard:
+            return tuple(self._operations)
+
+    @property
+    def url(self) -> str:
+        """That of the inner storage."""
+        return self._inner.url
+
+    def check_root(self) -> None:
+        with self.operation("check_root", ""):
+            self._inner.check_root()
+
+    @contextmanager
+    def create(self, key: str) -> Generator[IO[bytes]]:
+        with ExitStack() as stack:
+            with self.operation("create", key):
+                stream = stack.enter_context(self._inner.create(key))
+            yield cast("IO[bytes]", _FaultyStream(stream, self, key))
+            with self.operation("close", key):
+                stack.close()
+
+    @contextmanager
+    def open(self, key: str) -> Generator[IO[bytes]]:
+        with ExitStack() as stack:
+            with self.operation("open", key):
+                stream = stack.enter_context(self._inner.open(key))
+            yield cast("IO[bytes]", _FaultyStream(stream, self, key))
+
+    def replace(self, key: str, content: bytes) -> None:
+        with self.operation("replace", key):
+            self._inner.replace(key, content)
+
+    def list(self, key: str) -> list[StorageEntry]:
+        with self.operation("list", key):
+            return self._inner.list(key)
+
+    def size(self, key: str) -> int:
+        with self.operation("size", key):
+            return self._inner.size(key)
+
+    def delete(self, key: str) -> None:
+        with self.operation("delete", key):
+            self._inner.delete(key)
+
+    def make_directory(self, key: str) -> None:
+        with self.operation("make_directory", key):
+            self._inner.make_directory(key)
+
+    def sync_directory(self, key: str) -> None:
+        with self.operation("sync_directory", key):
+            self._inner.sync_directory(key)
+
+    def rename(self, source: str, target: str) -> None:
+        with self.operation("rename", f"{source} -> {target}"):
+            self._inner.rename(source, target)
+
+    def free_bytes(self) -> int | None:
+        with self.operation("free_bytes", ""):
+            return self._inner.free_bytes()
+
+    def try_lock(self, key: str) -> Lock | None:
+        with self.operation("try_lock", key):
+            return self._inner.try_lock(key)
+
+    @contextmanager
+    def operation(self, method: str, key: str) -> Generator[None]:
+        """Log an operation and apply its faults around the block."""
+        operation, due = self._register(method, key)
+        for fault in due:
+            if fault.before is not None:
+                fault.before(operation)
+            if fault.error is not None:
+                raise fault.error
+        yield
+        for fault in due:
+            if fault.after is not None:
+                fault.after(operation)
+
+    def _register(self, method: str, key: str) -> tuple[Operation, Sequence[Fault]]:
+        with self._guard:
+            operation = Operation(number=len(self._operations), method=method, key=key)
+            self._operations.append(operation)
+            matching = [index for index, fault in enumerate(self._faults) if fault.matches(operation)]
+            due = [self._faults[i] for i in matching if self._faults[i].nth in {None, self._seen[i]}]
+            for index in matching:
+                self._seen[index] += 1
+            return operation, due
+
+
+@final
+class _FaultyStream:
+    """A stream whose reads and writes are operations; everything else, `fileno` too, is the real one's."""
+
+    def __init__(self, stream: IO[bytes], storage: FaultyStorage, key: str) -> None:
+        self._stream = stream
+        self._storage = storage
+        self._key = key
+
+    def write(self, content: Any) -> int:
+        with self._storage.operation("write", self._key):
+            return self._stream.write(content)
+
+    def read(self, count: int = -1) -> bytes:
+        with self._storage.operation("read", self._key):
+            return self._stream.read(count)
+
+    def readinto(self, buffer: Any) -> int:
+        with self._storage.operation("read", self._key):
+            return int(cast("Any", self._stream).readinto(buffer))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

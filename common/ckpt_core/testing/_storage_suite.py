@@ -1,0 +1,266 @@
+"""The guarantees every `Storage` gives, as tests to inherit.
+
+class TestMyStorage(StorageTests):
+    def make_storage(self, directory: Path) -> Storage: ...
+    def raw_read(self, storage: Storage, key: str) -> bytes: ...
+    def raw_write(self, storage: Storage, key: str, content: bytes) -> None: ...
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_core.storage import Storage
+
+
+class StorageTests:
+    """Inherit, fill in the three hooks, and name the subclass `Test…`.
+
+    `raw_read` and `raw_write` go around the storage, so that it cannot vouch for itself. A backend that
+    needs other fixtures overrides the fixture `storage` instead of `make_storage`.
+    """
+
+    def make_storage(self, directory: Path) -> Storage:
+        """An empty storage; `directory` is there for those who need one."""
+        raise NotImplementedError
+
+    def raw_read(self, storage: Storage, key: str) -> bytes:
+        """The bytes at `key`, without the storage; `FileNotFoundError` if there is nothing."""
+        raise NotImplementedError
+
+    def raw_write(self, storage: Storage, key: str, content: bytes) -> None:
+        """Put bytes at `key`, parents included, without the storage."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Storage:
+        return self.make_storage(tmp_path)
+
+    # --- the root
+
+    def test_check_root_leaves_nothing_behind(self, storage: Storage) -> None:
+        storage.check_root()
+        storage.check_root()
+        assert storage.list("") == []
+
+    def test_the_url_is_text_without_a_trailing_slash(self, storage: Storage) -> None:
+        assert storage.url
+        assert not storage.url.endswith("/")
+
+    def test_free_space_is_a_number_or_unknown(self, storage: Storage) -> None:
+        storage.check_root()
+        free = storage.free_bytes()
+        assert free is None or free > 0
+
+    @pytest.mark.parametrize("key", ["../a", "/a", "a/../../b", "a//b", "a/", "./a", "a/."])
+    @pytest.mark.parametrize("method", ["create", "open", "replace", "list", "size", "delete", "try_lock"])
+    def test_keys_that_leave_the_root_are_refused(self, storage: Storage, method: str, key: str) -> None:
+        arguments = (key, b"") if method == "replace" else (key,)
+        with pytest.raises(ValueError, match="key"):
+            _enter(getattr(storage, method)(*arguments))
+
+    def test_the_root_itself_is_never_deleted(self, storage: Storage) -> None:
+        storage.write_bytes("a", b"kept")
+        with pytest.raises(ValueError, match="root"):
+            storage.delete("")
+        assert storage.read_bytes("a") == b"kept"
+
+    # --- writing
+
+    @pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)) * 5000], ids=["empty", "one", "large"])
+    def test_created_content_is_what_was_written(self, storage: Storage, content: bytes) -> None:
+        with storage.create("a/b/c") as stream:
+            for start in range(0, len(content), 300_000):
+                stream.write(content[start : start + 300_000])
+        assert self.raw_read(storage, "a/b/c") == content
+        assert storage.size("a/b/c") == len(content)
+
+    def test_create_takes_any_buffer(self, storage: Storage) -> None:
+        with storage.create("a") as stream:
+            stream.write(memoryview(b"01234567")[2:4])
+            stream.write(bytearray(b"89"))
+        assert self.raw_read(storage, "a") == b"2389"
+
+    def test_create_never_overwrites(self, storage: Storage) -> None:
+        self.raw_write(storage, "step/a", b"first")
+        with pytest.raises(FileExistsError):
+            storage.write_bytes("step/a", b"second")
+        assert self.raw_read(storage, "step/a") == b"first"
+
+    def test_an_error_while_writing_reaches_the_writer(self, storage: Storage) -> None:
+        with pytest.raises(ZeroDivisionError), storage.create("step/a") as stream:
+            stream.write(b"half")
+            raise ZeroDivisionError
+        if not storage.supports_rename:
+            assert not storage.exists("step/a"), (
+                "without a rename to hide it, a partial object looks complete"
+            )
+            assert storage.list("step") == []
+
+    def test_a_failed_create_can_be_deleted_and_repeated(self, storage: Storage) -> None:
+        with pytest.raises(ZeroDivisionError), storage.create("step/a") as stream:
+            stream.write(b"half")
+            raise ZeroDivisionError
+        storage.delete("step/a")
+        storage.write_bytes("step/a", b"whole")
+        assert self.raw_read(storage, "step/a") == b"whole"
+
+    def test_replace_creates_and_replaces(self, storage: Storage) -> None:
+        storage.replace("dir/pins.json", b"a longer first version")
+        assert self.raw_read(storage, "dir/pins.json") == b"a longer first version"
+        storage.replace("dir/pins.json", b"second")
+        assert self.raw_read(storage, "dir/pins.json") == b"second"
+        assert [entry.name for entry in storage.list("dir")] == ["pins.json"]
+
+    def test_threads_write_side_by_side(self, storage: Storage) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda i: storage.write_bytes(f"step/deep/{i}", b"%d" % i * 1000), range(12)))
+        assert {entry.name for entry in storage.list("step/deep")} == {str(i) for i in range(12)}
+        assert all(self.raw_read(storage, f"step/deep/{i}") == b"%d" % i * 1000 for i in range(12))
+
+    # --- reading
+
+    def test_what_others_wrote_is_seen_at_once(self, storage: Storage) -> None:
+        assert not storage.exists("step/a")
+        assert storage.list("step") == []
+        self.raw_write(storage, "step/a", b"from elsewhere")
+        assert storage.exists("step/a")
+        assert [entry.name for entry in storage.list("step")] == ["a"]
+        assert storage.read_bytes("step/a") == b"from elsewhere"
+
+    def test_open_streams_are_seekable(self, storage: Storage) -> None:
+        content = bytes(range(256)) * 40
+        self.raw_write(storage, "a", content)
+        with storage.open("a") as stream:
+            stream.seek(1000)
+            assert stream.read(24) == content[1000:1024]
+            assert stream.tell() == 1024
+            stream.seek(-10, 2)
+            assert stream.read() == content[-10:]
+            assert stream.read(1) == b""
+            stream.seek(0)
+            assert stream.read() == content
+
+    def test_readers_of_one_file_do_not_disturb_each_other(self, storage: Storage) -> None:
+        self.raw_write(storage, "a", b"0123456789")
+        with storage.open("a") as one, storage.open("a") as other:
+            assert one.read(3) == b"012"
+            assert other.read(5) == b"01234"
+            assert one.read() == b"3456789"
+
+    def test_what_is_missing_is_not_found(self, storage: Storage) -> None:
+        storage.write_bytes("step/a", b"")
+        for key in ("nothing", "step/nothing", "step"):
+            assert not storage.exists(key)
+            with pytest.raises(FileNotFoundError):
+                storage.size(key)
+        for key in ("nothing", "step/nothing"):
+            with pytest.raises(FileNotFoundError):
+                storage.read_bytes(key)
+
+    def test_list_is_sorted_and_tells_files_from_directories(self, storage: Storage) -> None:
+        self.raw_write(storage, "step/b/inner", b"12")
+        self.raw_write(storage, "step/a.json", b"12345")
+        self.raw_write(storage, "step/.metadata", b"")
+        self.raw_write(storage, "step-other", b"")
+        found = [(entry.name, entry.is_directory, entry.size_bytes) for entry in storage.list("step")]
+        assert found == [(".metadata", False, 0), ("a.json", False, 5), ("b", True, 0)]
+        assert [entry.name for entry in storage.list("")] == ["step", "step-other"]
+
+    # --- deleting
+
+    def test_delete_takes_a_directory_with_all_it_holds(self, storage: Storage) -> None:
+        for key in ("step-1/a", "step-1/deep/er/b", "step-10/a", "step-1.json"):
+            self.raw_write(storage, key, b"x")
+        storage.delete("step-1")
+        assert storage.list("step-1") == []
+        with pytest.raises(FileNotFoundError):
+            self.raw_read(storage, "step-1/deep/er/b")
+        assert [entry.name for entry in storage.list("")] == ["step-1.json", "step-10"]
+
+    def test_delete_takes_one_file(self, storage: Storage) -> None:
+        self.raw_write(storage, "step/a", b"x")
+        self.raw_write(storage, "step/ab", b"x")
+        storage.delete("step/a")
+        assert [entry.name for entry in storage.list("step")] == ["ab"]
+
+    def test_delete_of_nothing_is_harmless(self, storage: Storage) -> None:
+        storage.check_root()
+        storage.delete("nothing")
+        storage.delete("nothing/at/all")
+
+    def test_wildcards_in_keys_are_plain_characters(self, storage: Storage) -> None:
+        for key in ("step[1]/a*", "step1/ab", "step[1]/ab"):
+            self.raw_write(storage, key, b"x")
+        assert storage.exists("step[1]/a*")
+        storage.delete("step[1]/a*")
+        assert [entry.name for entry in storage.list("step[1]")] == ["ab"]
+        storage.delete("step[1]")
+        assert [entry.name for entry in storage.list("")] == ["step1"]
+
+    # --- directories
+
+    def test_make_directory_prepares_for_files(self, storage: Storage) -> None:
+        storage.make_directory("run/step.incomplete-1")
+        storage.write_bytes("run/step.incomplete-1/a", b"x")
+        storage.sync_directory("run/step.incomplete-1")
+        storage.sync_directory("")
+        assert self.raw_read(storage, "run/step.incomplete-1/a") == b"x"
+        if storage.supports_rename:
+            with pytest.raises(FileExistsError):
+                storage.make_directory("run/step.incomplete-1")
+
+    def test_rename_moves_a_directory_whole(self, storage: Storage) -> None:
+        self.raw_write(storage, "step.incomplete-1/deep/a", b"x")
+        if not storage.supports_rename:
+            with pytest.raises(NotImplementedError):
+                storage.rename("step.incomplete-1", "step")
+            return
+        storage.rename("step.incomplete-1", "step")
+        assert self.raw_read(storage, "step/deep/a") == b"x"
+        assert [entry.name for entry in storage.list("")] == ["step"]
+
+    @pytest.mark.parametrize("occupant", ["file", "empty directory", "full directory"])
+    def test_rename_never_replaces(self, storage: Storage, occupant: str) -> None:
+        if not storage.supports_rename:
+            pytest.skip("no rename")
+        self.raw_write(storage, "new/a", b"new")
+        if occupant == "file":
+            self.raw_write(storage, "step", b"old")
+        elif occupant == "empty directory":
+            storage.make_directory("step")
+        else:
+            self.raw_write(storage, "step/a", b"old")
+        with pytest.raises(FileExistsError):
+            storage.rename("new", "step")
+        assert self.raw_read(storage, "new/a") == b"new"
+
+    def test_rename_of_nothing_is_not_found(self, storage: Storage) -> None:
+        storage.check_root()
+        if storage.supports_rename:
+            with pytest.raises(FileNotFoundError):
+                storage.rename("nothing", "step")
+
+    # --- locks
+
+    def test_a_lock_can_be_taken_released_and_taken_again(self, storage: Storage) -> None:
+        storage.write_bytes("writer.json", b"content")
+        first = storage.try_lock("writer.json")
+        assert first is not None
+        first.release()
+        first.release()
+        second = storage.try_lock("writer.json")
+        assert second is not None
+        second.release()
+        assert storage.read_bytes("writer.json") == b"content"
+
+
+def _enter(result: Any) -> None:
+    """Make a context manager do its work; other results have done theirs."""
+    if hasattr(result, "__enter__"):
+        with result:
+            pass
