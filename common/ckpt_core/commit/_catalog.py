@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final, final
 
-from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FileFailure
 from ckpt_core.names import MANIFEST, MARKER, PINS, is_incomplete, is_trash, parse_step_name
@@ -14,8 +14,6 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
-# A marker is a few hundred bytes and metrics; more is none, and must not be read into memory by a listing.
-_MAX_MARKER_BYTES: Final = 1 << 20
 _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
 
 
@@ -40,7 +38,7 @@ class Catalog:
         infos = [
             marker.info(name, _PINS_UNREADABLE if pins is None else pins.get(marker.step))
             for name in self._directories()
-            if not _is_passing(name) and (marker := self._marker_or_none(name)) is not None
+            if (marker := self._marker_or_none(name)) is not None
         ]
         return sorted(infos, key=lambda info: (info.step, info.created))
 
@@ -66,7 +64,7 @@ class Catalog:
         )
 
     def marker(self, name: str) -> Marker:
-        """The commit marker of directory `name`.
+        """The commit marker of directory `name`; under the name of a torn directory none counts.
 
         Raises:
             CheckpointNotFoundError: `name` is not committed.
@@ -74,13 +72,15 @@ class Catalog:
             IncompatibleCheckpointError: the marker was written by a newer version.
         """
         try:
+            if _is_passing(name):
+                raise FileNotFoundError
             with self._storage.open(f"{name}/{MARKER}") as stream:
-                content = stream.read(_MAX_MARKER_BYTES + 1)
+                content = stream.read(MAX_MARKER_BYTES + 1)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
                 f"{self._storage.url}/{name} holds no committed checkpoint: there is no {MARKER}"
             ) from None
-        if len(content) > _MAX_MARKER_BYTES:
+        if len(content) > MAX_MARKER_BYTES:
             failure = FileFailure(path=MARKER, problem="too large to be a commit marker")
             raise CorruptCheckpointError(f"{self._storage.url}/{name}/{failure}", failures=(failure,))
         return Marker.from_bytes(content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, final
 
@@ -50,7 +50,7 @@ class Fields:
 
     @classmethod
     @contextmanager
-    def parse(cls, content: bytes, *, source: str) -> Iterator[Fields]:
+    def parse(cls, content: bytes, *, source: str) -> Generator[Fields]:
         """Read one object; whatever turns out wrong with it inside the block becomes one of our errors.
 
         Raises:

@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
 from ckpt_core.commit import _codec, _entries
+from ckpt_core.errors import ConfigError
 from ckpt_core.names import FORMAT_VERSION, MANIFEST
 from ckpt_core.types import CheckpointInfo, ChunkEntry, FileEntry
 
 ItemKind: TypeAlias = Literal["sharded", "per_rank", "shared", "files"]
 """How an item is kept: see `state`; "files" are those of a host framework, kept as they are."""
+
+MAX_MARKER_BYTES: Final = 1 << 20
+"""More is no marker, and must not be read into memory by a listing."""
 
 _KINDS: Final = frozenset(get_args(ItemKind))
 
@@ -152,8 +156,12 @@ class Marker:
         )
 
     def to_bytes(self) -> bytes:
-        """The content of `COMMITTED`."""
-        return _codec.encode(
+        """The content of `COMMITTED`.
+
+        Raises:
+            ConfigError: the metrics are too many to be read with every listing.
+        """
+        content = _codec.encode(
             {
                 "format_version": self.format_version,
                 "manifest_sha256": self.manifest_sha256,
@@ -166,6 +174,9 @@ class Marker:
                 "metrics": _codec.numbers(self.metrics),
             }
         )
+        if len(content) > MAX_MARKER_BYTES:
+            raise ConfigError(f"{len(self.metrics)} metrics are too many for a commit marker; keep a few")
+        return content
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Marker:

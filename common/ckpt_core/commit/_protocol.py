@@ -27,7 +27,7 @@ from pathlib import PurePosixPath
 from typing import NoReturn
 
 from ckpt_core.commit._manifest import Manifest, Marker
-from ckpt_core.errors import CheckpointExistsError, ConfigError, SaveError
+from ckpt_core.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError
 from ckpt_core.names import MANIFEST, MARKER, incomplete_name, is_incomplete, is_trash, parse_step_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
@@ -53,6 +53,8 @@ def _begin_beside(storage: Storage, name: str, save_id: str) -> str:
     if any(entry.name == name for entry in storage.list("")):
         _refuse(storage, name)
     working = incomplete_name(name, save_id)
+    if not is_incomplete(working):
+        raise ConfigError(f"save id {save_id!r} is not 8 to 32 lower-case hex digits")
     try:
         storage.make_directory(working)
     except FileExistsError:
@@ -81,12 +83,10 @@ def commit(storage: Storage, working: str, name: str, manifest: Manifest) -> Che
 
     Raises:
         CheckpointExistsError: `name` has been taken since `begin`; nothing there was touched.
-        SaveError: a file is missing or has another size than promised.
+        SaveError: a file is missing or has another size than promised, or the manifest is not sound.
         ConfigError: the manifest holds what JSON cannot.
     """
-    content = manifest.to_bytes()
-    # A manifest that cannot be read back would make a checkpoint that cannot be loaded: find out before.
-    Manifest.from_bytes(content)
+    content = _encode(manifest)
     marker = Marker.of(manifest, content)
     _check_files(storage, working, manifest)
     try:
@@ -113,14 +113,27 @@ def abandon(storage: Storage, working: str) -> None:
     checkpoint is whole, and stays.
     """
     try:
-        if storage.supports_rename and not is_incomplete(working):
-            return
-        if not storage.supports_rename and storage.exists(f"{working}/{MARKER}"):
-            return
-        storage.delete(working)
+        if storage.supports_rename:
+            committed = not is_incomplete(working)
+        else:
+            committed = storage.exists(f"{working}/{MARKER}")
+        if not committed:
+            storage.delete(working)
     except OSError as error:
         # The failure that led here is reported by the caller; leftovers are collected by a later prune.
         _logger.warning("could not remove torn %s/%s: %s", storage.url, working, error)
+
+
+def _encode(manifest: Manifest) -> bytes:
+    """The manifest's bytes; one that could not be read back would make a checkpoint nobody can load."""
+    content = manifest.to_bytes()
+    try:
+        Manifest.from_bytes(content)
+    except CorruptCheckpointError as error:
+        raise SaveError(
+            f"step {manifest.step} was not committed: {error}", step=manifest.step, phase="commit"
+        ) from error
+    return content
 
 
 def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
