@@ -91,8 +91,11 @@ def _all_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
 
 
 def _none_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
-    policy: Policy = ~_any_of(value, grammar, where)
-    return policy
+    policy: Policy = _any_of(value, grammar, where)
+    try:
+        return ~policy
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _with(make: Callable[..., Policy], first: str, *others: str) -> Callable[[Any], Policy]:
@@ -105,7 +108,7 @@ def _with(make: Callable[..., Policy], first: str, *others: str) -> Callable[[An
         problems.unknown("arguments", value, (first, *others))
         if first not in value:
             problems.add(f"{first!r} is missing")
-        problems.raise_if_any()
+        problems.raise_if_any(separator="; ")
         return make(**value)
 
     return build

@@ -35,14 +35,14 @@ class Problems:
             named = ", ".join(f"{key!r}{_hint(key, allowed)}" for key in wrong)
             self.add(f"{where}: unknown {named}; allowed are {', '.join(sorted(allowed))}")
 
-    def raise_if_any(self) -> None:
+    def raise_if_any(self, separator: str = "\n") -> None:
         """Raise one error with all problems noted.
 
         Raises:
             ConfigError: there is at least one.
         """
         if self._found:
-            raise ConfigError("\n".join(self._found))
+            raise ConfigError(separator.join(self._found))
 
 
 def _hint(key: Any, allowed: Collection[str]) -> str:

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from importlib.util import find_spec
+
+import pytest
+
+from tests.emulators import emulator
+
+pytest.register_assert_rewrite("ckpt_core.testing._storage_suite")
+
+# gcsfs asks Google over gRPC what kind of bucket it has, which on an emulator ends in a minute of time-outs.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Generator[str]:
+    """An S3 emulator; credentials are `testing`, `testing`; tests make their own buckets."""
+    _require("moto", "s3fs")
+    with emulator("s3") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def gcs_endpoint() -> Generator[str]:
+    """A GCS emulator, for `token="anon"`; tests make their own buckets."""
+    _require("gcp_storage_emulator", "gcsfs")
+    with emulator("gcs") as endpoint:
+        yield endpoint
+
+
+def _require(*packages: str) -> None:
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}; pip install 'ckpt-suite[dev]'")

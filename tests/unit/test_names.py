@@ -1,0 +1,64 @@
+"""Names on disk: what is written is recognised, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_core import names
+
+
+@given(step=st.integers(0, 10**12))
+def test_a_step_survives_its_name(step):
+    assert names.parse_step_name(names.step_name(step)) == step
+
+
+@given(left=st.integers(0, 10**9 - 1), right=st.integers(0, 10**9 - 1))
+def test_names_sort_like_steps(left, right):
+    assert (names.step_name(left) < names.step_name(right)) == (left < right)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-5",
+        "step-0000000005",
+        "step-00000005",
+        "step-000000005 ",
+        "step-000000005\n",
+        "xstep-000000005",
+        "step--00000005",
+        "step-" + 8 * "\u0660" + "\u0665",
+        "step-000000005.incomplete-0123abcd",
+        "step-000000005.trash-0123abcd",
+        "checkpoint-5",
+        "",
+    ],
+)
+def test_only_our_own_spelling_is_a_step(name):
+    assert names.parse_step_name(name) is None
+
+
+def test_incomplete_and_trash_are_told_apart_and_from_checkpoints():
+    name, mark = names.step_name(5), "0123abcd"
+    incomplete, trash = names.incomplete_name(name, mark), names.trash_name(name, mark)
+    kinds = [(names.is_incomplete(n), names.is_trash(n)) for n in (name, incomplete, trash)]
+    assert kinds == [(False, False), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize(
+    "name", ["step-000000005.incomplete-", "x.incomplete-XYZ12345", "my.trash-bin", ".trash-"]
+)
+def test_a_persons_own_directory_is_not_mistaken_for_ours(name):
+    assert not names.is_incomplete(name)
+    assert not names.is_trash(name)
+
+
+def test_file_names_are_those_of_format_version_1():
+    assert names.FORMAT_VERSION == 1
+    assert (names.MARKER, names.MANIFEST, names.METADATA) == ("COMMITTED", "manifest.json", ".metadata")
+    assert (names.SHARED, names.PINS) == ("shared.json", "pins.json")
+    assert names.step_name(1000) == "step-000001000"
+    assert names.rank_name(7) == "rank-00007.json"
+    assert names.data_name(12, 3) == "__12_3.distcp"

@@ -1,0 +1,241 @@
+"""Options and policies as people write them: in Python, YAML and TOML, right and wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_core.cadence import (
+    AtSteps,
+    EveryFraction,
+    EverySeconds,
+    EverySteps,
+    FirstStep,
+    OnPreemption,
+)
+from ckpt_core.errors import ConfigError
+from ckpt_core.options import CheckpointOptions, policy_from
+from ckpt_core.retention import (
+    KeepAll,
+    KeepBest,
+    KeepEvery,
+    KeepEverySeconds,
+    KeepLatest,
+    KeepNewerThan,
+    KeepSteps,
+)
+
+YAML = """
+checkpoint:
+  save: {every_steps: 500, every_seconds: 900, on_preemption: true}
+  keep:
+    latest: 3
+    every: 10000
+    best: {metric: val_loss, n: 2, mode: min}
+  back_pressure: skip
+  storage_options: {endpoint: local}
+training: {learning_rate: 0.1}
+"""
+TOML = """
+[training]
+learning_rate = 0.1
+[checkpoint]
+back_pressure = "skip"
+storage_options = {endpoint = "local"}
+save = {every_steps = 500, every_seconds = 900, on_preemption = true}
+[checkpoint.keep]
+latest = 3
+every = 10000
+best = {metric = "val_loss", n = 2, mode = "min"}
+"""
+EXPECTED = CheckpointOptions(
+    save=EverySteps(500) | EverySeconds(900) | OnPreemption(),
+    keep=KeepLatest(3) | KeepEvery(10_000) | KeepBest("val_loss", n=2, mode="min"),
+    back_pressure="skip",
+    storage_options={"endpoint": "local"},
+)
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("value", "policy"),
+    [
+        ({"every_steps": 5}, EverySteps(5)),
+        ({"every_steps": {"n": 5, "offset": 1}}, EverySteps(5, offset=1)),
+        ({"at_steps": [3, 1]}, AtSteps([1, 3])),
+        ({"every_seconds": 1.5}, EverySeconds(1.5)),
+        ({"every_fraction": 0.1}, EveryFraction(0.1)),
+        ({"every_fraction": {"fraction": 0.1, "total_steps": 50}}, EveryFraction(0.1, total_steps=50)),
+        ({"first_step": True, "on_preemption": False}, FirstStep()),
+        ({"on_preemption": ["SIGINT"]}, OnPreemption(("SIGINT",))),
+        ({"on_preemption": {"signals": ["SIGINT"]}}, OnPreemption(("SIGINT",))),
+        (EverySteps(5), EverySteps(5)),
+        ([EverySteps(5), {"first_step": True}], EverySteps(5) | FirstStep()),
+        ({"any": [{"every_steps": 5}, {"first_step": True}]}, EverySteps(5) | FirstStep()),
+        ({"all_of": {"every_steps": 5, "every_seconds": 60}}, EverySteps(5) & EverySeconds(60)),
+        ({"all_of": [{"every_steps": 5}, {"not": {"at_steps": [10]}}]}, EverySteps(5) & ~AtSteps([10])),
+    ],
+)
+def test_save_policies_read_as_they_are_written(value, policy):
+    assert policy_from(value, "save") == policy
+
+
+@pytest.mark.parametrize(
+    ("value", "policy"),
+    [
+        ({"latest": 3}, KeepLatest(3)),
+        ({"every": 10}, KeepEvery(10)),
+        ({"every_seconds": 60}, KeepEverySeconds(60)),
+        ({"best": "loss"}, KeepBest("loss")),
+        ({"best": {"metric": "f1", "mode": "max"}}, KeepBest("f1", mode="max")),
+        ({"best": [{"metric": "f1", "mode": "max"}, "loss"]}, KeepBest("f1", mode="max") | KeepBest("loss")),
+        ({"newer_than_seconds": 60}, KeepNewerThan(60)),
+        ({"steps": [1, 2]}, KeepSteps([1, 2])),
+        ({"all": True}, KeepAll()),
+        ([{"latest": 3}, KeepEvery(10)], KeepLatest(3) | KeepEvery(10)),
+        (
+            {"latest": 3, "all_of": [{"every": 10}, {"not": {"steps": [20]}}]},
+            KeepLatest(3) | (KeepEvery(10) & ~KeepSteps([20])),
+        ),
+    ],
+)
+def test_retention_policies_read_as_they_are_written(value, policy):
+    assert policy_from(value, "keep") == policy
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        (
+            "save",
+            {"every_step": 5},
+            "unknown 'every_step' \\(did you mean 'every_steps'\\?\\); allowed are all_of",
+        ),
+        ("save", {"every_steps": 0}, "save.every_steps: EverySteps: n must"),
+        ("save", {"every_steps": {"m": 1}}, "save.every_steps: .*unknown 'm'.*; 'n' is missing"),
+        ("save", {"every_steps": "500"}, "not '500'"),
+        ("save", {"all_of": [{"every_steps": 5}, {"at_steps": []}]}, r"save.all_of\[1\].at_steps"),
+        ("save", {"first_step": 1}, "true or false"),
+        ("save", {"on_preemption": "yes"}, "save.on_preemption: OnPreemption"),
+        ("save", {"on_preemption": False}, "names no policy"),
+        ("save", {}, "names no policy"),
+        ("save", [], "names no policy"),
+        ("save", 500, "expected a policy, a mapping or a list of them, not 500"),
+        ("save", KeepLatest(3), "expected a policy"),
+        ("save", {True: 1}, "unknown True"),
+        ("keep", {"best": {"n": 2}}, "'metric' is missing"),
+        ("keep", {"best": []}, "metric"),
+        ("keep", {"not": {"latest": 3}}, "keep.not: .*more at every prune"),
+        ("keep", {"every_steps": 5}, "unknown 'every_steps'"),
+        ("restart", {}, "kind must be one of"),
+    ],
+)
+def test_what_is_wrong_in_a_policy_is_named_with_its_place(kind, value, words):
+    with pytest.raises(ConfigError, match=words):
+        policy_from(value, kind)
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.yml", YAML), ("run.toml", TOML)])
+def test_yaml_and_toml_spell_the_same_options(tmp_path, name, text):
+    assert CheckpointOptions.from_file(written(tmp_path, name, text)) == EXPECTED
+
+
+def test_a_file_may_hold_the_options_without_a_section(tmp_path):
+    path = written(tmp_path, "options.toml", "verify = false\nsave = {every_steps = 5}\n")
+    assert CheckpointOptions.from_file(path) == CheckpointOptions(verify=False, save=EverySteps(5))
+
+
+@pytest.mark.parametrize("text", ["", "checkpoint: {}", "save: null"])
+def test_saying_nothing_means_the_defaults(tmp_path, text):
+    assert CheckpointOptions.from_file(written(tmp_path, "empty.yaml", text)) == CheckpointOptions()
+
+
+def test_policies_in_python_and_plain_values_mix():
+    options = CheckpointOptions.from_mapping({"save": EverySteps(5), "keep": {"latest": 1}})
+    assert options == CheckpointOptions(save=EverySteps(5), keep=KeepLatest(1))
+
+
+def test_every_offender_is_listed_at_once():
+    with pytest.raises(ConfigError) as caught:
+        CheckpointOptions.from_mapping(
+            {
+                "sav": 1,
+                "save": {"every_steps": 0, "x": 1},
+                "keep": {"latest": -1},
+                "verify": "no",
+                "on_error": 1,
+            }
+        )
+    message = str(caught.value)
+    expected = [
+        "'sav' (did you mean 'save'?)",
+        "save.every_steps",
+        "'x'",
+        "keep.latest",
+        "verify must",
+        "on_error",
+    ]
+    assert [words for words in expected if words not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"save": 500}, "save must be a SavePolicy, not 500"),
+        ({"save": KeepLatest(3)}, "save must be a SavePolicy"),
+        ({"keep": EverySteps(3)}, "keep must be a RetentionPolicy"),
+        ({"back_pressure": "block"}, "back_pressure must be one of 'wait', 'skip'"),
+        ({"on_error": "ignore"}, "on_error must be one of 'raise', 'warn'"),
+        ({"verify": 1}, "verify must be true or false"),
+        ({"allow_pickle": "yes"}, "allow_pickle"),
+        ({"deadline_seconds": 0}, "deadline_seconds must be a finite number above 0"),
+        ({"storage_options": {1: 2}}, "string keys"),
+        ({"storage_options": None}, "storage_options must be a mapping"),
+    ],
+)
+def test_wrong_options_are_named(options, words):
+    with pytest.raises(ConfigError, match=words):
+        CheckpointOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("run.json", "{}", "read from .toml, .yaml, .yml files only"),
+        ("run.toml", "save = ", "cannot read the options"),
+        ("run.yaml", "a: [", "cannot read the options"),
+        ("run.yaml", "- a", "expected a mapping at the top, not list"),
+        ("run.yaml", "checkpoint: 5", "must be a mapping, not 5"),
+        ("run.yaml", "checkpoint: {save: {every_step: 5}}", "run.yaml: save: unknown 'every_step'"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path, name, text, words):
+    with pytest.raises(ConfigError, match=words):
+        CheckpointOptions.from_file(written(tmp_path, name, text))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot read"):
+        CheckpointOptions.from_file(tmp_path / "absent.toml")
+
+
+def test_yaml_without_pyyaml_says_what_to_install(tmp_path):
+    path = written(tmp_path, "run.yaml", YAML)
+    code = (
+        "import sys; sys.modules['yaml'] = None\n"
+        "from ckpt_core.options import CheckpointOptions\n"
+        f"CheckpointOptions.from_file({str(path)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "pip install pyyaml" in done.stderr

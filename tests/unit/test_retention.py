@@ -1,0 +1,254 @@
+"""What to keep: each policy by itself, in combination, and the guarantees of a prune plan."""
+
+from __future__ import annotations
+
+import math
+import operator
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_core.cadence import EverySteps
+from ckpt_core.errors import ConfigError
+from ckpt_core.retention import (
+    AllOf,
+    AnyOf,
+    KeepAll,
+    KeepBest,
+    KeepEvery,
+    KeepEverySeconds,
+    KeepLatest,
+    KeepNewerThan,
+    KeepSteps,
+    Not,
+    RetentionPolicy,
+    plan_prune,
+)
+from ckpt_core.types import CheckpointInfo
+
+NOW = 1000.0
+COUNT = st.integers(1, 8)
+METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.floats(allow_nan=True), max_size=2)
+
+
+def info(step: int, *, created: float | None = None, pinned: str | None = None, **metrics: float):
+    when = float(step) if created is None else created
+    return CheckpointInfo(step=step, name=f"step-{step:09d}", created=when, pinned=pinned, metrics=metrics)
+
+
+def history_of(*steps: int) -> list[CheckpointInfo]:
+    return [info(step) for step in steps]
+
+
+histories = st.dictionaries(
+    st.integers(0, 100),
+    st.tuples(st.floats(0, NOW), st.sampled_from([None, None, None, "paper", ""]), METRICS),
+    max_size=14,
+).map(lambda drawn: [info(s, created=c, pinned=p, **metrics) for s, (c, p, metrics) in drawn.items()])
+
+judging_alone = st.one_of(
+    st.just(KeepAll()),
+    st.builds(KeepNewerThan, st.floats(1, 1500)),
+    st.builds(KeepSteps, st.sets(st.integers(0, 100), min_size=1)),
+)
+leaves = st.one_of(
+    judging_alone,
+    judging_alone.map(lambda policy: ~policy),
+    st.builds(KeepLatest, COUNT),
+    st.builds(KeepEvery, st.integers(1, 40)),
+    st.builds(KeepEverySeconds, st.floats(1, 500)),
+    st.builds(KeepBest, st.sampled_from(["loss", "accuracy"]), n=COUNT, mode=st.sampled_from(["min", "max"])),
+)
+policies = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map(lambda pair: pair[0] | pair[1]),
+        st.tuples(inner, inner).map(lambda pair: pair[0] & pair[1]),
+    ),
+    max_leaves=5,
+)
+
+
+@given(policy=policies, history=histories)
+def test_a_plan_never_empties_a_history_and_accounts_for_every_checkpoint(policy, history):
+    plan = plan_prune(policy, history, NOW)
+    assert bool(plan.keep) == bool(history)
+    assert sorted([*plan.keep, *(dropped.step for dropped in plan.drop)]) == sorted(i.step for i in history)
+
+
+@given(policy=policies, history=histories.filter(bool))
+def test_the_newest_and_the_last_committed_always_stay(policy, history):
+    plan = plan_prune(policy, history, NOW)
+    assert max(i.step for i in history) in plan.keep
+    assert max(history, key=lambda i: (i.created, i.step)).step in plan.keep
+
+
+@given(policy=policies, history=histories)
+def test_pinned_checkpoints_always_stay(policy, history):
+    assert {i.step for i in history if i.pinned is not None} <= set(plan_prune(policy, history, NOW).keep)
+
+
+@given(policy=policies, history=histories)
+def test_pruning_twice_is_pruning_once(policy, history):
+    first = plan_prune(policy, history, NOW)
+    second = plan_prune(policy, [i for i in history if i.step in first.keep], NOW)
+    assert second.drop == ()
+    assert set(second.keep) == set(first.keep)
+
+
+@given(policy=policies, history=histories, luck=st.randoms(use_true_random=False))
+def test_a_prune_cut_short_and_repeated_never_drops_what_the_whole_one_keeps(policy, history, luck):
+    whole = plan_prune(policy, history, NOW)
+    left = [i for i in history if i.step in whole.keep or luck.random() < 0.5]
+    assert set(plan_prune(policy, left, NOW).keep) >= set(whole.keep)
+
+
+@given(policy=policies, history=histories, seed=st.integers())
+def test_the_order_of_the_history_does_not_matter(policy, history, seed):
+    shuffled = random.Random(seed).sample(history, len(history))
+    assert policy.keep(shuffled, NOW) == policy.keep(history, NOW)
+    one, two = plan_prune(policy, history, NOW), plan_prune(policy, shuffled, NOW)
+    assert (one.keep, one.drop) == (two.keep, two.drop)
+
+
+@given(policy=policies, history=histories)
+def test_a_policy_keeps_only_what_there_is(policy, history):
+    assert policy.keep(history, NOW) <= {i.step for i in history}
+
+
+@given(left=policies, right=policies, history=histories)
+def test_or_is_union_and_and_is_intersection(left, right, history):
+    one, two = left.keep(history, NOW), right.keep(history, NOW)
+    assert (left | right).keep(history, NOW) == one | two
+    assert (left & right).keep(history, NOW) == one & two
+
+
+@given(policy=judging_alone, history=histories)
+def test_not_is_complement(policy, history):
+    assert (~policy).keep(history, NOW) == {i.step for i in history} - policy.keep(history, NOW)
+
+
+@given(policy=policies, history=histories, luck=st.randoms(use_true_random=False))
+def test_what_is_kept_stays_kept_when_others_are_gone(policy, history, luck):
+    smaller = [i for i in history if luck.random() < 0.5]
+    left = {i.step for i in smaller}
+    assert policy.keep(history, NOW) & left <= policy.keep(smaller, NOW)
+
+
+@given(history=histories, n=COUNT, mode=st.sampled_from(["min", "max"]))
+def test_larger_budgets_keep_supersets(history, n, mode):
+    assert KeepLatest(n).keep(history, NOW) <= KeepLatest(n + 1).keep(history, NOW)
+    best, more = KeepBest("loss", n=n, mode=mode), KeepBest("loss", n=n + 1, mode=mode)
+    assert best.keep(history, NOW) <= more.keep(history, NOW)
+    assert KeepNewerThan(n * 100).keep(history, NOW) <= KeepNewerThan(n * 100 + 1).keep(history, NOW)
+
+
+def test_latest_counts_steps_not_times():
+    history = [info(1, created=9), info(2, created=8), info(3, created=7)]
+    assert KeepLatest(2).keep(history, NOW) == {2, 3}
+    assert KeepLatest(9).keep(history, NOW) == {1, 2, 3}
+
+
+def test_every_keeps_exact_multiples_and_not_the_beginning():
+    assert KeepEvery(100).keep(history_of(*range(0, 501, 50)), NOW) == {100, 200, 300, 400, 500}
+
+
+def test_every_keeps_the_first_past_a_multiple_when_saves_miss_it():
+    assert KeepEvery(100).keep(history_of(60, 130, 170, 310, 399, 402), NOW) == {130, 310, 402}
+
+
+def test_every_seconds_keeps_the_first_committed_of_each_span():
+    history = [info(5, created=59), info(4, created=0), info(6, created=60), info(9, created=200)]
+    assert KeepEverySeconds(60).keep(history, NOW) == {4, 6, 9}
+
+
+def test_best_takes_lowest_or_highest_and_of_equals_the_newer():
+    history = [info(1, loss=3.0), info(2, loss=1.0), info(3, loss=1.0), info(4, loss=2.0)]
+    assert KeepBest("loss").keep(history, NOW) == {3}
+    assert KeepBest("loss", n=3).keep(history, NOW) == {2, 3, 4}
+    assert KeepBest("loss", mode="max").keep(history, NOW) == {1}
+    assert KeepBest("loss", n=2, mode="max").keep(history, NOW) == {1, 4}
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_best_never_takes_nan_or_a_missing_metric(mode):
+    history = [info(1, loss=math.nan), info(2), info(3, loss=5.0), info(4, accuracy=0.0)]
+    assert KeepBest("loss", n=4, mode=mode).keep(history, NOW) == {3}
+    assert KeepBest("perplexity", mode=mode).keep(history, NOW) == frozenset()
+
+
+def test_newer_than_and_steps_judge_each_checkpoint_alone():
+    history = [info(1, created=NOW - 10), info(2, created=NOW - 9.5), info(3, created=NOW + 5)]
+    assert KeepNewerThan(10).keep(history, NOW) == {2, 3}
+    assert KeepSteps({1, 7}).keep(history, NOW) == {1}
+    assert (KeepLatest(3) & ~KeepSteps([2])).keep(history, NOW) == {1, 3}
+
+
+def test_a_plan_says_why_each_stays_and_lists_drops_from_the_lowest():
+    history = [*history_of(30, 10, 20, 50), info(40, pinned="paper")]
+    plan = plan_prune(KeepLatest(1) | KeepSteps([20, 50]), history, NOW)
+    assert plan.keep == {
+        20: ("KeepSteps(steps=(20, 50))",),
+        40: ("pinned: paper",),
+        50: ("newest", "KeepLatest(n=1)", "KeepSteps(steps=(20, 50))"),
+    }
+    assert [dropped.step for dropped in plan.drop] == [10, 30]
+
+
+def test_training_that_went_back_keeps_what_it_commits():
+    history = [info(500, created=1), info(600, created=2), info(400, created=3)]
+    plan = plan_prune(KeepLatest(1), history, NOW)
+    assert plan.keep == {400: ("committed last",), 600: ("newest", "KeepLatest(n=1)")}
+
+
+def test_an_empty_history_makes_an_empty_plan():
+    plan = plan_prune(KeepLatest(1), [], NOW)
+    assert (dict(plan.keep), plan.drop) == ({}, ())
+
+
+def test_the_opposite_of_a_comparison_is_refused_because_it_would_eat_the_history():
+    for policy in (KeepLatest(3), KeepBest("loss"), KeepEvery(5), KeepSteps([1]) | KeepLatest(1)):
+        with pytest.raises(ConfigError, match="more at every prune"):
+            operator.invert(policy)
+
+
+def test_chains_of_one_combinator_stay_flat():
+    a, b, c = KeepLatest(1), KeepEvery(2), KeepAll()
+    assert a | b | c == a | (b | c) == AnyOf((a, b, c))
+    assert a & b & c == AllOf((a, b, c))
+    assert ~~c == Not(Not(c))
+
+
+def test_a_policy_of_the_users_own_combines_with_ours():
+    class KeepOdd(RetentionPolicy):
+        def keep(self, history, now):
+            return frozenset(i.step for i in history if i.step % 2)
+
+    plan = plan_prune(KeepOdd() & KeepLatest(3), history_of(1, 2, 3, 4, 5), NOW)
+    assert set(plan.keep) == {3, 5}
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: KeepLatest(0), "n must be a whole number of at least 1, not 0"),
+        (lambda: KeepLatest(True), "not True"),
+        (lambda: KeepEvery(-5), "steps"),
+        (lambda: KeepEverySeconds(0), "above 0"),
+        (lambda: KeepNewerThan(math.inf), "finite"),
+        (lambda: KeepSteps([]), "non-empty"),
+        (
+            lambda: KeepBest("", n=0, mode="lowest"),
+            "metric must .*; n must .*; mode must be one of 'min', 'max'",
+        ),
+        (lambda: KeepBest(3), "metric"),
+        (lambda: KeepLatest(3) | EverySteps(5), "RetentionPolicy"),
+        (lambda: KeepLatest(3) & None, "RetentionPolicy"),
+        (lambda: Not("x"), "RetentionPolicy"),
+    ],
+)
+def test_wrong_arguments_are_named(build, words):
+    with pytest.raises(ConfigError, match=words):
+        build()
