@@ -1,0 +1,48 @@
+# Everything from nothing but Python 3.11 or 3.12: `make test`, `make demo`.
+
+# A candidate counts only if it runs (version managers leave shims that do not), is in range and can make a venv.
+PROBE   := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON  ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(PROBE)' >/dev/null 2>&1 && echo $$p && break; done)
+TORCH   ?= torch==2.13.0
+WORKERS ?= 2
+ARGS    ?=
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help:  ## Show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed  ## Create .venv and install everything (TORCH=torch==… for another torch)
+
+$(VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 (with venv) is needed: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(BIN)/python -c '' 2>/dev/null || { echo "Creating $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(VENV); }
+	@echo "Installing (a few minutes the first time)"
+	@$(PIP) install "$(TORCH)"
+	@$(PIP) install --editable ".[dev]"
+	@touch $@
+
+demo: setup  ## Kill a training run, resume it, and show that nothing was lost
+	@$(BIN)/python -m examples.demo $(ARGS)
+
+test: setup  ## Run all tests (ARGS="-m 'not slow'" for the quick ones)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+check: setup  ## Format, lint, types and layers, without changing anything
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+bench: setup  ## Measure saves and loads on this machine
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## Remove what make and the tools created
+	rm -rf $(VENV) dist build demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,125 @@
+"""What people install: one wheel, three typed packages, nothing of the checkout's layout."""
+
+from __future__ import annotations
+
+import email
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import ckpt_core
+from ckpt_core._version import __version__
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"ckpt_core", "lightning_ckpt", "accelerate_ckpt"}
+FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def python(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    folder = tmp_path_factory.mktemp("wheel")
+    python("-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder))
+    (built,) = folder.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(wheel.read(name))
+
+
+def test_the_wheel_holds_three_packages_and_nothing_else(wheel):
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
+
+
+def test_every_package_is_marked_as_typed(wheel):
+    assert {name for name in wheel.namelist() if name.endswith("py.typed")} == {
+        f"{p}/py.typed" for p in PACKAGES
+    }
+
+
+def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
+    roots = (ROOT / "common", ROOT)
+    modules = {
+        path.relative_to(root).as_posix()
+        for root in roots
+        for package in PACKAGES
+        for path in (root / package).rglob("*.py")
+    }
+    assert modules - set(wheel.namelist()) == set()
+
+
+def test_the_version_is_the_one_in_the_code(metadata):
+    assert metadata["Version"] == __version__
+    assert getattr(ckpt_core, "__version__", __version__) == __version__
+
+
+def test_entry_points_name_the_command_and_the_lightning_factories(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    text = wheel.read(name).decode()
+    assert "ckpt = ckpt_core.cli:main" in text
+    for namespace in ("lightning.pytorch", "pytorch_lightning"):
+        assert f"[{namespace}.callbacks_factory]" in text
+
+
+def expanded(extra: str) -> set[str]:
+    """Names of the distributions an extra stands for, with references to other extras resolved."""
+    requirements = [Requirement(text) for text in PROJECT["optional-dependencies"][extra]]
+    own = {r.name.lower() for r in requirements if r.name != PROJECT["name"]}
+    return own.union(*(expanded(e) for r in requirements if r.name == PROJECT["name"] for e in r.extras))
+
+
+def test_every_extra_of_the_project_is_offered_with_all_its_requirements(metadata):
+    offered = metadata.get_all("Provides-Extra") or []
+    requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist") or []]
+    assert set(offered) == set(PROJECT["optional-dependencies"])
+    for extra in offered:
+        got = {r.name.lower() for r in requirements if r.marker and r.marker.evaluate({"extra": extra})}
+        assert got == expanded(extra), extra
+
+
+def test_extras_that_refer_to_the_project_itself_name_extras_that_exist():
+    extras = PROJECT["optional-dependencies"]
+    requirements = [Requirement(text) for wanted in extras.values() for text in wanted]
+    own = {extra for r in requirements if r.name == PROJECT["name"] for extra in r.extras}
+    assert own
+    assert own <= set(extras)
+
+
+def test_importing_the_core_imports_no_framework():
+    loaded = python(
+        "-c", "import sys, ckpt_core; [getattr(ckpt_core, n) for n in dir(ckpt_core)]; print(*sys.modules)"
+    )
+    assert set(loaded.split()) & set(FRAMEWORKS) == set()
+
+
+def test_the_project_names_no_package_index():
+    tracked = [
+        ROOT / name for name in ("pyproject.toml", "Makefile", ".ci/run", "CONTRIBUTING.md", "README.md")
+    ]
+    hosts = [
+        path.name
+        for path in tracked
+        for word in ("index-url", "pypi.org", "://download")
+        if word in path.read_text()
+    ]
+    assert hosts == []
