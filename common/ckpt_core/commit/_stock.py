@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, Final, final
 
 from ckpt_core.errors import CheckpointNotFoundError, FileFailure
-from ckpt_core.names import DATA_SUFFIX, METADATA
+from ckpt_core.names import DATA_SUFFIX, METADATA, is_incomplete, is_trash
 from ckpt_core.storage import Storage
 
 _BLOCK_BYTES: Final = 8 << 20
@@ -75,7 +75,7 @@ def _parts(storage: Storage, directory: str) -> Iterator[str]:
     if METADATA in files or any(file.endswith(DATA_SUFFIX) for file in files):
         yield directory
     for child in children:
-        if child.is_directory:
+        if child.is_directory and not is_incomplete(child.name) and not is_trash(child.name):
             yield from _parts(storage, f"{directory}/{child.name}")
 
 

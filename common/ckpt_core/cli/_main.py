@@ -1,0 +1,137 @@
+"""The command line: arguments in, exit code out.
+
+Exit codes: 0 all is well; 1 something is wrong with a checkpoint, or the storage failed; 2 wrong usage or
+option; 3 nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from ckpt_core._version import __version__
+from ckpt_core.cli import _inspect, _prune, _verify
+from ckpt_core.cli._outcome import Outcome, show
+from ckpt_core.cli._places import storage_options
+from ckpt_core.errors import CheckpointError, ConfigError
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; `arguments` are those of the process if None."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.storage_options = storage_options(parsed.storage_option)
+        outcome: Outcome = parsed.command(parsed)
+        show(outcome, as_json=parsed.json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; Python must not complain again when it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (CheckpointError, OSError) as error:
+        sys.stderr.write(f"ckpt: {' '.join(str(error).split())}\n")
+        return _exit_code(error)
+    return outcome.exit_code
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, ConfigError):
+        return 2
+    return 3 if isinstance(error, FileNotFoundError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ckpt", description="Look at, verify, pin and prune checkpoints.")
+    parser.add_argument("--version", action="version", version=f"ckpt-suite {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared = _shared_options()
+    for add in (_add_ls, _add_show, _add_verify, _add_prune, _add_pin, _add_unpin):
+        add(commands, shared)
+    return parser
+
+
+def _shared_options() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", action="store_true", help="write JSON to standard output")
+    shared.add_argument(
+        "--storage-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the filesystem behind a URL, such as an endpoint; may be repeated",
+    )
+    return shared
+
+
+def _add_ls(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("ls", parents=[shared], help="list the committed checkpoints of a root")
+    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
+    command.set_defaults(command=_inspect.ls)
+
+
+def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("show", parents=[shared], help="show what one checkpoint holds")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="path or URL of a checkpoint")
+    command.set_defaults(command=_inspect.show)
+
+
+def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "verify",
+        parents=[shared],
+        help="read checkpoints back and compare them with what was committed",
+        description="Verifies a checkpoint, the newest of a root, or a directory written by stock DCP.",
+    )
+    command.add_argument("place", metavar="ROOT_OR_CHECKPOINT", help="path or URL")
+    which = command.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="verify this step of the root")
+    which.add_argument("--all", action="store_true", help="verify every checkpoint of the root")
+    command.set_defaults(command=_verify.run)
+
+
+def _add_prune(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "prune",
+        parents=[shared],
+        help="remove checkpoints that no policy keeps",
+        description="Keeps what at least one policy keeps, what is pinned, and always the newest.",
+    )
+    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
+    command.add_argument("--keep-latest", type=int, metavar="N", help="keep the N highest steps")
+    command.add_argument("--keep-every", type=int, metavar="STEPS", help="keep one in that many steps")
+    command.add_argument("--keep-newer-than", type=float, metavar="SECONDS", help="keep what is younger")
+    command.add_argument(
+        "--keep-best",
+        action="append",
+        default=[],
+        metavar="METRIC[:N][:min|max]",
+        help="keep the N best by a metric (1, min); may be repeated",
+    )
+    command.add_argument("--policy", metavar="FILE", help="YAML or TOML file of options with a `keep`")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    command.add_argument(
+        "--take-over", action="store_true", help="prune although writer.json names a job on an object store"
+    )
+    command.set_defaults(command=_prune.run)
+
+
+def _add_pin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("pin", parents=[shared], help="protect a step from pruning")
+    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
+    command.add_argument("step", metavar="STEP", type=int)
+    command.add_argument("--reason", required=True, help="why, for whoever finds it")
+    command.set_defaults(command=_inspect.pin)
+
+
+def _add_unpin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("unpin", parents=[shared], help="let a step be pruned again")
+    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
+    command.add_argument("step", metavar="STEP", type=int)
+    command.set_defaults(command=_inspect.unpin)

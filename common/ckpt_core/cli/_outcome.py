@@ -1,0 +1,111 @@
+"""What a command found out, and how it is shown: to people as text and tables, to programs as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeAlias, final
+
+Row: TypeAlias = tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of text under a header."""
+
+    columns: Row
+    rows: Sequence[Row]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The result of a command.
+
+    Attributes:
+        fields: all of it, for `--json`.
+        parts: lines and tables, for people.
+        exit_code: 0, or 1 if something is wrong with a checkpoint.
+    """
+
+    fields: Mapping[str, Any]
+    parts: Sequence[str | Table] = field(default_factory=tuple[str, ...])
+    exit_code: int = 0
+
+
+def show(outcome: Outcome, *, as_json: bool) -> None:
+    """Write an outcome to standard output."""
+    if as_json:
+        sys.stdout.write(json.dumps(_without_nan(outcome.fields), indent=2) + "\n")
+        return
+    for part in outcome.parts:
+        if isinstance(part, str):
+            sys.stdout.write(_printable(part) + "\n")
+        elif not (sys.stdout.isatty() and _show_rich(part)):
+            _show_plain(part)
+
+
+def bytes_text(size: float) -> str:
+    """A size for people: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} PiB"
+
+
+def time_text(seconds: float) -> str:
+    """A Unix time for people, in UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Metrics for people: `val_loss=1.25`."""
+    return " ".join(f"{name}={value:.6g}" for name, value in sorted(metrics.items()))
+
+
+def _show_plain(table: Table) -> None:
+    lines = [tuple(map(_printable, row)) for row in (table.columns, *table.rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        sys.stdout.write(text.rstrip() + "\n")
+
+
+def _show_rich(table: Table) -> bool:
+    """Show a table with rich; False if rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError:
+        return False
+    rich_table = RichTable(*table.columns, box=None, header_style="bold", pad_edge=False)
+    for row in table.rows:
+        rich_table.add_row(*(Text(_printable(cell)) for cell in row))
+    Console().print(rich_table)
+    return True
+
+
+def _printable(text: str) -> str:
+    """Text from a checkpoint, without what could steer the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _without_nan(value: Any) -> Any:
+    """The same value with NaN and infinities as text, because JSON does not know them."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

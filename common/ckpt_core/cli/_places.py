@@ -1,0 +1,57 @@
+"""What a person names on the command line: a root, or one checkpoint in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError
+from ckpt_core.storage import Storage, open_storage
+
+
+def open_root(root: str, options: Mapping[str, Any]) -> Storage:
+    """The storage of a root that holds something.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at that place.
+        ConfigError: the place cannot be opened.
+    """
+    storage = open_storage(root, options)
+    if not storage.list(""):
+        raise CheckpointNotFoundError(f"{storage.url}: there is nothing")
+    return storage
+
+
+def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
+    """The root that a checkpoint lies in, and the name of its directory; whether it exists is not asked.
+
+    Raises:
+        ConfigError: the place has no parent, or cannot be opened.
+    """
+    # Made absolute for the sake of "." and "..", whose last part is not a name.
+    absolute = place.rstrip("/") if "://" in place else os.path.abspath(os.path.expanduser(place))  # noqa: PTH100, PTH111
+    root, _, name = absolute.rpartition("/")
+    if not name or root.endswith(("/", ":")):
+        raise ConfigError(f"{place} can only be a root, not a checkpoint in one")
+    return open_storage(root or "/", options), name
+
+
+def storage_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Storage options from `key=value` pairs; values are JSON where they read as such, else text.
+
+    Raises:
+        ConfigError: a pair has no `=`.
+    """
+    wrong = [pair for pair in pairs if not pair.partition("=")[0] or "=" not in pair]
+    if wrong:
+        raise ConfigError(f"--storage-option takes key=value, not {', '.join(wrong)}")
+    return {key: _value(text) for key, _, text in (pair.partition("=") for pair in pairs)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
