@@ -1,1 +1,39 @@
-"""To be filled."""
+"""What a training run is, as items: out as live tensors and plain values, back in bit for bit."""
+
+from ckpt_core.state._codec import NotEncodableError, decode, encode
+from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
+from ckpt_core.state._dict_state import DictState
+from ckpt_core.state._items import Counters
+from ckpt_core.state._model import as_module, load_model_state, model_state, model_target
+from ckpt_core.state._names import parameter_names
+from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, unwrap_optimizer
+from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
+from ckpt_core.state._source import StateSource
+from ckpt_core.state._template import optimizer_target
+from ckpt_core.state._train_state import TrainState
+
+__all__ = [
+    "Counters",
+    "DictState",
+    "NotEncodableError",
+    "StateSource",
+    "TrainState",
+    "as_module",
+    "check_dataloader",
+    "dataloader_state",
+    "decode",
+    "derive_rng",
+    "encode",
+    "load_dataloader_state",
+    "load_model_state",
+    "load_optimizer_state",
+    "load_rng_state",
+    "model_state",
+    "model_target",
+    "optimizer_state",
+    "optimizer_target",
+    "parameter_names",
+    "rng_seed",
+    "rng_state",
+    "unwrap_optimizer",
+]

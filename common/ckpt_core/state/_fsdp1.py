@@ -1,0 +1,101 @@
+"""The optimizer state of FSDP1 models, through FSDP's own conversion.
+
+Torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` are left out on purpose: they step an
+optimizer that has no state yet, per rank, and a rank whose shards are all empty never has any.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+
+_COMPILED = "_orig_mod."
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Whether `model` contains a FullyShardedDataParallel module."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State and groups by name, with sharded tensors; a collective over the model's ranks."""
+    return _clean(_convert(model, optimizer, optimizer.state_dict()))
+
+
+def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Names of the parameters of each group; a collective, but a small one."""
+    return [group["params"] for group in _clean(_groups(model, optimizer))["param_groups"]]
+
+
+def to_index_form(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`state` by name -> this rank's shard of it, as `optimizer.load_state_dict` takes it; a collective."""
+    raw = {
+        name.replace(_COMPILED, ""): name
+        for group in _groups(model, optimizer)["param_groups"]
+        for name in group["params"]
+    }
+    renamed = {
+        "state": {raw.get(name, name): values for name, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [raw[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+    with _sharded(model):
+        return FullyShardedDataParallel.optim_state_dict_to_load(
+            model, optimizer, renamed, group=_group(model)
+        )
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return _convert(model, optimizer, {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _convert(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    with _sharded(model):
+        return FullyShardedDataParallel.optim_state_dict(model, optimizer, state, group=_group(model))
+
+
+def _clean(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "state": {str(name).replace(_COMPILED, ""): values for name, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [name.replace(_COMPILED, "") for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+@contextmanager
+def _sharded(model: nn.Module) -> Generator[None]:
+    with warnings.catch_warnings():
+        # FSDP1 announces its own retirement at every call; the user chose it with open eyes.
+        warnings.simplefilter("ignore", FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(
+            model,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=False),
+            ShardedOptimStateDictConfig(offload_to_cpu=False),
+        ):
+            yield
+
+
+def _group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that hold the shards; None (all ranks) for hybrid sharding, as torch itself does."""
+    first = FullyShardedDataParallel.fsdp_modules(model)[0]
+    group = first.process_group
+    hybrid = "HYBRID" in str(first.sharding_strategy)
+    return group if isinstance(group, dist.ProcessGroup) and not hybrid else None

@@ -1,0 +1,105 @@
+"""Parameter groups of a checkpoint against those of a live optimizer: matched by parameters, not by index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_core.errors import IncompatibleCheckpointError
+
+# How a step is computed, not what it computes: the live optimizer's own choice stands, because it depends
+# on the device, the strategy and the torch version at hand.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "param_names")
+
+
+def arrange(
+    live: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+    resolve: Callable[[str], str],
+) -> list[dict[str, Any]]:
+    """The saved hyperparameters, one dict (without `params`) for each live group.
+
+    Args:
+        live: the live groups.
+        names: names of the parameters of each live group.
+        saved: the saved groups; their `params` are names.
+        resolve: the live name of a saved name (a tied parameter has several).
+
+    Raises:
+        IncompatibleCheckpointError: the groups hold other parameters, or a live group mixes parameters
+            that were saved with different hyperparameters.
+    """
+    owner = {resolve(name): index for index, group in enumerate(saved) for name in group.get("params", ())}
+    _check_names({name for group in names for name in group}, set(owner))
+    empty = [index for index, group in enumerate(saved) if not group.get("params")]
+    arranged: list[dict[str, Any]] = []
+    for index, (group, members) in enumerate(zip(live, names, strict=True)):
+        sources = sorted({owner[name] for name in members}) or empty[:1]
+        _check_agreement(index, members, [(source, saved[source]) for source in sources], owner)
+        arranged.append(_merge(group, saved[sources[0]] if sources else {}))
+    return arranged
+
+
+def _check_names(live: set[str], saved: set[str]) -> None:
+    missing, unexpected = sorted(live - saved), sorted(saved - live)
+    if missing or unexpected:
+        raise IncompatibleCheckpointError(
+            "the checkpoint's optimizer trained other parameters: "
+            f"not in the checkpoint: {', '.join(missing[:5]) or 'none'}; "
+            f"not in the live optimizer: {', '.join(unexpected[:5]) or 'none'}",
+            missing=missing,
+            unexpected=unexpected,
+        )
+
+
+def _check_agreement(
+    index: int,
+    members: Sequence[str],
+    sources: Sequence[tuple[int, Mapping[str, Any]]],
+    owner: Mapping[str, int],
+) -> None:
+    if not sources:
+        return
+    first_index, first = sources[0]
+    for other_index, other in sources[1:]:
+        differing = sorted(
+            key
+            for key in (set(first) | set(other)) - {"params", *_IMPLEMENTATION}
+            if not _same(first.get(key), other.get(key))
+        )
+        if differing:
+            example = [
+                next(name for name in members if owner[name] == each) for each in (first_index, other_index)
+            ]
+            raise IncompatibleCheckpointError(
+                f"parameter group {index} of the live optimizer holds parameters that were saved in groups "
+                f"with different {', '.join(differing)}: {example[0]} in group {first_index}, {example[1]} "
+                f"in group {other_index}; build the optimizer with the groups that were saved",
+                mismatched=[f"{key}: {first.get(key)!r} != {other.get(key)!r}" for key in differing],
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return bool(one == other)
+
+
+def _merge(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {key: value for key, value in live.items() if key != "params"}
+    for key, value in saved.items():
+        if key != "params" and not (key in _IMPLEMENTATION and key in live):
+            merged[key] = _of_kind(live.get(key), value)
+    return merged
+
+
+def _of_kind(live: Any, saved: Any) -> Any:
+    """`saved` as a tensor where the live value is one (a capturable learning rate), else as a number."""
+    if isinstance(live, torch.Tensor) and isinstance(saved, int | float):
+        return torch.full_like(live, saved)
+    if isinstance(live, int | float) and isinstance(saved, torch.Tensor) and saved.numel() == 1:
+        return saved.item()
+    return saved

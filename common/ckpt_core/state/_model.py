@@ -1,0 +1,91 @@
+"""The model as a flat mapping of names to live tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state._tensors import placeholders, template
+from ckpt_core.types import SavedEntries
+
+Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
+
+
+def as_module(models: Models) -> nn.Module:
+    """One module for all of `models`, so that one optimizer may train several: names become `name.parameter`.
+
+    Raises:
+        ConfigError: a name cannot be that of a child module, or something is no module.
+    """
+    if isinstance(models, nn.Module):
+        return models
+    named = models if isinstance(models, Mapping) else {str(i): model for i, model in enumerate(models)}
+    given: Mapping[str, object] = named
+    strangers = [name for name, model in given.items() if not isinstance(model, nn.Module)]
+    if strangers or not named:
+        raise ConfigError(f"model takes modules, at least one; these are none: {', '.join(strangers) or '-'}")
+    try:
+        return nn.ModuleDict(dict(named))
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"a model has a name that torch does not allow for a module: {error}") from error
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Parameters, buffers and extra state by name.
+
+    The tensors are the live ones, except under FSDP1, which hands out copies of its shards.
+    """
+    return dict(get_model_state_dict(model))
+
+
+def model_target(model: nn.Module, saved: SavedEntries) -> dict[str, Any]:
+    """What to load the saved model into: the live tensors, and None for plain values.
+
+    Raises:
+        IncompatibleCheckpointError: the checkpoint is of a model with other names.
+    """
+    live = model_state(model)
+    target = placeholders({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
+    extra = {path[0] for path in saved if str(path[0]).endswith("_extra_state")}
+    for name in extra & set(live):
+        # What a module keeps as extra state may have another structure than the one that was saved.
+        target[str(name)] = template({name: live[str(name)]}, _only(saved, name))[str(name)]
+    _check_names(set(target), {str(path[0]) for path in saved})
+    return target
+
+
+def _only(saved: SavedEntries, name: str | int) -> SavedEntries:
+    return {path: entry for path, entry in saved.items() if path[0] == name}
+
+
+def _check_names(live: set[str], saved: set[str]) -> None:
+    missing, unexpected = sorted(live - saved), sorted(saved - live)
+    if not missing and not unexpected:
+        return
+    raise IncompatibleCheckpointError(
+        f"the checkpoint is of another model: {len(missing)} of the model's names are not in it "
+        f"{_some(missing)}, {len(unexpected)} of its names are not in the model {_some(unexpected)}",
+        missing=missing,
+        unexpected=unexpected,
+    )
+
+
+def _some(names: list[str]) -> str:
+    return "(" + ", ".join(names[:5]) + (", …" if len(names) > 5 else "") + ")"
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Put loaded values back. Tensors that were loaded in place cost nothing again.
+
+    Raises:
+        IncompatibleCheckpointError: names or shapes differ from the model's.
+    """
+    try:
+        set_model_state_dict(model, dict(state))
+    except RuntimeError as error:
+        raise IncompatibleCheckpointError(f"the loaded state does not fit the model: {error}") from error

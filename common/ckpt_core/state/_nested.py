@@ -1,0 +1,83 @@
+"""Walks over nested state dicts, with exactly the leaves and paths that DCP's planners see.
+
+DCP descends into mappings, and into lists only when something in them is a tensor or a container; every
+other value, a tuple included, is one leaf. Mapping keys become strings; empty mappings leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+
+from ckpt_core.types import SavedEntries
+
+Path: TypeAlias = tuple[str | int, ...]
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf below `tree` with its path, in order."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, str(key)))
+    elif is_leaf(tree):
+        yield path, tree
+    else:
+        for index, value in enumerate(tree):
+            yield from leaves(value, (*path, index))
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether DCP takes `value` as a whole."""
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list):
+        return True
+    return not any(isinstance(each, torch.Tensor) or not is_leaf(each) for each in value)
+
+
+def put(tree: dict[str, Any], path: Path, value: Any) -> None:
+    """Set the leaf at `path`, making dicts and lists on the way."""
+    here: Any = tree
+    for key, following in pairwise(path):
+        here = _descend(here, key, [] if isinstance(following, int) else {})
+    _set(here, path[-1], value)
+
+
+def _descend(container: Any, key: str | int, default: Any) -> Any:
+    if isinstance(container, dict):
+        return container.setdefault(key, default)
+    _grow(container, key)
+    if container[key] is None:
+        container[key] = default
+    return container[key]
+
+
+def _set(container: Any, key: str | int, value: Any) -> None:
+    if not isinstance(container, dict):
+        _grow(container, key)
+    container[key] = value
+
+
+def _grow(container: list[Any], key: Any) -> None:
+    container.extend([None] * (key + 1 - len(container)))
+
+
+def get(tree: Any, path: Path) -> Any:
+    """The value at `path`, or None where the tree does not reach that far."""
+    for key in path:
+        if isinstance(tree, Mapping):
+            tree = tree.get(key)
+        elif isinstance(tree, list) and isinstance(key, int):
+            tree = next(iter(tree[key : key + 1]), None)
+        else:
+            return None
+    return tree
+
+
+def under(entries: SavedEntries, *prefix: str | int) -> SavedEntries:
+    """The entries below `prefix`, with paths relative to it."""
+    depth = len(prefix)
+    return {path[depth:]: value for path, value in entries.items() if path[:depth] == prefix and path[depth:]}

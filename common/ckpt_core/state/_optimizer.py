@@ -1,0 +1,165 @@
+"""The optimizer by parameter name: out as live tensors, in bit for bit.
+
+Own extraction instead of torch's `get_optimizer_state_dict`, which steps an optimizer that has no state yet
+(AdamW's step count starts at 1 then): a save must never change training. The names are the same as torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state import _fsdp1, _groups
+from ckpt_core.state._flat import is_flat, nested
+from ckpt_core.state._names import ParameterNames
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside what a framework wraps around it.
+
+    Raises:
+        ConfigError: it is no torch optimizer, or one whose state lives on other ranks.
+    """
+    while (inner := _inner(optimizer)) is not None:
+        optimizer = inner
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        raise ConfigError(
+            "ZeroRedundancyOptimizer hides its shards from a checkpoint; use FSDP2's fully_shard instead"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"expected a torch optimizer, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
+    for name in ("optimizer", "_optimizer"):
+        inner = getattr(optimizer, name, None)
+        # One with state of its own (Lookahead and its like) is no mere wrapper.
+        if (
+            isinstance(inner, torch.optim.Optimizer)
+            and inner is not optimizer
+            and inner.state is optimizer.state
+        ):
+            return inner
+    return None
+
+
+def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """`{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}`, with live state tensors.
+
+    Tensor hyperparameters are copied, for a scheduler changes them before the next step.
+
+    Raises:
+        ConfigError: the optimizer trains parameters that the model does not hold.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    if _fsdp1.is_fsdp1(model):
+        return _with_own_groups(_fsdp1.optimizer_state(model, optimizer))
+    names = ParameterNames.of(model).of_groups(optimizer)
+    packed = optimizer.state_dict()
+    by_index: dict[Any, str] = {}
+    groups: list[dict[str, Any]] = []
+    for group, members in zip(packed["param_groups"], names, strict=True):
+        by_index.update(zip(group["params"], members, strict=True))
+        groups.append({**group, "params": list(members)})
+    state = {by_index.get(key, str(key)): values for key, values in packed["state"].items()}
+    return _with_own_groups({"state": state, "param_groups": groups})
+
+
+def _with_own_groups(state: dict[str, Any]) -> dict[str, Any]:
+    groups = [
+        {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+        }
+        for group in state["param_groups"]
+    ]
+    return {**state, "param_groups": groups}
+
+
+def load_optimizer_state(model: nn.Module, optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Put a loaded state back, in the nested form of `optimizer_state` or in torch's flattened one.
+
+    Goes through `optimizer.load_state_dict`, so that its hooks run; what that casts to the parameter's dtype
+    is put back as it was loaded. Groups are matched by their parameters. State that the checkpoint does not
+    hold is dropped.
+
+    Raises:
+        IncompatibleCheckpointError: the groups do not fit; the optimizer is unchanged then.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    if is_flat(state):
+        state = nested(state)
+    indexed = (
+        _fsdp1_index_form(model, optimizer, state)
+        if _fsdp1.is_fsdp1(model)
+        else _index_form(model, optimizer, state)
+    )
+    try:
+        optimizer.load_state_dict(indexed)
+    except (ValueError, TypeError, KeyError) as error:
+        raise IncompatibleCheckpointError(
+            f"{type(optimizer).__name__} refused the loaded state: {error}"
+        ) from error
+    _undo_casts(optimizer, indexed["state"])
+
+
+def _index_form(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    names = ParameterNames.of(model)
+    members = names.of_groups(optimizer)
+    groups = _groups.arrange(optimizer.param_groups, members, state.get("param_groups", ()), names.resolve)
+    index_of = {name: index for index, name in enumerate(name for own in members for name in own)}
+    return {
+        "state": {
+            index_of.get(names.resolve(name), name): _copied(values)
+            for name, values in state.get("state", {}).items()
+        },
+        "param_groups": [
+            {**group, "params": [index_of[name] for name in own]}
+            for group, own in zip(groups, members, strict=True)
+        ],
+    }
+
+
+def _copied(values: Any) -> Any:
+    return dict(values) if isinstance(values, Mapping) else values
+
+
+def _fsdp1_index_form(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    members = _fsdp1.group_names(model, optimizer)
+    groups = _groups.arrange(optimizer.param_groups, members, state.get("param_groups", ()), str)
+    named = {
+        "state": {name: _copied(values) for name, values in state.get("state", {}).items()},
+        "param_groups": [{**group, "params": own} for group, own in zip(groups, members, strict=True)],
+    }
+    return _fsdp1.to_index_form(model, optimizer, named)
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
+    """Undo what `Optimizer.load_state_dict` does to state of another dtype than its parameter's."""
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    for key, values in loaded.items():
+        parameter = parameters.get(key)
+        if parameter is not None and parameter in optimizer.state:
+            optimizer.state[parameter] = _uncast(optimizer.state[parameter], values, parameter.dtype)
+
+
+def _uncast(live: Any, loaded: Any, cast_to: torch.dtype) -> Any:
+    if isinstance(live, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        was_cast = live.dtype == cast_to and loaded.dtype != cast_to
+        return loaded.to(live.device) if was_cast else live
+    if isinstance(live, dict) and isinstance(loaded, Mapping):
+        live.update({key: _uncast(live[key], loaded[key], cast_to) for key in loaded if key in live})
+        return live
+    if isinstance(live, list) and isinstance(loaded, list):
+        return [_uncast(one, other, cast_to) for one, other in zip(live, loaded, strict=False)]
+    # It also turns a string into the repr of a generator.
+    return loaded if isinstance(loaded, str) else live

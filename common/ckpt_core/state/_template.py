@@ -1,0 +1,183 @@
+"""What to load a saved optimizer state into, whether or not the live optimizer has made a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.state import _flat, _fsdp1
+from ckpt_core.state._model import model_state
+from ckpt_core.state._names import ParameterNames
+from ckpt_core.state._nested import Path, get, put
+from ckpt_core.state._optimizer import unwrap_optimizer
+from ckpt_core.state._tensors import dtype_named, empty_like, matches
+from ckpt_core.types import SavedEntries, SavedTensor
+
+
+def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> dict[str, Any]:
+    """A nested dict with the saved state's keys: tensors to load into, None for plain values.
+
+    A saved tensor goes into the live one where that fits, else into fresh memory of the saved dtype with the
+    parameter's placement; nothing of the live optimizer changes. `saved` has paths relative to the optimizer.
+
+    Raises:
+        ConfigError: the optimizer trains parameters that the model does not hold.
+        IncompatibleCheckpointError: the checkpoint has state of parameters that the optimizer does not train.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    made = _Template.of(model, optimizer)
+    strangers: set[str] = set()
+    tree: dict[str, Any] = {}
+    for path, entry in saved.items():
+        place = made.place(path)
+        if place is None:
+            strangers.add(str(path[1] if path[0] == "state" else path[0]))
+        else:
+            put(tree, path, None if entry is None else made.tensor(place, entry))
+    if strangers:
+        raise IncompatibleCheckpointError(
+            f"the checkpoint has optimizer state of parameters that the live optimizer does not train: "
+            f"{', '.join(sorted(strangers)[:5])}",
+            unexpected=sorted(strangers),
+        )
+    return tree
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where a saved leaf belongs: in the state of a parameter, among the hyperparameters, or on its own."""
+
+    parameter: str | None = None
+    rest: Path = ()
+    option: str | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Template:
+    """Makes the tensors to load into.
+
+    Attributes:
+        optimizer: the live optimizer, only looked at.
+        references: name of every parameter it trains, aliases too -> a tensor with its shape and placement.
+        states: the same names -> live state, as far as it is of the same form as the saved one.
+        groups: the same names -> index of the live group.
+        probes: name -> state that a first step makes, where that had to be found out.
+    """
+
+    optimizer: torch.optim.Optimizer
+    references: Mapping[str, torch.Tensor]
+    states: Mapping[str, Mapping[str, Any]]
+    groups: Mapping[str, int]
+    probes: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Template:
+        """Look at a live optimizer; under FSDP1, whose parameters are flat, at the model's shards."""
+        if _fsdp1.is_fsdp1(model):
+            shards = model_state(model)
+            groups = _numbered(_fsdp1.group_names(model, optimizer))
+            return cls(
+                optimizer=optimizer,
+                references={name: shards[name] for name in groups},
+                states={},
+                groups=groups,
+            )
+        names = ParameterNames.of(model)
+        own = _numbered(names.of_groups(optimizer))
+        references = {name: each for name, each in names.by_name.items() if names.own[each] in own}
+        return cls(
+            optimizer=optimizer,
+            references=references,
+            states={name: optimizer.state.get(each, {}) for name, each in references.items()},
+            groups={name: own[names.resolve(name)] for name in references},
+        )
+
+    def place(self, path: Path) -> _Place | None:
+        """Where the leaf at `path` belongs, or None if it is of a parameter that is not trained here."""
+        first = str(path[0])
+        if first == "param_groups" and len(path) > 2:
+            return _Place(option=str(path[2]))
+        if first == "state" and len(path) > 2:
+            return self._of_parameter(str(path[1]), path[2:])
+        if first.startswith("state."):
+            found = _flat.split(first, self.references)
+            return None if found is None else _Place(parameter=found[0], rest=(found[1], *path[1:]))
+        return _Place()
+
+    def _of_parameter(self, name: str, rest: Path) -> _Place | None:
+        if name in self.references:
+            return _Place(parameter=name, rest=rest)
+        # Some optimizers keep state of their own beside that of parameters.
+        return _Place() if name in self.optimizer.state else None
+
+    def tensor(self, place: _Place, saved: SavedTensor) -> torch.Tensor:
+        """Memory for one saved tensor."""
+        dtype = dtype_named(saved.dtype)
+        name = place.parameter
+        if name is None:
+            return torch.empty(saved.shape, dtype=dtype, device=self._option_device(place.option))
+        reference = self.references[name]
+        live: Any = get(self.states.get(name, {}), place.rest)
+        if matches(live, saved):
+            return live  # type: ignore[no-any-return]
+        if place.rest[-1] == "step" and not saved.shape:
+            return torch.empty((), dtype=dtype, device=self._step_device(name))
+        if saved.shape == tuple(reference.shape):
+            return empty_like(reference, dtype)
+        if isinstance(reference, DTensor):
+            return self._like_probe(name, place.rest, saved)
+        return torch.empty(saved.shape, dtype=dtype, device=reference.device)
+
+    def _option_device(self, option: str | None) -> torch.device:
+        """A tensor hyperparameter stays on its device; saved groups may be in another order, so any tells."""
+        values = [group.get(str(option)) for group in self.optimizer.param_groups]
+        return next(
+            (value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu")
+        )
+
+    def _step_device(self, name: str) -> torch.device:
+        group = self.optimizer.param_groups[self.groups[name]]
+        on_device = group.get("capturable") or group.get("fused")
+        return self.references[name].device if on_device else torch.device("cpu")
+
+    def _like_probe(self, name: str, rest: Path, saved: SavedTensor) -> torch.Tensor:
+        """Ask the optimizer itself how it would place state of another shape than its parameter's."""
+        reference = self.references[name]
+        if name not in self.probes:
+            self.probes[name] = probe(self.optimizer, self.groups[name], reference)
+        found = get(self.probes[name], rest)
+        dtype = dtype_named(saved.dtype)
+        if isinstance(found, torch.Tensor) and tuple(found.shape) == saved.shape:
+            return empty_like(found, dtype)
+        return torch.empty(saved.shape, dtype=dtype, device=reference.device)
+
+
+def _numbered(names: Iterable[Iterable[str]]) -> dict[str, int]:
+    return {name: index for index, members in enumerate(names) for name in members}
+
+
+def probe(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Mapping[str, Any]:
+    """The state that `optimizer` makes for `parameter` in its first step, found out on a throw-away copy."""
+    copy = nn.Parameter(torch.zeros_like(parameter))
+    copy.grad = torch.zeros_like(parameter)
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.__dict__.update(
+        state=defaultdict(dict),
+        param_groups=[{**optimizer.param_groups[group], "params": [copy]}],
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    # The instance's `step` may be a scheduler's wrapper around the live optimizer.
+    type(optimizer).step(double)
+    state: dict[str, Any] = double.state[copy]
+    return state

@@ -1,0 +1,97 @@
+"""Empty tensors to load into, of every kind a training state holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from ckpt_core.errors import CorruptCheckpointError
+from ckpt_core.state._nested import get, leaves, put
+from ckpt_core.types import SavedEntries, SavedTensor
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype torch calls `name`, e.g. `bfloat16`.
+
+    Raises:
+        CorruptCheckpointError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpointError(f"the checkpoint names a dtype that torch does not know: {name!r}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of `dtype`, e.g. `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_sharded(value: object) -> bool:
+    """Whether `value` is spread over ranks."""
+    return isinstance(value, DTensor | ShardedTensor)
+
+
+def matches(value: object, saved: SavedTensor) -> bool:
+    """Whether `value` is a tensor that the saved one can be read into as it is."""
+    return (
+        isinstance(value, torch.Tensor)
+        and tuple(value.shape) == saved.shape
+        and dtype_name(value.dtype) == saved.dtype
+    )
+
+
+def empty_like(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of the same kind, shape, placement and device as `reference`, but of `dtype`."""
+    if isinstance(reference, ShardedTensor):
+        return _empty_sharded(reference, dtype)
+    return torch.empty_like(reference, dtype=dtype, requires_grad=False).detach()
+
+
+def _empty_sharded(reference: ShardedTensor, dtype: torch.dtype) -> torch.Tensor:
+    # `torch.empty_like` of a ShardedTensor is a collective and forgets the process group.
+    shards = [
+        Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata)
+        for shard in reference.local_shards()
+    ]
+    metadata = copy.deepcopy(reference.metadata())
+    metadata.tensor_properties.dtype = dtype
+    made: torch.Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=reference._process_group
+    )
+    return made
+
+
+def template(live: Any, saved: SavedEntries) -> dict[str, Any]:
+    """What to load `saved` into: the live tensors where they fit, memory of their kind where they do not."""
+    tree: dict[str, Any] = {}
+    for path, entry in saved.items():
+        put(tree, path, None if entry is None else _target(get(live, path), entry))
+    return tree
+
+
+def _target(live: Any, saved: SavedTensor) -> torch.Tensor:
+    if matches(live, saved):
+        return live.detach() if not isinstance(live, ShardedTensor) else live
+    dtype = dtype_named(saved.dtype)
+    if isinstance(live, torch.Tensor) and tuple(live.shape) == saved.shape:
+        return empty_like(live, dtype)
+    return torch.empty(saved.shape, dtype=dtype)
+
+
+def placeholders(tree: Any) -> dict[str, Any]:
+    """`tree` with its tensors, and None for every plain value."""
+    template: dict[str, Any] = {}
+    for path, value in leaves(tree):
+        put(template, path, value if isinstance(value, torch.Tensor) else None)
+    return template
+
+
+def local_bytes(values: Iterable[Any]) -> int:
+    """Memory that the plain tensors among `values` take on this rank."""
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))

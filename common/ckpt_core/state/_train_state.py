@@ -1,0 +1,250 @@
+"""The whole of a training run, item by item."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, final
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
+from ckpt_core.state._items import check_stateful, function_free, is_large, load_item
+from ckpt_core.state._model import Models, as_module, load_model_state, model_state, model_target
+from ckpt_core.state._nested import get, put, under
+from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, unwrap_optimizer
+from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
+from ckpt_core.state._template import optimizer_target
+from ckpt_core.state._tensors import template
+from ckpt_core.types import CapturedState, SavedEntries, SavedState
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+Several: TypeAlias = _T | Mapping[str, _T] | Sequence[_T] | None
+
+_PART = ""
+_SEED = "rng_seed"
+
+
+@final
+class TrainState:
+    """The state of a training loop: what `CheckpointManager.save` takes and `load` restores.
+
+    In the checkpoint, the tensors are under `model`, `optimizer` (`optimizer.<name>` for several) and
+    `items.<name>`; schedulers, scaler and small items are shared; data position and RNG are per rank.
+
+    Not thread-safe; every rank builds its own, of the same shape, and calls it on the thread that trains.
+
+    Args:
+        model: the model as it is trained, wrapped or not; several as a mapping or sequence.
+        optimizer: one, or several by name or in order; each may train any of the models.
+        scheduler: anything with `state_dict` and `load_state_dict`; one or several.
+        scaler: a gradient scaler.
+        dataloader: loaders or samplers that can tell their position; one or several.
+        rng: whether the random number generators are part of the state.
+        items: anything else with `state_dict` and `load_state_dict`; `Counters` for plain values.
+
+    Raises:
+        ConfigError: something has no state that could be saved.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Models,
+        optimizer: Several[Any] = None,
+        scheduler: Several[Any] = None,
+        scaler: Any = None,
+        dataloader: Several[Any] = None,
+        rng: bool = True,
+        **items: Any,
+    ) -> None:
+        self._model = as_module(model)
+        self._optimizers = {name: unwrap_optimizer(each) for name, each in _named("optimizer", optimizer)}
+        self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
+        self._dataloaders = dict(_named("dataloader", dataloader))
+        self._items = items
+        self._with_model, self._with_rng = True, rng
+        for name, each in (self._shared | items).items():
+            check_stateful(name, each)
+        for name, each in self._dataloaders.items():
+            check_dataloader(name, each)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; a container if there are several."""
+        return self._model
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The torch optimizers inside whatever wraps them; their steps are what changes the model."""
+        return tuple(self._optimizers.values())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The items of this state, as `select` takes them."""
+        several = (self._optimizers, self._shared, self._dataloaders)
+        names = {name.partition(".")[0] for group in several for name in group} | set(self._items)
+        return frozenset(
+            names | ({"model"} if self._with_model else set()) | ({"rng"} if self._with_rng else set())
+        )
+
+    def select(self, names: Collection[str]) -> TrainState:
+        """A state of only some of the items in `names`; the others are neither saved nor loaded.
+
+        Raises:
+            ConfigError: this state has no item of that name.
+        """
+        if unknown := set(names) - self.names:
+            raise ConfigError(
+                f"no such items: {', '.join(sorted(unknown))}; this state has {', '.join(sorted(self.names))}"
+            )
+        selected = copy.copy(self)
+        selected._optimizers = _only(self._optimizers, names)
+        selected._shared = _only(self._shared, names)
+        selected._dataloaders = _only(self._dataloaders, names)
+        selected._items = {name: item for name, item in self._items.items() if name in names}
+        selected._with_model, selected._with_rng = "model" in names, "rng" in names
+        return selected
+
+    def capture(self) -> CapturedState:
+        """The state as it is now, with live tensors; training is as it would be without."""
+        tree: dict[str, Any] = {"model": model_state(self._model)} if self._with_model else {}
+        for name, optimizer in self._optimizers.items():
+            put(tree, _path(name), optimizer_state(self._model, optimizer))
+        shared: dict[str, Any] = {
+            name: function_free(each.state_dict()) for name, each in self._shared.items()
+        }
+        for name, item in self._items.items():
+            state = item.state_dict()
+            if is_large(state):
+                put(tree, ("items", name), state)
+            else:
+                shared[name] = state
+        per_rank: dict[str, Any] = {name: dataloader_state(each) for name, each in self._dataloaders.items()}
+        if self._with_rng:
+            # Last: a loader that was never iterated draws from the global generator when asked for its state.
+            per_rank["rng"] = rng_state()
+            shared[_SEED] = rng_seed(per_rank["rng"])
+        return CapturedState(sharded={_PART: tree}, per_rank=per_rank, shared=shared)
+
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        """What to load into; see `StateSource`.
+
+        Raises:
+            IncompatibleCheckpointError: the checkpoint lacks an item, or is of another model or optimizer.
+        """
+        entries = saved.sharded.get(_PART, {})
+        self._check_present(entries, saved)
+        tree: dict[str, Any] = {}
+        if self._with_model:
+            tree["model"] = model_target(self._model, under(entries, "model"))
+        for name, optimizer in self._optimizers.items():
+            put(tree, _path(name), optimizer_target(self._model, optimizer, under(entries, *_path(name))))
+        for name, item in self._items.items():
+            if found := under(entries, "items", name):
+                put(tree, ("items", name), template(item.state_dict(), found))
+        return {_PART: tree}
+
+    def _check_present(self, entries: SavedEntries, saved: SavedState) -> None:
+        tops = {path[:2] for path in entries}
+        present = {"model"} if any(path[0] == "model" for path in tops) else set[str]()
+        missing = sorted({"model"} - present) if self._with_model else []
+        missing += [name for name in self._optimizers if not under(entries, *_path(name))]
+        # Directories that stock DCP wrote have no shared items; `apply` says what was left as it is.
+        if saved.world_size is not None:
+            missing += [name for name in self._shared if name not in saved.shared]
+            missing += [
+                name for name in self._items if name not in saved.shared and ("items", name) not in tops
+            ]
+        if missing:
+            raise IncompatibleCheckpointError(
+                f"the checkpoint has no {', '.join(missing)}; to load the rest, leave {', '.join(missing)} "
+                "out of the items to load",
+                missing=missing,
+            )
+
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
+        """Put everything back, the random number generators last; returns what could not be restored.
+
+        Raises:
+            IncompatibleCheckpointError: a part of the state refuses what was loaded.
+        """
+        tree = loaded.get(_PART, {})
+        for name, optimizer in self._optimizers.items():
+            load_optimizer_state(self._model, optimizer, get(tree, _path(name)))
+        if self._with_model:
+            load_model_state(self._model, tree["model"])
+        notes = [*self._apply_shared(tree, saved), *self._apply_dataloaders(saved)]
+        if self._with_rng:
+            # Last: making the iterator of a loader draws from the global generator.
+            notes += _apply_rng(saved)
+        for note in notes:
+            _log.warning("%s", note)
+        return notes
+
+    def _apply_shared(self, tree: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
+        for name, each in (self._shared | self._items).items():
+            state = get(tree, ("items", name)) if name in self._items else None
+            if state is not None or name in saved.shared:
+                load_item(name, each, saved.shared[name] if state is None else state)
+            else:
+                yield f"the checkpoint has no {name}; it is left as it is"
+
+    def _apply_dataloaders(self, saved: SavedState) -> Iterator[str]:
+        world_size = _world_size()
+        for name, loader in self._dataloaders.items():
+            if saved.world_size not in {None, world_size}:
+                yield (
+                    f"{name} is left where it is: its position was saved by {saved.world_size} ranks "
+                    f"and there are {world_size} now, so some samples "
+                    "will be seen twice or not at all in this epoch"
+                )
+            elif name in saved.per_rank:
+                load_dataloader_state(loader, saved.per_rank[name])
+            else:
+                yield f"the checkpoint has no position of {name}; it is left where it is"
+
+
+def _apply_rng(saved: SavedState) -> Sequence[str]:
+    if "rng" in saved.per_rank:
+        return load_rng_state(saved.per_rank["rng"])
+    if _SEED not in saved.shared:
+        return ["the checkpoint has no states of random number generators; they are left as they are"]
+    rank = _rank()
+    derive_rng(saved.shared[_SEED], rank)
+    return [
+        f"rank {rank} was not among the {saved.world_size} that saved; "
+        "its random numbers are derived from rank 0's"
+    ]
+
+
+def _named(name: str, value: Several[Any]) -> Iterator[tuple[str, Any]]:
+    """`value` under `name`, or several values under `name.<key>`."""
+    if isinstance(value, Mapping):
+        yield from ((f"{name}.{key}", each) for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}.{index}", each) for index, each in enumerate(value))
+    elif value is not None:
+        yield name, value
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """`optimizer.<name>` as a path of two, for names may have dots."""
+    return tuple(name.split(".", 1))
+
+
+def _only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: each for name, each in values.items() if name.partition(".")[0] in names}
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
