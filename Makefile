@@ -9,7 +9,7 @@ ARGS    ?=
 
 VENV    := .venv
 BIN     := $(VENV)/bin
-PIP     := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP     := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench clean
@@ -37,7 +37,7 @@ check: setup  ## Format, lint, types and layers, without changing anything
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/pyright
+	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports
 
 bench: setup  ## Measure saves and loads on this machine

@@ -5,10 +5,15 @@ from collections.abc import Generator
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
 
 from tests.emulators import emulator
 
 pytest.register_assert_rewrite("ckpt_core.testing._storage_suite")
+
+# A busy machine is no defect: no property may fail for being slow.
+settings.register_profile("ckpt-suite", deadline=None)
+settings.load_profile("ckpt-suite")
 
 # gcsfs asks Google over gRPC what kind of bucket it has, which on an emulator ends in a minute of time-outs.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
