@@ -55,7 +55,9 @@ def delete_tree(path: Path) -> None:
                 delete_tree(child)
             path.rmdir()
     else:
-        path.unlink(missing_ok=True)
+        # NotADirectoryError: a file is where a parent should be, so there is nothing at `path`.
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
 
 
 def rename_exclusively(source: Path, target: Path) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, final
 
 _GRACE_SECONDS = 2.0
-_STACKS_SIGNAL = signal.SIGUSR1
+# Not SIGUSR1, which schedulers send before a preemption and which tests of that will use.
+_STACKS_SIGNAL = signal.SIGUSR2
 
 
 @final

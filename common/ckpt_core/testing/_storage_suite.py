@@ -165,10 +165,10 @@ class StorageTests:
     def test_list_is_sorted_and_tells_files_from_directories(self, storage: Storage) -> None:
         self.raw_write(storage, "step/b/inner", b"12")
         self.raw_write(storage, "step/a.json", b"12345")
-        self.raw_write(storage, "step/.metadata", b"")
-        self.raw_write(storage, "step-other", b"")
+        self.raw_write(storage, "step/.metadata", b"1")
+        self.raw_write(storage, "step-other", b"x")
         found = [(entry.name, entry.is_directory, entry.size_bytes) for entry in storage.list("step")]
-        assert found == [(".metadata", False, 0), ("a.json", False, 5), ("b", True, 0)]
+        assert found == [(".metadata", False, 1), ("a.json", False, 5), ("b", True, 0)]
         assert [entry.name for entry in storage.list("")] == ["step", "step-other"]
 
     # --- deleting
