@@ -1,1 +1,114 @@
-"""Own your training checkpoints: asynchronous, sharded, committed, exact."""
+"""Own your training checkpoints: asynchronous, sharded, committed, exact.
+
+Names are loaded on first use, so that tools which only list and verify never import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ckpt_core._version import __version__
+
+if TYPE_CHECKING:
+    from ckpt_core.cadence import (
+        AtSteps,
+        EveryFraction,
+        EverySeconds,
+        EverySteps,
+        FirstStep,
+        OnPreemption,
+        SavePolicy,
+    )
+    from ckpt_core.errors import (
+        CheckpointError,
+        CheckpointExistsError,
+        CheckpointNotFoundError,
+        ConfigError,
+        CoordinationError,
+        CorruptCheckpointError,
+        DeadlineError,
+        IncompatibleCheckpointError,
+        LoadError,
+        RootBusyError,
+        SaveError,
+        UnsafeCheckpointError,
+    )
+    from ckpt_core.lifecycle import SaveHandle
+    from ckpt_core.manager import CheckpointManager
+    from ckpt_core.options import CheckpointOptions
+    from ckpt_core.retention import (
+        KeepAll,
+        KeepBest,
+        KeepEvery,
+        KeepEverySeconds,
+        KeepLatest,
+        KeepNewerThan,
+        KeepSteps,
+        RetentionPolicy,
+    )
+    from ckpt_core.state import Counters, TrainState
+    from ckpt_core.types import CheckpointInfo
+
+_HOMES = {
+    "cadence": "AtSteps EveryFraction EverySeconds EverySteps FirstStep OnPreemption SavePolicy",
+    "errors": "CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError CoordinationError "
+    "CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError RootBusyError SaveError "
+    "UnsafeCheckpointError",
+    "lifecycle": "SaveHandle",
+    "manager": "CheckpointManager",
+    "options": "CheckpointOptions",
+    "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLatest KeepNewerThan KeepSteps RetentionPolicy",
+    "state": "Counters TrainState",
+    "types": "CheckpointInfo",
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "AtSteps",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointInfo",
+    "CheckpointManager",
+    "CheckpointNotFoundError",
+    "CheckpointOptions",
+    "ConfigError",
+    "CoordinationError",
+    "CorruptCheckpointError",
+    "Counters",
+    "DeadlineError",
+    "EveryFraction",
+    "EverySeconds",
+    "EverySteps",
+    "FirstStep",
+    "IncompatibleCheckpointError",
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepEverySeconds",
+    "KeepLatest",
+    "KeepNewerThan",
+    "KeepSteps",
+    "LoadError",
+    "OnPreemption",
+    "RetentionPolicy",
+    "RootBusyError",
+    "SaveError",
+    "SaveHandle",
+    "SavePolicy",
+    "TrainState",
+    "UnsafeCheckpointError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'ckpt_core' has no attribute {name!r}")
+    value = getattr(import_module(f"ckpt_core.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -15,6 +15,7 @@ DATA_SUFFIX = ".distcp"
 
 _STEP = re.compile(r"step-(\d{9,})")
 _INCOMPLETE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})")
+_CORRUPT = re.compile(r"(?P<name>.+)\.corrupt-(?P<id>[0-9a-f]{8,32})")
 _TRASH = re.compile(r"(?P<name>.+)\.trash-(?P<id>[0-9a-f]{8,32})")
 
 
@@ -39,6 +40,16 @@ def incomplete_name(name: str, save_id: str) -> str:
 def trash_name(name: str, prune_id: str) -> str:
     """Name under which checkpoint `name` waits for its deletion."""
     return f"{name}.trash-{prune_id}"
+
+
+def corrupt_name(name: str, quarantine_id: str) -> str:
+    """Name under which a damaged checkpoint `name` is kept for a person to look at; it never counts."""
+    return f"{name}.corrupt-{quarantine_id}"
+
+
+def is_corrupt(name: str) -> bool:
+    """Whether `name` is a damaged checkpoint that was moved aside."""
+    return _CORRUPT.fullmatch(name) is not None
 
 
 def is_incomplete(name: str) -> bool:

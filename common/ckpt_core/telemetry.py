@@ -50,12 +50,12 @@ class Telemetry:
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks
 
-    def point(self, name: str, **attributes: Any) -> None:
+    def point(self, name: str, /, **attributes: Any) -> None:
         """Report a single event."""
         self._emit(name, "point", None, attributes)
 
     @contextmanager
-    def span(self, name: str, **attributes: Any) -> Generator[dict[str, Any]]:
+    def span(self, name: str, /, **attributes: Any) -> Generator[dict[str, Any]]:
         """Report the start and the end of a block; details may be added to the yielded dict on the way."""
         if not self._sinks:
             yield attributes

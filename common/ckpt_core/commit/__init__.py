@@ -9,6 +9,7 @@ from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._protocol import abandon, begin, commit
 from ckpt_core.commit._prune import collect_orphans, remove
+from ckpt_core.commit._quarantine import quarantine
 from ckpt_core.commit._stock import verify_stock
 from ckpt_core.commit._verify import share, verify
 
@@ -23,6 +24,7 @@ __all__ = [
     "begin",
     "collect_orphans",
     "commit",
+    "quarantine",
     "remove",
     "share",
     "verify",

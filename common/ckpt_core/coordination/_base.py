@@ -38,12 +38,17 @@ class Coordinator(ABC):
 
         Raises:
             CoordinationError: a rank passed an exception, or `decide` raised; the same error on every rank.
+            CheckpointError: `decide` raised it; of the same type on every rank.
             DeadlineError: ranks are missing; `awaited` names them.
         """
 
-    def gather(self, value: T) -> list[T]:
-        """The value of every rank, in rank order, on every rank. Values must be picklable."""
+    def gather(self, value: T | BaseException) -> list[T]:
+        """The value of every rank, in rank order, on every rank; same errors as `exchange`."""
         return self.exchange(value, lambda values: [values] * len(values))
+
+    def once(self, decide: Callable[[], T]) -> T:
+        """The result of `decide`, called on the coordinator alone, on every rank; errors as in `exchange`."""
+        return self.exchange(None, lambda nothing: [decide()] * len(nothing))
 
     @abstractmethod
     def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
@@ -67,6 +72,7 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: a rank arrived with an error or `commit` raised; `failures` says which rank and
                 what, the same on every rank. The original exception is the cause on the rank that had it.
+            CheckpointError: `commit` raised it; of the same type on every rank.
             DeadlineError: ranks are missing; `awaited` names them.
         """
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, final
 import torch.distributed as dist
 
 from ckpt_core.coordination._base import failure_text
-from ckpt_core.errors import CoordinationError, DeadlineError
+from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError
 
 _SLICE_SECONDS = 2.0  # so that Ctrl-C is heard while waiting
 _GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing, arrives first
@@ -76,7 +76,7 @@ class Channel:
             self._forget()
             answers = decide(values)
             reply = {}
-        except CoordinationError as error:
+        except CheckpointError as error:
             reply, cause = {"error": error}, cause or error.__cause__
         except Exception as error:  # noqa: BLE001 - every rank is told through the reply below
             text = failure_text(error)

@@ -8,7 +8,7 @@ from typing import final
 from typing_extensions import override
 
 from ckpt_core.coordination._base import Coordinator, R, T, failure_text
-from ckpt_core.errors import CoordinationError
+from ckpt_core.errors import CheckpointError, CoordinationError
 
 
 @final
@@ -51,6 +51,8 @@ def _alone(value: T | BaseException, decide: Callable[[list[T]], R]) -> R:
         raise _failed(value) from value
     try:
         return decide([value])
+    except CheckpointError:
+        raise
     except Exception as error:  # the caller is told, as every rank of a larger job would be
         raise _failed(error) from error
 

@@ -20,6 +20,9 @@ from ckpt_core.errors import ConfigError
 class PartPlanner:
     """Plans one DCP part of a save on one rank.
 
+    Raises:
+        ConfigError: a tensor is of a kind that no checkpoint can hold.
+
     Who calls what: 1. (all ranks) `local_plan`. 2. (coordinator) `decide` over all local plans.
     3. (all ranks) `resolve` for the plan that came back.
     """
@@ -27,17 +30,16 @@ class PartPlanner:
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(dict(state_dict), None, is_coordinator=False)
+        for fqn, value in self._planner.state_dict.items():
+            if isinstance(value, torch.Tensor):
+                _plain(value, fqn)
 
     def local_plan(self) -> SavePlan:
         """What this rank could write."""
         return self._planner.create_local_plan()
 
     def resolve(self, plan: SavePlan) -> ResolvedPlan:
-        """The live tensors and the serialised values that this rank is to write.
-
-        Raises:
-            ConfigError: a tensor is of a kind that no checkpoint can hold.
-        """
+        """The live tensors and the serialised values that this rank is to write."""
         shards: dict[MetadataIndex, torch.Tensor] = {}
         values: dict[MetadataIndex, bytes] = {}
         for item in plan.items:
@@ -45,7 +47,7 @@ class PartPlanner:
             if item.type == WriteItemType.BYTE_IO:
                 values[item.index] = _buffer_of(data)
             else:
-                shards[item.index] = _plain(data, item.index.fqn)
+                shards[item.index] = _tensor_of(data, item.index.fqn)
         return ResolvedPlan(plan=plan, shards=shards, values=values)
 
 
@@ -95,9 +97,13 @@ def _buffer_of(data: object) -> bytes:
     return data.getvalue()
 
 
-def _plain(tensor: object, fqn: str) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"the planner gave {type(tensor).__name__} for the tensor {fqn}")
+def _tensor_of(data: object, fqn: str) -> torch.Tensor:
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"the planner gave {type(data).__name__} for the tensor {fqn}")
+    return data
+
+
+def _plain(tensor: torch.Tensor, fqn: str) -> None:
     if tensor.is_quantized or tensor.layout != torch.strided:
         kind = "quantised" if tensor.is_quantized else f"{tensor.layout}"
         raise ConfigError(
@@ -106,4 +112,3 @@ def _plain(tensor: object, fqn: str) -> torch.Tensor:
         )
     if tensor.device.type == "meta":
         raise ConfigError(f"{fqn} is on the meta device and has no data; materialise the model before saving")
-    return tensor

@@ -11,6 +11,7 @@ from typing import IO, Any, final
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, LoadPlanner, StorageReader
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -75,6 +76,12 @@ class ShardReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def read_entry(self, index: MetadataIndex) -> bytes:
+        """The stored bytes of one entry, as they lie in the file."""
+        info = self._infos[index]
+        with self._storage.open(self._key(info.relative_path)) as stream:
+            return self._read_chunk(stream, info.relative_path, info)
 
     @classmethod
     @override
@@ -147,6 +154,13 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         # Flattening drops ShardedTensors without a local shard; DCP then takes the checkpoint for an old one.
         super().__init__(flatten_sharded_tensors=False)
         self._allow_pickle = allow_pickle
+
+    @override
+    def create_local_plan(self) -> LoadPlan:
+        # The parent re-flattens as torch 2.3 did whenever a load is partial; nothing here needs that.
+        if self.metadata is None:
+            raise ValueError("set_up_planner must be given the checkpoint's metadata")
+        return create_default_local_load_plan(self.state_dict, self.metadata, strict=True)
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -1,1 +1,11 @@
-"""To be filled."""
+"""The only place where state, staging, dcp, storage, commit and coordination meet: save, load, prune."""
+
+from ckpt_core.lifecycle._cadence import CadenceKeeper
+from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._load import LoadRequest
+from ckpt_core.lifecycle._loader import Loader
+from ckpt_core.lifecycle._prepare import SaveRequest
+from ckpt_core.lifecycle._prune import prune
+from ckpt_core.lifecycle._saver import Saver
+
+__all__ = ["CadenceKeeper", "LoadRequest", "Loader", "SaveHandle", "SaveRequest", "Saver", "prune"]

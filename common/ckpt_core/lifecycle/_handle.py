@@ -1,0 +1,45 @@
+"""What the caller of a save holds while the save goes on."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import final
+
+from ckpt_core.types import CheckpointInfo
+
+
+@final
+class SaveHandle:
+    """A save in flight.
+
+    Attributes:
+        step: the step saved.
+        name: directory name of the checkpoint under its root.
+        created: when it was agreed on, Unix seconds on the coordinator's clock.
+        staged: resolves when training may change the state.
+        committed: resolves when the checkpoint exists, or raises the `SaveError` that every rank gets.
+        uploaded: resolves when the checkpoint is in its last tier; with a single tier, on commit.
+
+    Concurrency: futures may be waited for on any thread of any rank; nothing here is collective.
+    """
+
+    def __init__(self, step: int, name: str, created: float) -> None:
+        self.step = step
+        self.name = name
+        self.created = created
+        self.staged: Future[None] = Future()
+        self.committed: Future[CheckpointInfo] = Future()
+        self.uploaded: Future[CheckpointInfo] = self.committed
+
+    def done(self) -> bool:
+        """Whether the save has ended, one way or the other."""
+        return self.committed.done()
+
+    def result(self, timeout_seconds: float | None = None) -> CheckpointInfo:
+        """Wait for the commit.
+
+        Raises:
+            SaveError: the save failed on some rank.
+            TimeoutError: it has not ended in time.
+        """
+        return self.committed.result(timeout_seconds)

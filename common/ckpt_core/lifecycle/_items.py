@@ -1,0 +1,74 @@
+"""Per-rank and shared items as files without pickle, and the few values that only pickle can hold."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.names import FORMAT_VERSION
+from ckpt_core.state import NotEncodableError, decode, encode
+
+PICKLED = "pickled"
+"""Top-level key, in the checkpoint directory's own DCP part, of values that JSON cannot hold."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedItems:
+    """A file's content, and what had to be left out of it, as `torch.save` bytes by item."""
+
+    content: bytes
+    pickled: Mapping[str, bytes]
+
+
+def encode_items(values: Mapping[str, Any]) -> EncodedItems:
+    """Serialise items now, so that later changes by the training do not reach the checkpoint."""
+    plain: dict[str, Any] = {}
+    pickled: dict[str, bytes] = {}
+    for name, value in values.items():
+        try:
+            plain[name] = encode(value)
+        except NotEncodableError as error:
+            _logger.debug("item %r goes through pickle: %s", name, error)
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            pickled[name] = buffer.getvalue()
+    document = {"format_version": FORMAT_VERSION, "items": plain, PICKLED: sorted(pickled)}
+    return EncodedItems(content=json.dumps(document, separators=(",", ":")).encode(), pickled=pickled)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodedItems:
+    """Values read from a file, and the names of those that have to be read from the pickled part."""
+
+    values: Mapping[str, Any]
+    pickled: tuple[str, ...]
+
+
+def decode_items(content: bytes, path: str) -> DecodedItems:
+    """Read what `encode_items` wrote.
+
+    Raises:
+        CorruptCheckpointError: it is not such a file.
+    """
+    try:
+        document = json.loads(content)
+        values = {str(name): decode(value) for name, value in document["items"].items()}
+        names = tuple(str(name) for name in document[PICKLED])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        failure = FileFailure(path=path, problem=f"not a file of items: {error}")
+        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+    return DecodedItems(values=values, pickled=names)
+
+
+def pickled_key(scope: str, item: str) -> str:
+    """Key under `PICKLED` of an item; `scope` is `shared` or the rank's file name, so that ranks never collide."""
+    return f"{scope}:{item}"

@@ -1,0 +1,130 @@
+"""Which checkpoint to load: the newest committed one that verifies, the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import final
+
+from ckpt_core.commit import Catalog, share, verify, verify_stock
+from ckpt_core.coordination import Coordinator
+from ckpt_core.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FileFailure,
+    IncompatibleCheckpointError,
+)
+from ckpt_core.lifecycle._load import LoadRequest, load
+from ckpt_core.lifecycle._open import is_stock
+from ckpt_core.names import MANIFEST, MARKER
+from ckpt_core.state import StateSource
+from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Telemetry
+from ckpt_core.types import CheckpointInfo, SavedState
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class Loader:
+    """Finds, verifies and loads checkpoints. Every method is collective."""
+
+    def __init__(self, storage: Storage, coordinator: Coordinator, telemetry: Telemetry) -> None:
+        self._storage = storage
+        self._coordinator = coordinator
+        self._telemetry = telemetry
+
+    def newest(self, *, verified: bool) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
+        """The newest committed checkpoint that verifies, or None, and those passed over as damaged.
+
+        Raises:
+            CorruptCheckpointError: checkpoints are there, and every one is damaged.
+        """
+        rejected: list[CheckpointInfo] = []
+        for info in reversed(self._coordinator.once(Catalog(self._storage).committed)):
+            failures = self.failures(info.name) if verified else []
+            if not failures:
+                return info, rejected
+            rejected.append(info)
+            self._report(info, failures)
+        if rejected:
+            raise CorruptCheckpointError(
+                f"every committed checkpoint in {self._storage.url} is damaged: "
+                f"{', '.join(info.name for info in rejected)}. Nothing was loaded; look at each "
+                "with `ckpt verify`, bring one back from a copy, or start in another root"
+            )
+        return None, rejected
+
+    def directory(self, *, step: int | None, name: str | None, verified: bool) -> str:
+        """The directory of the checkpoint asked for: by step, by name, or the newest that verifies.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            CorruptCheckpointError: it does not verify.
+        """
+        if step is None and name is None:
+            info, _ = self.newest(verified=verified)
+            if info is None:
+                raise CheckpointNotFoundError(f"nothing has been committed to {self._storage.url} yet")
+            return info.name
+        chosen = self._coordinator.once(lambda: self._existing(step, name))
+        failures = self.failures(chosen) if verified else []
+        if failures:
+            raise self._damaged(chosen, failures)
+        return chosen
+
+    def load(self, request: LoadRequest, source: StateSource) -> SavedState:
+        """Load a checkpoint directory; see `load`."""
+        with self._telemetry.span("load.read", name=request.directory, rank=self._coordinator.rank):
+            return load(request, source, storage=self._storage, coordinator=self._coordinator)
+
+    def failures(self, name: str) -> list[FileFailure]:
+        """What is wrong with a checkpoint. The bytes to read are shared among the ranks."""
+        with self._telemetry.span("load.verify", name=name, rank=self._coordinator.rank):
+            found = self._coordinator.gather(self._own_failures(name))
+        # Every rank looks at the manifest, so that one flaw may be reported many times.
+        return list(dict.fromkeys(failure for of_rank in found for failure in of_rank))
+
+    def _existing(self, step: int | None, name: str | None) -> str:
+        if (
+            name is not None
+            and not self._storage.exists(f"{name}/{MARKER}")
+            and is_stock(self._storage, name)
+        ):
+            return name
+        return Catalog(self._storage).find(step=step, name=name).name
+
+    def _own_failures(self, name: str) -> list[FileFailure] | BaseException:
+        try:
+            if not self._storage.exists(f"{name}/{MARKER}"):
+                # Stock DCP wrote it: without a manifest there is nothing by which to share the work.
+                return verify_stock(self._storage, name) if self._coordinator.is_coordinator else []
+            manifest = Catalog(self._storage).manifest(name)
+            paths = share(manifest.files, self._coordinator.rank, self._coordinator.world_size)
+            return verify(self._storage, name, paths=paths)
+        except CorruptCheckpointError as error:
+            return list(error.failures)
+        except IncompatibleCheckpointError as error:
+            return [FileFailure(path=MANIFEST, problem=str(error))]
+        except OSError as error:
+            # Not damage: storage is unwell. Falling back to an older checkpoint would lose work silently.
+            return error
+
+    def _damaged(self, name: str, failures: list[FileFailure]) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._storage.url}/{name} is damaged in {len(failures)} place(s): {_shorten(failures)}. "
+            "Nothing was loaded; load another step, or let resume() choose",
+            failures=tuple(failures),
+        )
+
+    def _report(self, info: CheckpointInfo, failures: list[FileFailure]) -> None:
+        shown = _shorten(failures)
+        self._telemetry.point("load.rejected", name=info.name, step=info.step, failures=shown)
+        if self._coordinator.is_coordinator:
+            _logger.error(
+                "%s/%s is committed but damaged (%s) and is passed over",
+                self._storage.url, info.name, shown,
+            )  # fmt: skip
+
+
+def _shorten(failures: list[FileFailure]) -> str:
+    return "; ".join(str(failure) for failure in failures[:5])

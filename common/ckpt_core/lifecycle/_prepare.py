@@ -1,0 +1,245 @@
+"""The first half of a save, on the main thread: capture, plan, agree, stage."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt_core.commit import begin
+from ckpt_core.coordination import Coordinator
+from ckpt_core.dcp import PartPlanner, StagedPlanner, decide
+from ckpt_core.errors import ConfigError, CoordinationError, SaveError
+from ckpt_core.lifecycle._items import PICKLED, encode_items, pickled_key
+from ckpt_core.names import SHARED, rank_name
+from ckpt_core.staging import StagedShards, Stager
+from ckpt_core.storage import Storage
+from ckpt_core.types import CapturedState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRequest:
+    """What is to be saved under which name. `replace` allows `name` to be committed already."""
+
+    step: int
+    name: str
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    replace: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Proposal:
+    """What one rank brings to the exchange."""
+
+    step: int
+    name: str
+    plans: dict[str, SavePlan]
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What one rank is told to write, and where."""
+
+    save_id: str
+    working: str
+    created: float
+    plans: Mapping[str, SavePlan]
+    files: frozenset[str]
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedSave:
+    """A save whose training-side work is done.
+
+    Attributes:
+        request: what was asked for.
+        assignment: this rank's share.
+        planners: part -> planner over the staged copies.
+        files: name -> content of this rank's small files.
+        metadata: part -> DCP metadata; on the coordinator only.
+        items: item -> kind, for the manifest.
+        staged: the copies, to be released after the write.
+        error: what kept this rank from staging; it takes the error to the meeting instead of files.
+    """
+
+    request: SaveRequest
+    assignment: Assignment
+    planners: Mapping[str, StagedPlanner]
+    files: Mapping[str, bytes]
+    metadata: Mapping[str, Metadata]
+    items: Mapping[str, str]
+    staged: StagedShards
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Local:
+    planners: Mapping[str, PartPlanner]
+    files: Mapping[str, bytes]
+    items: Mapping[str, str]
+    proposal: _Proposal
+
+
+def prepare(
+    request: SaveRequest,
+    capture: Callable[[], CapturedState],
+    *,
+    storage: Storage,
+    coordinator: Coordinator,
+    stager: Stager,
+    check: Callable[[str], None],
+) -> PreparedSave:
+    """Capture, plan, agree and stage. Collective; nothing is written unless every rank has planned.
+
+    Args:
+        request: what is to be saved.
+        capture: gives the live state of this rank.
+        storage: where the checkpoint goes.
+        coordinator: the ranks of the job.
+        stager: makes the copies.
+        check: called on the coordinator, with the name, right before anything is written; raises to refuse.
+
+    Raises:
+        SaveError: planning failed on a rank; the same on every rank.
+        CheckpointError: what `check` raised, or `CheckpointExistsError`; the same on every rank.
+    """
+    local = _try_local(request, capture, coordinator)
+    metadata: dict[str, Metadata] = {}
+
+    def decide_all(proposals: list[_Proposal]) -> list[Assignment]:
+        return _assign(proposals, metadata, storage=storage, request=request, check=check)
+
+    proposal = local if isinstance(local, BaseException) else local.proposal
+    try:
+        assignment = coordinator.exchange(proposal, decide_all)
+    except CoordinationError as error:
+        raise save_error(request.step, "plan", error) from error
+    if isinstance(local, BaseException):  # unreachable: the exchange raises when a rank brings an error
+        raise local
+    prepared = PreparedSave(
+        request=request,
+        assignment=assignment,
+        planners={},
+        files={name: content for name, content in local.files.items() if name in assignment.files},
+        metadata=metadata,
+        items=local.items,
+        staged=StagedShards({}),
+    )
+    try:
+        return _stage(prepared, local, stager)
+    except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
+        return replace(prepared, error=SaveError(f"while staging: {type(error).__name__}: {error}"))
+
+
+def _try_local(
+    request: SaveRequest, capture: Callable[[], CapturedState], coordinator: Coordinator
+) -> _Local | BaseException:
+    try:
+        return _plan_local(request, capture(), coordinator)
+    except Exception as error:  # noqa: BLE001 - the exchange carries it to every rank
+        return error
+
+
+def _plan_local(request: SaveRequest, state: CapturedState, coordinator: Coordinator) -> _Local:
+    scope = rank_name(coordinator.rank)
+    per_rank = encode_items(state.per_rank)
+    shared = encode_items(state.shared if coordinator.is_coordinator else {})
+    files = {**state.files, scope: per_rank.content}
+    if coordinator.is_coordinator:
+        files[SHARED] = shared.content
+    sharded = {part: dict(tree) for part, tree in state.sharded.items()}
+    pickled = {pickled_key(scope, name): content for name, content in per_rank.pickled.items()}
+    pickled |= {pickled_key("shared", name): content for name, content in shared.pickled.items()}
+    if pickled:
+        sharded.setdefault("", {})[PICKLED] = pickled
+    planners = {part: PartPlanner(tree) for part, tree in sharded.items()}
+    proposal = _Proposal(
+        step=request.step,
+        name=request.name,
+        plans={part: planner.local_plan() for part, planner in planners.items()},
+        files=tuple(files),
+    )
+    return _Local(planners=planners, files=files, items=_kinds(state), proposal=proposal)
+
+
+def _kinds(state: CapturedState) -> dict[str, str]:
+    kinds = {name: "sharded" for tree in state.sharded.values() for name in tree}
+    kinds |= dict.fromkeys(state.shared, "shared") | dict.fromkeys(state.per_rank, "per_rank")
+    if state.files:
+        kinds["files"] = "files"
+    return kinds
+
+
+def _assign(
+    proposals: Sequence[_Proposal],
+    metadata: dict[str, Metadata],
+    *,
+    storage: Storage,
+    request: SaveRequest,
+    check: Callable[[str], None],
+) -> list[Assignment]:
+    """Decide for all ranks; on the coordinator only. Touches storage last, when nothing else can fail."""
+    asked = {(proposal.step, proposal.name) for proposal in proposals}
+    if len(asked) > 1:
+        raise ConfigError(f"ranks ask to save different things at once: {sorted(asked)}; they must agree")
+    parts = sorted({part for proposal in proposals for part in proposal.plans})
+    plans: dict[str, list[SavePlan]] = {}
+    for part in parts:
+        # A rank without the part still takes its place, so that ranks and plans stay aligned.
+        local = [proposal.plans.get(part, SavePlan([], planner_data={})) for proposal in proposals]
+        plans[part], metadata[part] = decide(local)
+    owners: dict[str, int] = {}
+    for rank, proposal in enumerate(proposals):
+        for name in proposal.files:
+            owners.setdefault(name, rank)
+    check(request.name)
+    save_id = secrets.token_hex(4)
+    working = begin(storage, request.name, save_id)
+    created = time.time()
+    return [
+        Assignment(
+            save_id=save_id,
+            working=working,
+            created=created,
+            plans={part: plans[part][rank] for part in parts},
+            files=frozenset(name for name, owner in owners.items() if owner == rank),
+            parts=tuple(parts),
+        )
+        for rank in range(len(proposals))
+    ]
+
+
+def _stage(prepared: PreparedSave, local: _Local, stager: Stager) -> PreparedSave:
+    resolved = {
+        part: local.planners[part].resolve(plan)
+        for part, plan in prepared.assignment.plans.items()
+        if part in local.planners
+    }
+    live: dict[Hashable, torch.Tensor] = {
+        (part, index): tensor for part, plan in resolved.items() for index, tensor in plan.shards.items()
+    }
+    staged = stager.stage(live)
+    planners = {
+        part: StagedPlanner({index: staged.tensors[part, index] for index in plan.shards}, plan.values)
+        for part, plan in resolved.items()
+    }
+    return replace(prepared, planners=planners, staged=staged)
+
+
+def save_error(step: int, phase: str, error: CoordinationError) -> SaveError:
+    """The one error that every rank raises for a failed save."""
+    return SaveError(
+        f"step {step} was not saved (phase {phase}): {error}. Every checkpoint committed before is untouched",
+        step=step,
+        phase=phase,
+        failures=error.failures,
+    )

@@ -1,0 +1,23 @@
+"""Retention applied: which committed checkpoints go, and in what order. Coordinator only, after a commit."""
+
+from __future__ import annotations
+
+from ckpt_core.commit import Catalog, remove
+from ckpt_core.retention import PrunePlan, RetentionPolicy, plan_prune
+from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Telemetry
+
+
+def prune(
+    storage: Storage, policy: RetentionPolicy, *, now: float, telemetry: Telemetry, dry_run: bool = False
+) -> PrunePlan:
+    """Remove what the policy does not keep, oldest first; with `dry_run`, only say what would go.
+
+    The history is read anew from storage, so that it survives restarts and sees pins set meanwhile.
+    """
+    plan = plan_prune(policy, Catalog(storage).committed(), now)
+    if not dry_run:
+        for info in plan.drop:
+            with telemetry.span("prune.remove", step=info.step, name=info.name):
+                remove(storage, info)
+    return plan

@@ -1,0 +1,127 @@
+"""One save as a pure function: (phase, event) -> (phase, commands).
+
+The background thread only executes commands and reports events; every decision about the order of things
+is here, where it can be tested without torch, threads or storage.
+
+    PLANNED --Staged--> WRITING --Written--> MEETING --Committed--> DONE
+       |                   |                    |
+       +--Failed-----------+--Failed--> MEETING +--Failed--> DONE
+
+A rank that failed still goes to the meeting: it brings its error, so that every rank learns of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeAlias, final
+
+from ckpt_core.types import CheckpointInfo
+
+
+class Phase(Enum):
+    """Where a save stands on this rank."""
+
+    PLANNED = auto()
+    WRITING = auto()
+    MEETING = auto()
+    DONE = auto()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The copies are made; training may change the originals."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Written:
+    """This rank's files are durable; `report` says which they are."""
+
+    report: bytes
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The checkpoint exists."""
+
+    info: CheckpointInfo
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something went wrong on this rank, or, in the meeting, on any rank."""
+
+    error: BaseException
+
+
+Event: TypeAlias = Staged | Written | Committed | Failed
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write this rank's files."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Go to the meeting with a report or with an error."""
+
+    payload: bytes | BaseException
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give the staging memory back."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fulfil:
+    """Tell whoever waits that the checkpoint exists."""
+
+    info: CheckpointInfo
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Tell whoever waits that the save failed."""
+
+    error: BaseException
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Prune:
+    """Apply the retention policy; only ever after a commit."""
+
+
+Command: TypeAlias = Write | Meet | Release | Fulfil | Reject | Prune
+
+
+def reduce(phase: Phase, event: Event) -> tuple[Phase, tuple[Command, ...]]:
+    """What happens next.
+
+    Raises:
+        ValueError: this event cannot occur in this phase.
+    """
+    match phase, event:
+        case Phase.PLANNED, Staged():
+            return Phase.WRITING, (Write(),)
+        case Phase.PLANNED | Phase.WRITING, Failed(error):
+            return Phase.MEETING, (Release(), Meet(error))
+        case Phase.WRITING, Written(report):
+            return Phase.MEETING, (Release(), Meet(report))
+        case Phase.MEETING, Committed(info):
+            return Phase.DONE, (Fulfil(info), Prune())
+        case Phase.MEETING, Failed(error):
+            return Phase.DONE, (Reject(error),)
+        case _:
+            raise ValueError(f"{type(event).__name__} cannot occur in phase {phase.name}")

@@ -1,0 +1,116 @@
+"""All saves of one manager: ownership of the root, back-pressure, staging, and the flight to the commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import final
+
+from ckpt_core.coordination import Coordinator
+from ckpt_core.errors import CheckpointError
+from ckpt_core.lifecycle._flight import Flight
+from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._ownership import Ownership
+from ckpt_core.lifecycle._prepare import PreparedSave, SaveRequest, prepare
+from ckpt_core.lifecycle._prune import prune
+from ckpt_core.lifecycle._save import SaveRun
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.staging import HostStager
+from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Telemetry
+from ckpt_core.types import CapturedState, CheckpointInfo
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class Saver:
+    """Saves one checkpoint after another into one root.
+
+    Concurrency: methods on the main thread; `save` and `own_root` are collective.
+    """
+
+    def __init__(
+        self, storage: Storage, coordinator: Coordinator, options: CheckpointOptions, telemetry: Telemetry
+    ) -> None:
+        self._storage = storage
+        self._coordinator = coordinator
+        self._options = options
+        self._telemetry = telemetry
+        self._stager = HostStager()
+        self._ownership = Ownership(storage, coordinator)
+        self._flight = Flight(coordinator, back_pressure=options.back_pressure, on_error=options.on_error)
+
+    def save(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> SaveHandle | None:
+        """Stage now, commit later; None if a save is in flight and the policy is to skip.
+
+        Raises:
+            SaveError: it could not start, or the save before has failed.
+            CheckpointError: see `prepare`.
+        """
+        if not self._flight.ready():
+            self._telemetry.point("save.skipped", step=request.step, rank=self._coordinator.rank)
+            return None
+        latest = self._flight.latest
+        if latest is not None and not request.replace and latest.name == request.name:
+            return latest  # asked for twice: by the cadence, and at the end of the run
+        with self._telemetry.span("save.stall", step=request.step, rank=self._coordinator.rank):
+            self._ownership.take()
+            prepared = prepare(
+                request,
+                capture,
+                storage=self._storage,
+                coordinator=self._coordinator,
+                stager=self._stager,
+                check=self._ownership.clear_name,
+            )
+        return self._launch(prepared)
+
+    def own_root(self) -> None:
+        """Wait for the save in flight and claim the root; see `Ownership.take`."""
+        self._flight.wait()
+        self._ownership.take()
+
+    def note_damaged(self, infos: list[CheckpointInfo]) -> None:
+        """Remember checkpoints that a later save of the same name may move aside."""
+        self._ownership.note_damaged(infos)
+
+    def wait(self) -> None:
+        """Wait for the save in flight and deliver its failure; see `Flight.wait`."""
+        self._flight.wait()
+
+    def close(self) -> None:
+        """Wait for the save in flight and give the root back; same errors as `wait`."""
+        try:
+            self._flight.close()
+        finally:
+            self._ownership.release()
+
+    def _launch(self, prepared: PreparedSave) -> SaveHandle:
+        request = prepared.request
+        handle = SaveHandle(request.step, request.name, prepared.assignment.created)
+        if prepared.error is None:
+            handle.staged.set_result(None)
+        else:
+            handle.staged.set_exception(prepared.error)
+        run = SaveRun(
+            prepared,
+            handle,
+            storage=self._storage,
+            coordinator=self._coordinator,
+            telemetry=self._telemetry,
+            deadline_seconds=self._options.deadline_seconds,
+        )
+        self._flight.start(handle, lambda: run.run(check=self._ownership.check, prune=self._prune))
+        return handle
+
+    def _prune(self) -> None:
+        if self._options.keep is None:
+            return
+        try:
+            prune(self._storage, self._options.keep, now=time.time(), telemetry=self._telemetry)
+        except (OSError, CheckpointError) as error:
+            # The checkpoint is committed all the same; what was not removed is removed after the next commit.
+            self._telemetry.point("prune.failed", error=str(error))
+            _logger.warning("old checkpoints in %s were not all removed: %s", self._storage.url, error)

@@ -1,0 +1,87 @@
+"""Whether a checkpoint fits the live state, told in full before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ckpt_core.errors import IncompatibleCheckpointError
+
+_SHOWN = 8
+
+
+@final
+@dataclass(slots=True)
+class Misfits:
+    """Everything that does not fit, over all parts of a checkpoint."""
+
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+    mismatched: list[str] = field(default_factory=list[str])
+
+    def compare(self, target: Mapping[str, Any], metadata: Metadata, *, strict: bool) -> None:
+        """Note what differs between flattened live entries and what one part of the checkpoint holds."""
+        saved = metadata.state_dict_metadata
+        self.missing += [key for key in target if key not in saved]
+        self.mismatched += [
+            f"{key}: {problem}"
+            for key, value in target.items()
+            if key in saved and (problem := _mismatch(value, saved[key])) is not None
+        ]
+        if strict:
+            self.unexpected += _unexpected(target, metadata)
+
+    def raise_if_any(self, place: str) -> None:
+        """Raise one error that lists everything.
+
+        Raises:
+            IncompatibleCheckpointError: something does not fit.
+        """
+        kinds = {
+            "the checkpoint lacks": self.missing,
+            "the training state lacks": self.unexpected,
+            "differ": self.mismatched,
+        }
+        if not any(kinds.values()):
+            return
+        told = "; ".join(f"{len(keys)} {verb}: {_shorten(keys)}" for verb, keys in kinds.items() if keys)
+        raise IncompatibleCheckpointError(
+            f"{place} does not fit the training state, and nothing was loaded. {told}. "
+            "It is probably another model's; load only what fits with items=, or check the configuration",
+            missing=tuple(self.missing),
+            unexpected=tuple(self.unexpected),
+            mismatched=tuple(self.mismatched),
+        )
+
+
+def _mismatch(value: Any, saved: object) -> str | None:
+    tensor_like = hasattr(value, "size") and hasattr(value, "dtype")
+    if not isinstance(saved, TensorStorageMetadata):
+        return "a tensor here, a plain value in the checkpoint" if tensor_like else None
+    if not tensor_like:
+        return "a plain value here, a tensor in the checkpoint"
+    if torch.Size(value.size()) != saved.size:
+        return f"shape {tuple(value.size())} here, {tuple(saved.size)} in the checkpoint"
+    if value.dtype != saved.properties.dtype:
+        return f"{value.dtype} here, {saved.properties.dtype} in the checkpoint"
+    return None
+
+
+def _unexpected(target: Mapping[str, Any], metadata: Metadata) -> Iterator[str]:
+    """Saved entries of items that are being loaded; items not asked for at all are nobody's business."""
+    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
+    items = {paths.get(key, (key,))[0] for key in target if key in metadata.state_dict_metadata}
+    return (
+        key
+        for key in metadata.state_dict_metadata
+        if key not in target and paths.get(key, (key,))[0] in items
+    )
+
+
+def _shorten(keys: list[str]) -> str:
+    more = f", … and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(keys[:_SHOWN]) + more

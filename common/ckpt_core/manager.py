@@ -1,0 +1,280 @@
+"""`CheckpointManager`: the one object that users meet."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias, final
+
+from ckpt_core.commit import Catalog, verify
+from ckpt_core.coordination import Coordinator, coordinator_for_job
+from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
+from ckpt_core.lifecycle import CadenceKeeper, Loader, LoadRequest, SaveHandle, Saver, SaveRequest, prune
+from ckpt_core.names import step_name
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.retention import KeepAll, PrunePlan
+from ckpt_core.state import DictState, StateSource, TrainState
+from ckpt_core.storage import Storage, open_storage
+from ckpt_core.telemetry import Sink, Telemetry
+from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
+
+State: TypeAlias = StateSource | Mapping[str, Any]
+
+
+@final
+class CheckpointManager:
+    """Saves, finds, loads and prunes the checkpoints of one run.
+
+    - Threads: all methods on the thread that trains; saves end on one background thread.
+    - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `prune`, `pin`, `unpin` and `close` are
+      collective over the default process group: every rank calls them in the same order. The others are not.
+    - Jobs: one job writes to a root at a time, the next is refused; any number may read.
+
+    Args:
+        root: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run.
+        options: everything else as one value; see `CheckpointOptions`.
+        coordinator: how ranks agree; by default made for the job as it runs now.
+        sinks: receivers of telemetry events.
+        **overrides: fields of `CheckpointOptions`, e.g. `save=EverySteps(500)`, as values or plain mappings.
+
+    Raises:
+        ConfigError: an option is wrong, or the extra for the URL is not installed.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Storage,
+        *,
+        options: CheckpointOptions | None = None,
+        coordinator: Coordinator | None = None,
+        sinks: Sequence[Sink] = (),
+        **overrides: Any,
+    ) -> None:
+        if options is not None and overrides:
+            raise ConfigError(
+                f"give either options= or single options, not both: {', '.join(sorted(overrides))}"
+            )
+        self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
+        self.storage = open_storage(root, self.options.storage_options)
+        deadline = self.options.deadline_seconds
+        self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
+        self._telemetry = Telemetry(*sinks)
+        self._catalog = Catalog(self.storage)
+        self._cadence = CadenceKeeper(self.options.save, self._coordinator)
+        self._saver = Saver(self.storage, self._coordinator, self.options, self._telemetry)
+        self._loader = Loader(self.storage, self._coordinator, self._telemetry)
+        self._closed = False
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a preemption signal has reached any rank, as of the last `maybe_save`."""
+        return self._cadence.preempted
+
+    def maybe_save(
+        self,
+        step: int,
+        state: State | CapturedState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        annotations: Mapping[str, Any] | None = None,
+        total_steps: int | None = None,
+    ) -> SaveHandle | None:
+        """Save if the save policy says so; see `save`. None if it does not."""
+        reason = self._cadence.due(step, total_steps)
+        if reason is None:
+            return None
+        return self.save(step, state, metrics=metrics, annotations={"reason": reason, **(annotations or {})})
+
+    def save(
+        self,
+        step: int,
+        state: State | CapturedState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        annotations: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> SaveHandle | None:
+        """Copy the state, return, and write and commit it in the background.
+
+        Args:
+            step: optimizer steps done; not negative.
+            state: a `TrainState`, any `StateSource`, or a mapping of tensors and Statefuls.
+            metrics: numbers for `KeepBest`.
+            annotations: plain JSON to find again in the manifest.
+            name: directory name, if not the step's own. A committed checkpoint of that name is replaced
+                once the new one is complete.
+
+        Returns:
+            A handle on the save in flight; None if one was in flight already and `back_pressure` is `skip`.
+
+        Raises:
+            SaveError: this save could not start, or the save before has failed; the same on every rank.
+            CheckpointExistsError: the step is committed already.
+            RootBusyError: another job writes to this root.
+            ConfigError: the root cannot be written, or the state holds what no checkpoint can.
+        """
+        self._check_open()
+        request = SaveRequest(
+            step=step,
+            name=step_name(step) if name is None else name,
+            metrics=dict(metrics or {}),
+            annotations=dict(annotations or {}),
+            replace=name is not None,
+        )
+        handle = self._saver.save(request, lambda: _capture(state))
+        if handle is not None:
+            self._cadence.saved(step, handle.created)
+        return handle
+
+    def resume(self, state: State) -> int | None:
+        """Load the newest committed checkpoint that verifies, and take the root for this job.
+
+        Returns:
+            The step restored, or None if there is no checkpoint yet.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints, and all of them are damaged.
+            IncompatibleCheckpointError: the newest is another model's; nothing was touched.
+            RootBusyError: another live job writes to this root.
+        """
+        self._check_open()
+        self._saver.own_root()
+        info, damaged = self._loader.newest(verified=self.options.verify)
+        self._saver.note_damaged(damaged)
+        if info is None:
+            return None
+        self._loader.load(self._request(info.name), as_source(state))
+        self._cadence.saved(info.step, self._coordinator.agree(time.time()))
+        return info.step
+
+    def load(
+        self,
+        state: State,
+        *,
+        step: int | None = None,
+        name: str | None = None,
+        items: Collection[str] | None = None,
+        strict: bool = True,
+    ) -> SavedState:
+        """Load one checkpoint.
+
+        Args:
+            state: what to load into; a mapping is filled in place, as by `dcp.load`.
+            step: which step; the newest that verifies if neither step nor name is given.
+            name: directory name under the root, also of a directory that stock DCP wrote.
+            items: load only these, e.g. `["model"]`.
+            strict: whether entries that the state lacks are an error.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            CorruptCheckpointError: it is damaged; nothing was touched.
+            IncompatibleCheckpointError: it does not fit; nothing was touched.
+            UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
+        """
+        self._check_open()
+        self._saver.wait()
+        directory = self._loader.directory(step=step, name=name, verified=self.options.verify)
+        return self._loader.load(self._request(directory, items, strict=strict), as_source(state, items))
+
+    def wait(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            SaveError: it failed.
+        """
+        self._saver.wait()
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The committed checkpoints, oldest first."""
+        return self._catalog.committed()
+
+    def latest(self) -> CheckpointInfo | None:
+        """The newest committed checkpoint; it is not verified here."""
+        return self._catalog.latest()
+
+    def verify(self, step: int | None = None) -> list[FileFailure]:
+        """Read a committed checkpoint (the newest by default) back and compare; [] if all is well.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+        """
+        latest = self._catalog.latest() if step is None else None
+        info = latest or self._catalog.find(step=step)
+        return verify(self.storage, info.name)
+
+    def prune(self, *, dry_run: bool = False) -> PrunePlan:
+        """Remove what the retention policy does not keep; with `dry_run`, only tell."""
+        self._saver.wait()
+        policy = self.options.keep or KeepAll()
+        if not dry_run:
+            self._saver.own_root()
+        return self._coordinator.once(
+            lambda: prune(self.storage, policy, now=time.time(), telemetry=self._telemetry, dry_run=dry_run)
+        )
+
+    def pin(self, step: int, reason: str) -> None:
+        """Protect a step from pruning until `unpin`."""
+        self._coordinator.once(lambda: self._catalog.pin(step, reason))
+
+    def unpin(self, step: int) -> None:
+        """Take the protection of a step away."""
+        self._coordinator.once(lambda: self._catalog.unpin(step))
+
+    def close(self) -> None:
+        """Wait for the save in flight and give the root back; harmless when repeated.
+
+        Raises:
+            SaveError: the save in flight failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._saver.close()
+        finally:
+            self._cadence.close()
+            self._coordinator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(f"while closing the checkpoint manager: {failure}")
+
+    def _request(
+        self, directory: str, items: Collection[str] | None = None, *, strict: bool = True
+    ) -> LoadRequest:
+        return LoadRequest(
+            directory=directory, items=items, strict=strict, allow_pickle=self.options.allow_pickle
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this CheckpointManager is closed; make a new one")
+
+
+def as_source(state: State, items: Collection[str] | None = None) -> StateSource:
+    """The state as a `StateSource` of only the given items."""
+    if isinstance(state, TrainState):
+        return state if items is None else state.select(items)
+    if isinstance(state, StateSource):
+        return state
+    if isinstance(state, Mapping):
+        return DictState(state)
+    raise ConfigError(
+        f"a {type(state).__name__} is no training state: give TrainState(model=..., optimizer=...), "
+        "or a mapping of tensors and objects with state_dict and load_state_dict"
+    )
+
+
+def _capture(state: State | CapturedState) -> CapturedState:
+    return state if isinstance(state, CapturedState) else as_source(state).capture()
