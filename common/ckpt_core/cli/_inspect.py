@@ -17,14 +17,20 @@ def ls(arguments: Namespace) -> Outcome:
     """List the committed checkpoints of a root, and what is torn."""
     storage = open_root(arguments.root, arguments.storage_options)
     catalog = Catalog(storage)
-    infos, torn = catalog.committed(), catalog.torn()
+    infos, torn, quarantined = catalog.committed(), catalog.torn(), catalog.quarantined()
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
     return Outcome(
-        fields={"root": storage.url, "checkpoints": [asdict(info) for info in infos], "torn": torn},
+        fields={
+            "root": storage.url,
+            "checkpoints": [asdict(info) for info in infos],
+            "torn": torn,
+            "quarantined": quarantined,
+        },
         parts=[
             *([_info_table(infos)] if infos else []),
             summary,
             *(f"torn or being written: {name}" for name in torn),
+            *(f"damaged and moved aside: {name}" for name in quarantined),
         ],
     )
 

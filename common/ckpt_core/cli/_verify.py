@@ -10,7 +10,7 @@ from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._places import open_checkpoint, open_root
 from ckpt_core.commit import Catalog, verify, verify_stock
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, FileFailure
-from ckpt_core.names import MARKER, is_incomplete, is_trash
+from ckpt_core.names import MARKER, is_corrupt, is_incomplete, is_trash
 from ckpt_core.storage import Storage
 
 
@@ -34,7 +34,7 @@ def _one_checkpoint(arguments: Namespace) -> Outcome | None:
         storage, name = open_checkpoint(arguments.place, arguments.storage_options)
     except ConfigError:
         return None  # a bucket has no parent; if more is wrong, opening it as a root will tell
-    if is_incomplete(name) or is_trash(name) or storage.exists(f"{name}/{MARKER}"):
+    if is_incomplete(name) or is_trash(name) or is_corrupt(name) or storage.exists(f"{name}/{MARKER}"):
         if not storage.list(name):
             raise CheckpointNotFoundError(f"{storage.url}/{name}: there is nothing")
         return _outcome(storage, {name: verify(storage, name)})

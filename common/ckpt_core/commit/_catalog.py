@@ -8,7 +8,7 @@ from typing import Final, final
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FileFailure
-from ckpt_core.names import MANIFEST, MARKER, PINS, is_incomplete, is_trash, parse_step_name
+from ckpt_core.names import MANIFEST, MARKER, PINS, is_corrupt, is_incomplete, is_trash, parse_step_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
@@ -64,7 +64,7 @@ class Catalog:
         )
 
     def marker(self, name: str) -> Marker:
-        """The commit marker of directory `name`; under the name of a torn directory none counts.
+        """The commit marker of directory `name`; under the name of a torn or damaged directory, none counts.
 
         Raises:
             CheckpointNotFoundError: `name` is not committed.
@@ -72,7 +72,7 @@ class Catalog:
             IncompatibleCheckpointError: the marker was written by a newer version.
         """
         try:
-            if _is_passing(name):
+            if not can_count(name):
                 raise FileNotFoundError
             with self._storage.open(f"{name}/{MARKER}") as stream:
                 content = stream.read(MAX_MARKER_BYTES + 1)
@@ -108,8 +108,12 @@ class Catalog:
         return [
             name
             for name in self._directories()
-            if _is_passing(name) or (in_place and self._is_uncommitted_step(name))
+            if is_incomplete(name) or is_trash(name) or (in_place and self._is_uncommitted_step(name))
         ]
+
+    def quarantined(self) -> list[str]:
+        """Directories of damaged checkpoints that were moved aside; nobody but a person deletes them."""
+        return [name for name in self._directories() if is_corrupt(name)]
 
     def pins(self) -> dict[int, str]:
         """Step -> reason, for every step protected from pruning.
@@ -166,6 +170,6 @@ class Catalog:
         return CorruptCheckpointError(f"{self._storage.url}/{name}/{failure}", failures=(failure,))
 
 
-def _is_passing(name: str) -> bool:
-    """Whether a directory is on its way in or out; a marker inside does not count there."""
-    return is_incomplete(name) or is_trash(name)
+def can_count(name: str) -> bool:
+    """Whether a directory of that name is a checkpoint if it holds a marker: not one on its way in or out."""
+    return not (is_incomplete(name) or is_trash(name) or is_corrupt(name))

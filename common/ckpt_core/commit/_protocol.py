@@ -26,9 +26,10 @@ import logging
 from pathlib import PurePosixPath
 from typing import NoReturn
 
+from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._manifest import Manifest, Marker
 from ckpt_core.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError
-from ckpt_core.names import MANIFEST, MARKER, incomplete_name, is_incomplete, is_trash, parse_step_name
+from ckpt_core.names import MANIFEST, MARKER, incomplete_name, is_incomplete, parse_step_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
@@ -42,7 +43,7 @@ def begin(storage: Storage, name: str, save_id: str) -> str:
         CheckpointExistsError: `name` is committed, or occupied by something that is not ours to remove.
         ConfigError: `name` cannot be the name of a checkpoint.
     """
-    if "/" in name or name in {"", ".", ".."} or is_incomplete(name) or is_trash(name):
+    if "/" in name or name in {"", ".", ".."} or not can_count(name):
         raise ConfigError(f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed")
     if storage.supports_rename:
         return _begin_beside(storage, name, save_id)
@@ -93,13 +94,13 @@ def commit(storage: Storage, working: str, name: str, manifest: Manifest) -> Che
         storage.write_bytes(f"{working}/{MANIFEST}", content)
         storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
         if storage.supports_rename:
-            _publish(storage, working, name, manifest)
+            _move_into_place(storage, working, name, manifest)
     except FileExistsError:
         _refuse(storage, name)
     return marker.info(name)
 
 
-def _publish(storage: Storage, working: str, name: str, manifest: Manifest) -> None:
+def _move_into_place(storage: Storage, working: str, name: str, manifest: Manifest) -> None:
     for directory in _directories(manifest):
         storage.sync_directory(_join(working, directory))
     storage.rename(working, name)

@@ -1,4 +1,4 @@
-"""How a damaged checkpoint makes way for a new one of the same name, without being destroyed where possible."""
+"""How a damaged checkpoint makes way for a new one of its name, without being destroyed where possible."""
 
 from __future__ import annotations
 

@@ -8,22 +8,19 @@ inert placeholder, so that nothing in it can run.
 from __future__ import annotations
 
 import io
-import lzma
 import pickle
-import struct
-import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import IO, Any, Final, final
+from typing import Any, Final, final
 
+from ckpt_core.commit._catalog import can_count
+from ckpt_core.commit._zips import zip_problem
 from ckpt_core.errors import CheckpointNotFoundError, FileFailure
-from ckpt_core.names import DATA_SUFFIX, METADATA, is_incomplete, is_trash
+from ckpt_core.names import DATA_SUFFIX, METADATA
 from ckpt_core.storage import Storage
 
-_BLOCK_BYTES: Final = 8 << 20
 _BROKEN_PICKLE: Final = (
     pickle.UnpicklingError,
     ValueError,
@@ -34,17 +31,6 @@ _BROKEN_PICKLE: Final = (
     RecursionError,
     OverflowError,
     MemoryError,
-)
-_BROKEN_ZIP: Final = (
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    struct.error,
-    ValueError,
-    LookupError,
-    EOFError,
-    OverflowError,
-    RuntimeError,
 )
 
 
@@ -75,7 +61,7 @@ def _parts(storage: Storage, directory: str) -> Iterator[str]:
     if METADATA in files or any(file.endswith(DATA_SUFFIX) for file in files):
         yield directory
     for child in children:
-        if child.is_directory and not is_incomplete(child.name) and not is_trash(child.name):
+        if child.is_directory and can_count(child.name):
             yield from _parts(storage, f"{directory}/{child.name}")
 
 
@@ -110,66 +96,17 @@ def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str |
         if size < end:
             return f"truncated: has {size} bytes, its chunks need {end}"
         with storage.open(key) as stream:
-            damaged = [(chunk, p) for chunk in chunks if (p := _chunk_problem(stream, chunk)) is not None]
+            problems = [zip_problem(stream, chunk.offset, chunk.size_bytes) for chunk in chunks]
     except FileNotFoundError:
         return "missing"
     except OSError as error:
         return f"cannot be verified: {error}"
+    damaged = [(chunk, p) for chunk, p in zip(chunks, problems, strict=True) if p is not None]
     if not damaged:
         return None
     chunk, problem = damaged[0]
     first = f"{chunk.key!r} at byte {chunk.offset}: {problem}"
     return f"{len(damaged)} of {len(chunks)} chunks damaged, first {first}"
-
-
-def _chunk_problem(stream: IO[bytes], chunk: _Chunk) -> str | None:
-    """Read one torch zip through, as `zipfile` checks the CRC32 of every record at its end."""
-    try:
-        with zipfile.ZipFile(_Window(stream, chunk.offset, chunk.size_bytes)) as archive:
-            records = archive.infolist()
-            if not any(record.CRC for record in records):
-                return "written with torch's CRC32 switched off, so that nothing can be verified"
-            for record in records:
-                with archive.open(record) as content:
-                    while content.read(_BLOCK_BYTES):
-                        pass
-    except _BROKEN_ZIP as error:
-        return f"not a whole torch zip: {error}"
-    return None
-
-
-@final
-class _Window(io.RawIOBase):
-    """A part of a seekable stream, as a read-only stream of its own."""
-
-    def __init__(self, stream: IO[bytes], start: int, size: int) -> None:
-        self._stream = stream
-        self._start = start
-        self._size = size
-        self._position = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("seek before the start of a chunk")
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int = -1, /) -> bytes:
-        left = max(0, self._size - self._position)
-        self._stream.seek(self._start + self._position)
-        content = self._stream.read(left if size < 0 else min(size, left))
-        self._position += len(content)
-        return content
 
 
 def _read_chunks(content: bytes) -> Mapping[str, Sequence[_Chunk]]:
