@@ -87,8 +87,7 @@ def commit(storage: Storage, working: str, name: str, manifest: Manifest) -> Che
         SaveError: a file is missing or has another size than promised, or the manifest is not sound.
         ConfigError: the manifest holds what JSON cannot.
     """
-    content = _encode(manifest)
-    marker = Marker.of(manifest, content)
+    content, marker = _encode(manifest)
     _check_files(storage, working, manifest)
     try:
         storage.write_bytes(f"{working}/{MANIFEST}", content)
@@ -125,16 +124,18 @@ def abandon(storage: Storage, working: str) -> None:
         _logger.warning("could not remove torn %s/%s: %s", storage.url, working, error)
 
 
-def _encode(manifest: Manifest) -> bytes:
-    """The manifest's bytes; one that could not be read back would make a checkpoint nobody can load."""
+def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
+    """The manifest's bytes and its marker, once it is known that both can be read back."""
     content = manifest.to_bytes()
+    marker = Marker.of(manifest, content)
     try:
         Manifest.from_bytes(content)
+        Marker.from_bytes(marker.to_bytes())
     except CorruptCheckpointError as error:
         raise SaveError(
             f"step {manifest.step} was not committed: {error}", step=manifest.step, phase="commit"
         ) from error
-    return content
+    return content, marker
 
 
 def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:

@@ -29,7 +29,7 @@ names = st.text(
 segments = names.filter(lambda name: name not in {".", "..", "manifest.json", "COMMITTED"})
 paths = st.lists(segments, min_size=1, max_size=3).map("/".join)
 checksums = st.integers(0, 2**32 - 1).map(lambda value: f"crc32:{value:08x}")
-sizes = st.integers(0, 2**53)
+sizes = st.integers(0, 2**50)
 numbers = st.floats(allow_nan=False)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | names,

@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_core.cli import main
+from ckpt_core.commit import Catalog, Lease, begin
+from ckpt_core.storage import LocalStorage, ObjectStorage
+from tests.unit.commit.checkpoints import save, write_files
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    """Three checkpoints, one of them pinned, and a torn directory."""
+    storage = LocalStorage(tmp_path / "run")
+    for step in (100, 200, 300):
+        save(storage, step, metrics={"val_loss": abs(step - 190) / 100})
+    Catalog(storage).pin(100, "paper")
+    write_files(storage, begin(storage, "step-000000400", "deadbeef"))
+    return tmp_path / "run"
+
+
+def steps(root: Path) -> list[int]:
+    return [info.step for info in Catalog(LocalStorage(root)).committed()]
+
+
+@pytest.fixture
+def ckpt(capsys):
+    """Runs the command in this process; returns exit code, standard output, standard error."""
+
+    def run(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as usage:
+            code = usage.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def ckpt_json(ckpt):
+    def run(*arguments):
+        code, out, err = ckpt(*arguments, "--json")
+        assert err == ""
+        return code, json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+    return run
+
+
+def damage(root: Path, step: int) -> None:
+    file = root / f"step-{step:09d}" / "__0_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:99] + b"?" + content[100:])
+
+
+def test_ls_shows_the_committed_and_names_the_torn(ckpt, root):
+    code, out, err = ckpt("ls", root)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].split() == ["STEP", "NAME", "COMMITTED", "(UTC)", "SIZE", "RANKS", "METRICS", "PINNED"]
+    assert re.fullmatch(
+        r"100   step-000000100  2023-11-14 22:15:00  14\.9 KiB  2      val_loss=0\.9  paper", lines[1]
+    )
+    assert lines[4].startswith(f"3 committed in {root}")
+    assert lines[5:] == ["torn or being written: step-000000400.incomplete-deadbeef"]
+
+
+def test_ls_as_json(ckpt_json, root):
+    code, listed = ckpt_json("ls", root)
+    assert code == 0
+    assert [(info["step"], info["pinned"]) for info in listed["checkpoints"]] == [
+        (100, "paper"),
+        (200, None),
+        (300, None),
+    ]
+    assert listed["torn"] == ["step-000000400.incomplete-deadbeef"]
+
+
+def test_a_root_with_nothing_committed_is_listed_as_empty(ckpt, tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    code, out, _ = ckpt("ls", tmp_path)
+    assert code == 0
+    assert out.startswith("0 committed")
+
+
+def test_metrics_that_json_does_not_know_are_text(ckpt_json, root):
+    save(LocalStorage(root), 500, metrics={"val_loss": math.nan})
+    assert ckpt_json("ls", root)[1]["checkpoints"][-1]["metrics"] == {"val_loss": "nan"}
+    assert ckpt_json("show", root / "step-000000500")[1]["metrics"] == {"val_loss": "nan"}
+
+
+def test_names_cannot_steer_the_terminal(ckpt, root):
+    save(LocalStorage(root), 500, name="evil\x1b[2J")
+    assert "\x1b" not in ckpt("ls", root)[1]
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "prune", "pin", "unpin"])
+def test_nothing_there_is_exit_code_3_and_one_line(ckpt, tmp_path, command):
+    rest = {"prune": ["--keep-latest", 1], "pin": [1, "--reason", "x"], "unpin": [1]}.get(command, [])
+    code, out, err = ckpt(command, tmp_path / "nowhere", *rest)
+    assert (code, out) == (3, "")
+    assert re.fullmatch(r"ckpt: [^\n]*nowhere[^\n]*\n", err)
+
+
+def test_show_tells_what_a_checkpoint_promises(ckpt, ckpt_json, root):
+    code, out, _ = ckpt("show", root / "step-000000100")
+    assert code == 0
+    for text in ("step:        100", "model (sharded), rng (per_rank)", "paper", "note='a test'", "crc32:"):
+        assert text in out
+    code, shown = ckpt_json("show", root / "step-000000100/")
+    assert (code, shown["step"], shown["committed"], shown["pinned"]) == (0, 100, True, "paper")
+    assert "__0_0.distcp" in [entry["path"] for entry in shown["files"]]
+
+
+def test_show_accepts_the_current_directory(ckpt, root, monkeypatch):
+    monkeypatch.chdir(root / "step-000000100")
+    assert ckpt("show", ".")[0] == 0
+    assert ckpt("verify", ".")[0] == 0
+    assert ckpt("verify", "..")[0] == 0
+
+
+def test_show_of_something_uncommitted_is_exit_code_1(ckpt, root):
+    code, out, _ = ckpt("show", root / "step-000000400.incomplete-deadbeef")
+    assert code == 1
+    assert "not a committed checkpoint" in out
+
+
+def test_verify_of_a_root_takes_the_newest(ckpt, root):
+    damage(root, 200)
+    assert ckpt("verify", root) == (0, f"ok      {root}/step-000000300\n", "")
+
+
+@pytest.mark.parametrize("which", [["--all"], ["--step", 200]])
+def test_a_damaged_checkpoint_is_exit_code_1(ckpt, ckpt_json, root, which):
+    damage(root, 200)
+    code, out, _ = ckpt("verify", root, *which)
+    assert code == 1
+    assert f"FAILED  {root}/step-000000200\n  __0_0.distcp: checksum is " in out
+    code, verified = ckpt_json("verify", root, *which)
+    assert code == 1
+    (bad,) = [checkpoint for checkpoint in verified["checkpoints"] if not checkpoint["ok"]]
+    assert [failure["path"] for failure in bad["failures"]] == ["__0_0.distcp"]
+
+
+def test_verify_takes_a_checkpoint_too(ckpt, root):
+    damage(root, 200)
+    assert ckpt("verify", root / "step-000000100")[0] == 0
+    assert ckpt("verify", root / "step-000000200")[0] == 1
+
+
+def test_a_torn_directory_does_not_verify(ckpt, root):
+    code, out, _ = ckpt("verify", root / "step-000000400.incomplete-deadbeef")
+    assert code == 1
+    assert "COMMITTED: missing" in out
+
+
+def test_verify_of_a_step_that_is_not_there_is_exit_code_3(ckpt, root):
+    code, _, err = ckpt("verify", root, "--step", 7)
+    assert code == 3
+    assert "committed steps there: 100, 200, 300" in err
+
+
+def test_verify_takes_what_stock_dcp_wrote(ckpt, ckpt_json, tmp_path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    code, out, _ = ckpt("verify", tmp_path / "stock")
+    assert code == 0
+    assert "stock DCP" in out
+    file = tmp_path / "stock" / "__0_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:2000] + bytes([content[2000] ^ 4]) + content[2001:])
+    code, verified = ckpt_json("verify", tmp_path / "stock")
+    assert code == 1
+    assert verified["checkpoints"][0]["failures"][0]["path"] == "__0_0.distcp"
+
+
+def test_a_dry_run_says_what_would_go_and_touches_nothing(ckpt, ckpt_json, root):
+    before = sorted(root.rglob("*"))
+    code, planned = ckpt_json("prune", root, "--keep-latest", 1, "--dry-run")
+    assert code == 0
+    assert [info["step"] for info in planned["drop"]] == [200]
+    assert {kept["step"] for kept in planned["keep"]} == {100, 300}
+    assert planned["torn"] == ["step-000000400.incomplete-deadbeef"]
+    code, out, _ = ckpt("prune", root, "--keep-latest", 1, "--dry-run")
+    assert "would drop 1 checkpoints" in out
+    assert sorted(root.rglob("*")) == before
+
+
+def test_prune_removes_what_no_policy_keeps_and_what_is_torn(ckpt, root):
+    code, out, _ = ckpt("prune", root, "--keep-latest", 1)
+    assert code == 0
+    assert "dropped 1 checkpoints" in out
+    assert steps(root) == [100, 300]
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == [
+        "step-000000100",
+        "step-000000300",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["--keep-best", "val_loss"], [100, 200, 300]),
+        (["--keep-best", "val_loss:1:max"], [100, 300]),
+        (["--keep-every", 200], [100, 200, 300]),
+        (["--keep-every", 250], [100, 300]),
+        (["--keep-newer-than", 60], [100, 300]),
+        (["--keep-latest", 1, "--keep-best", "val_loss:min:1"], [100, 200, 300]),
+    ],
+)
+def test_every_policy_of_the_command_line_is_applied(ckpt, root, options, kept):
+    assert ckpt("prune", root, *options)[0] == 0
+    assert steps(root) == kept
+
+
+def test_a_policy_can_come_from_the_file_of_options(ckpt, root, tmp_path):
+    policy = tmp_path / "options.yaml"
+    policy.write_text("checkpoint: {keep: {best: {metric: val_loss}}}")
+    assert ckpt("prune", root, "--policy", policy)[0] == 0
+    assert steps(root) == [100, 200, 300]
+    policy = tmp_path / "options.toml"
+    policy.write_text("keep = {latest = 1}")
+    assert ckpt("prune", root, "--policy", policy)[0] == 0
+    assert steps(root) == [100, 300]
+
+
+def test_prune_refuses_to_run_beside_a_live_job(ckpt, root):
+    with Lease.acquire(LocalStorage(root), "job 42") as lease:
+        code, _, err = ckpt("prune", root, "--keep-latest", 1)
+        assert code == 1
+        assert "job 42" in err
+        assert ckpt("prune", root, "--keep-latest", 1, "--dry-run")[0] == 0
+        lease.check()
+    assert steps(root) == [100, 200, 300]
+
+
+def test_on_an_object_store_prune_takes_over_only_when_told_to(ckpt):
+    url = f"memory://{secrets.token_hex(8)}/run"
+    storage = ObjectStorage(url)
+    for step in (1, 2):
+        save(storage, step)
+    lease = Lease.acquire(storage, "job 42")
+    code, _, err = ckpt("prune", url, "--keep-latest", 1)
+    assert code == 1
+    assert "--take-over" in err
+    assert lease.still_mine()
+    assert ckpt("prune", url, "--keep-latest", 1, "--take-over")[0] == 0
+    assert [info.step for info in Catalog(storage).committed()] == [2]
+
+
+def test_commands_take_urls(ckpt):
+    url = f"memory://{secrets.token_hex(8)}/run"
+    save(ObjectStorage(url), 1)
+    assert ckpt("ls", url)[0] == 0
+    assert ckpt("show", f"{url}/step-000000001")[0] == 0
+    assert ckpt("verify", f"{url}/step-000000001/")[0] == 0
+    assert ckpt("verify", url)[0] == 0
+
+
+def test_pin_and_unpin(ckpt, ckpt_json, root):
+    assert ckpt("pin", root, 200, "--reason", "demo") == (0, "step 200 is pinned: demo\n", "")
+    assert steps(root) == [100, 200, 300]
+    assert ckpt_json("unpin", root, 100) == (0, {"root": str(root), "step": 100, "pinned": None})
+    assert Catalog(LocalStorage(root)).pins() == {200: "demo"}
+    assert ckpt("pin", root, 7, "--reason", "demo")[0] == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["delete", "x"],
+        ["ls"],
+        ["verify", "x", "--step", "one"],
+        ["verify", "x", "--step", "1", "--all"],
+        ["pin", "x", "1"],
+        ["prune", "x"],
+        ["prune", "x", "--keep-latest", "0"],
+        ["prune", "x", "--keep-best", "loss:up"],
+        ["prune", "x", "--keep-best", "loss:1:2"],
+        ["prune", "x", "--policy", "missing.yaml"],
+        ["ls", "x", "--storage-option", "no value"],
+        ["ls", "x", "--storage-option", "anon=true"],
+        ["ls", "no-such-protocol://x"],
+        ["show", "memory://bucket"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_code_2_without_a_traceback(ckpt, arguments):
+    code, out, err = ckpt(*arguments)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    assert err
+
+
+def test_storage_options_reach_the_storage(ckpt):
+    url = f"memory://{secrets.token_hex(8)}/run"
+    save(ObjectStorage(url), 1)
+    assert ckpt("ls", url, "--storage-option", "use_listings_cache=false")[0] == 0
+
+
+def test_a_storage_failure_is_one_line(ckpt, tmp_path):
+    (tmp_path / "file").write_text("x")
+    code, _, err = ckpt("ls", tmp_path / "file")
+    assert code == 1
+    assert err.startswith("ckpt: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_looking_and_verifying_need_neither_torch_nor_the_extras(root, command):
+    """Neither imported, nor needed: rich and typer are made unavailable."""
+    place = root / "step-000000100" if command == "show" else root
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['torch', 'rich', 'typer', 'numpy', 'yaml'], None))\n"
+        "from ckpt_core.cli import main\n"
+        f"code = main([{command!r}, {str(place)!r}])\n"
+        "assert not [name for name in sys.modules if name.startswith('torch.')]\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step-000000100" in done.stdout or command == "verify"
+
+
+def test_the_module_can_be_run_and_a_closed_pipe_is_no_error(root):
+    command = f"{sys.executable} -m ckpt_core.cli show {root}/step-000000100 | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"checkpoint:  {root}/step-000000100\n"
+
+
+def test_a_terminal_gets_a_table_from_rich(ckpt, root, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = ckpt("ls", root)
+    assert code == 0
+    assert "step-000000100" in out
