@@ -99,7 +99,7 @@ def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str |
             problems = [zip_problem(stream, chunk.offset, chunk.size_bytes) for chunk in chunks]
     except FileNotFoundError:
         return "missing"
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return f"cannot be verified: {error}"
     damaged = [(chunk, p) for chunk, p in zip(chunks, problems, strict=True) if p is not None]
     if not damaged:
@@ -114,6 +114,8 @@ def _read_chunks(content: bytes) -> Mapping[str, Sequence[_Chunk]]:
     chunks: defaultdict[str, list[_Chunk]] = defaultdict(list)
     for index, where in _Inert(io.BytesIO(content)).load().storage_data.items():
         path, offset, size = where.relative_path, where.offset, where.length
+        if not (type(path) is str and type(offset) is type(size) is int):
+            raise TypeError(f"the place of chunk {index.fqn!r} is not a path, an offset and a length")
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or min(offset, size) < 0:
             raise ValueError(f"chunk {index.fqn!r} lies outside the checkpoint, in {path!r}")
         chunks[path].append(_Chunk(key=index.fqn, offset=offset, size_bytes=size))

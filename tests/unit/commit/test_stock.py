@@ -155,6 +155,9 @@ def test_a_metadata_that_points_outside_is_refused(stock):
     (stock / ".metadata").write_bytes(content.replace(b"__0_1.distcp", b"../.0_distcp"))
     (failure,) = failures(stock)
     assert "outside the checkpoint" in failure.problem
+    (stock / ".metadata").write_bytes(content.replace(b"__0_1.distcp", b"a//b//.distc"))
+    (failure,) = failures(stock)
+    assert failure.problem.startswith("cannot be verified")
 
 
 def test_padding_between_chunks_is_no_damage(stock):
