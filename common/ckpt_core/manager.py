@@ -35,7 +35,8 @@ class CheckpointManager:
     Args:
         root: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run.
         options: everything else as one value; see `CheckpointOptions`.
-        coordinator: how ranks agree; by default made for the job as it runs now.
+        coordinator: how ranks agree; by default made for the job as it runs now. One that is given may be
+            shared by several managers, and is closed by whoever made it.
         sinks: receivers of telemetry events.
         **overrides: fields of `CheckpointOptions`, e.g. `save=EverySteps(500)`, as values or plain mappings.
 
@@ -60,6 +61,7 @@ class CheckpointManager:
         self.storage = open_storage(root, self.options.storage_options)
         deadline = self.options.deadline_seconds
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
+        self._owns_coordinator = coordinator is None
         self._telemetry = Telemetry(*sinks)
         self._catalog = Catalog(self.storage)
         self._cadence = CadenceKeeper(self.options.save, self._coordinator)
@@ -72,6 +74,11 @@ class CheckpointManager:
         """Whether a preemption signal has reached any rank, as of the last `maybe_save`."""
         return self._cadence.preempted
 
+    def due(self, step: int, *, total_steps: int | None = None) -> str | None:
+        """Why the save policy wants this step saved now, or None; for those who call `save` themselves."""
+        self._check_open()
+        return self._cadence.due(step, total_steps)
+
     def maybe_save(
         self,
         step: int,
@@ -82,7 +89,7 @@ class CheckpointManager:
         total_steps: int | None = None,
     ) -> SaveHandle | None:
         """Save if the save policy says so; see `save`. None if it does not."""
-        reason = self._cadence.due(step, total_steps)
+        reason = self.due(step, total_steps=total_steps)
         if reason is None:
             return None
         return self.save(step, state, metrics=metrics, annotations={"reason": reason, **(annotations or {})})
@@ -235,7 +242,8 @@ class CheckpointManager:
             self._saver.close()
         finally:
             self._cadence.close()
-            self._coordinator.close()
+            if self._owns_coordinator:
+                self._coordinator.close()
 
     def __enter__(self) -> Self:
         return self

@@ -96,6 +96,7 @@ class SavedState:
         shared: values that are the same on every rank.
         world_size: number of ranks that saved; None for a directory written by stock DCP.
         step: the step saved; None for a directory written by stock DCP.
+        name: the checkpoint's directory name under its root.
     """
 
     sharded: Mapping[str, SavedEntries]
@@ -103,3 +104,4 @@ class SavedState:
     shared: Mapping[str, Any]
     world_size: int | None
     step: int | None
+    name: str = ""

@@ -55,6 +55,7 @@ def open_checkpoint(storage: Storage, directory: str, rank: int, *, allow_pickle
         shared=items.read(SHARED),
         world_size=None if manifest is None else manifest.world_size,
         step=None if manifest is None else manifest.step,
+        name=directory,
     )
     return Opened(readers=readers, metadata=metadata, saved=saved)
 
