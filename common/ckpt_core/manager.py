@@ -163,7 +163,6 @@ class CheckpointManager:
         step: int | None = None,
         name: str | None = None,
         items: Collection[str] | None = None,
-        strict: bool = True,
     ) -> SavedState:
         """Load one checkpoint.
 
@@ -172,7 +171,6 @@ class CheckpointManager:
             step: which step; the newest that verifies if neither step nor name is given.
             name: directory name under the root, also of a directory that stock DCP wrote.
             items: load only these, e.g. `["model"]`.
-            strict: whether entries that the state lacks are an error.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -183,7 +181,7 @@ class CheckpointManager:
         self._check_open()
         self._saver.wait()
         directory = self._loader.directory(step=step, name=name, verified=self.options.verify)
-        return self._loader.load(self._request(directory, items, strict=strict), as_source(state, items))
+        return self._loader.load(self._request(directory, items), as_source(state, items))
 
     def wait(self) -> None:
         """Wait for the save in flight.
@@ -258,12 +256,8 @@ class CheckpointManager:
                 raise
             error.add_note(f"while closing the checkpoint manager: {failure}")
 
-    def _request(
-        self, directory: str, items: Collection[str] | None = None, *, strict: bool = True
-    ) -> LoadRequest:
-        return LoadRequest(
-            directory=directory, items=items, strict=strict, allow_pickle=self.options.allow_pickle
-        )
+    def _request(self, directory: str, items: Collection[str] | None = None) -> LoadRequest:
+        return LoadRequest(directory=directory, items=items, allow_pickle=self.options.allow_pickle)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -67,6 +67,11 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+def local_name(rank: int) -> str:
+    """File with the tensors of `rank` that differ from the checkpoint's: `local-00000.json`."""
+    return f"local-{rank:05d}.json"
+
+
 def data_name(rank: int, index: int) -> str:
     """DCP data file number `index` of `rank`: `__0_0.distcp`."""
     return f"__{rank}_{index}{DATA_SUFFIX}"

@@ -66,12 +66,16 @@ class CapturedState:
         shared: item -> value, the same on every rank; the coordinator's is written.
         files: name -> content, extra files of a host framework; when ranks name the same file, the lowest
             rank's is written.
+        local: (part, DCP's flattened key) -> live tensor that is also in `sharded`, of a kind that nothing
+            keeps equal over ranks (module buffers such as batch-norm statistics). The lowest rank's value is
+            the checkpoint's; ranks whose value differs keep theirs beside it, for an exact resume.
     """
 
     sharded: Mapping[str, StateDict] = field(default_factory=dict[str, StateDict])
     per_rank: Mapping[str, Any] = field(default_factory=dict[str, Any])
     shared: Mapping[str, Any] = field(default_factory=dict[str, Any])
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    local: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -32,7 +33,7 @@ class PartPlanner:
         self._planner.set_up_planner(dict(state_dict), None, is_coordinator=False)
         for fqn, value in self._planner.state_dict.items():
             if isinstance(value, torch.Tensor):
-                _plain(value, fqn)
+                _check_kind(value, fqn)
 
     def local_plan(self) -> SavePlan:
         """What this rank could write."""
@@ -73,6 +74,20 @@ def decide(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     return [SavePlan(plan.items) for plan in final_plans], metadata
 
 
+def lowest_rank_only(plans: Sequence[SavePlan], keys: Collection[str]) -> list[SavePlan]:
+    """Plans in which entries of these keys are left to the lowest rank that has them.
+
+    DCP gives a replicated entry to the least loaded rank, which is only right if all replicas are equal.
+    """
+    taken: set[MetadataIndex] = set()
+    kept: list[SavePlan] = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index.fqn not in keys or item.index not in taken]
+        taken.update(item.index for item in items if item.index.fqn in keys)
+        kept.append(replace(plan, items=items))
+    return kept
+
+
 @final
 class StagedPlanner(DefaultSavePlanner):
     """Answers a StorageWriter's `resolve_data` from staged copies instead of the live state."""
@@ -103,7 +118,11 @@ def _tensor_of(data: object, fqn: str) -> torch.Tensor:
     return data
 
 
-def _plain(tensor: torch.Tensor, fqn: str) -> None:
+def _check_kind(tensor: torch.Tensor, fqn: str) -> None:
+    if isinstance(tensor, ShardedTensor):  # it answers none of the questions below, its shards do
+        for shard in tensor.local_shards():
+            _check_kind(shard.tensor, fqn)
+        return
     if tensor.is_quantized or tensor.layout != torch.strided:
         kind = "quantised" if tensor.is_quantized else f"{tensor.layout}"
         raise ConfigError(

@@ -200,4 +200,5 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

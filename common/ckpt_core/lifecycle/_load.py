@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import SafeLoadPlanner
 from ckpt_core.errors import CheckpointError, LoadError
+from ckpt_core.lifecycle._local import put_local
 from ckpt_core.lifecycle._open import Opened, open_checkpoint
 from ckpt_core.lifecycle._validate import Misfits
 from ckpt_core.state import StateSource
@@ -33,13 +34,11 @@ class LoadRequest:
     Attributes:
         directory: key of the checkpoint directory.
         items: load only these items; all if None.
-        strict: whether entries of a loaded item that the live state lacks are an error.
         allow_pickle: whether pickles may be executed.
     """
 
     directory: str
     items: Collection[str] | None = None
-    strict: bool = True
     allow_pickle: bool = False
 
 
@@ -65,9 +64,7 @@ def load(
     place = f"{storage.url}/{request.directory}"
 
     def open_and_validate() -> tuple[Opened, dict[str, _PartLoad]]:
-        opened = open_checkpoint(
-            storage, request.directory, coordinator.rank, allow_pickle=request.allow_pickle
-        )
+        opened = open_checkpoint(storage, request.directory, coordinator, allow_pickle=request.allow_pickle)
         opened = replace(opened, saved=_select(opened.saved, request.items))
         return opened, _plan(opened, source, request, place)
 
@@ -77,6 +74,7 @@ def load(
         for part, loading in parts.items():
             tensors = LoadPlan([i for i in loading.plan.items if i.type != LoadItemType.BYTE_IO])
             opened.readers[part].read_data(tensors, loading.planner).wait()
+            put_local(opened.local, part, loading.planner.state_dict)
         source.apply({part: loading.target for part, loading in parts.items()}, opened.saved)
 
     _everywhere(
@@ -112,7 +110,7 @@ def _plan(opened: Opened, source: StateSource, request: LoadRequest, place: str)
         metadata = opened.metadata.get(part, Metadata({}))
         planner = SafeLoadPlanner(allow_pickle=request.allow_pickle)
         planner.set_up_planner(target, metadata, is_coordinator=False)
-        misfits.compare(planner.state_dict, metadata, strict=request.strict)
+        misfits.compare(planner.state_dict, metadata)
         planners[part] = target, planner
     misfits.raise_if_any(place)
     return {part: _plan_part(opened, part, *planned) for part, planned in planners.items()}

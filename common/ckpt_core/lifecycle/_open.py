@@ -9,9 +9,11 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckpt_core.commit import Catalog
+from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import ShardReader, entries, load_value
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
 from ckpt_core.lifecycle._items import PICKLED, decode_items, pickled_key
+from ckpt_core.lifecycle._local import LocalKey, read_local
 from ckpt_core.names import MARKER, METADATA, SHARED, rank_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedState
@@ -24,9 +26,12 @@ class Opened:
     readers: Mapping[str, ShardReader]
     metadata: Mapping[str, Metadata]
     saved: SavedState
+    local: Mapping[LocalKey, Any]
 
 
-def open_checkpoint(storage: Storage, directory: str, rank: int, *, allow_pickle: bool) -> Opened:
+def open_checkpoint(
+    storage: Storage, directory: str, coordinator: Coordinator, *, allow_pickle: bool
+) -> Opened:
     """Open a checkpoint of ours, or a directory that stock DCP wrote.
 
     Raises:
@@ -51,13 +56,15 @@ def open_checkpoint(storage: Storage, directory: str, rank: int, *, allow_pickle
             part: {path: entry for path, entry in entries(of_part).items() if path[0] != PICKLED}
             for part, of_part in metadata.items()
         },
-        per_rank=items.read(rank_name(rank)),
+        per_rank=items.read(rank_name(coordinator.rank)),
         shared=items.read(SHARED),
         world_size=None if manifest is None else manifest.world_size,
         step=None if manifest is None else manifest.step,
         name=directory,
     )
-    return Opened(readers=readers, metadata=metadata, saved=saved)
+    same_ranks = saved.world_size == coordinator.world_size
+    local = read_local(storage, directory, coordinator.rank) if same_ranks else {}
+    return Opened(readers=readers, metadata=metadata, saved=saved, local=local)
 
 
 def _parts(storage: Storage, directory: str) -> list[str]:

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import begin
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import PartPlanner, StagedPlanner, decide
+from ckpt_core.dcp import PartPlanner, StagedPlanner, decide, lowest_rank_only
 from ckpt_core.errors import ConfigError, CoordinationError, SaveError
 from ckpt_core.lifecycle._items import PICKLED, encode_items, pickled_key
+from ckpt_core.lifecycle._local import LocalKey, digests, diverging, encode_local
 from ckpt_core.names import SHARED, rank_name
 from ckpt_core.staging import StagedShards, Stager
 from ckpt_core.storage import Storage
@@ -42,6 +43,7 @@ class _Proposal:
     name: str
     plans: dict[str, SavePlan]
     files: tuple[str, ...]
+    digests: dict[LocalKey, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ class Assignment:
     created: float
     plans: Mapping[str, SavePlan]
     files: frozenset[str]
-    parts: tuple[str, ...]
+    divergent: frozenset[LocalKey]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,7 @@ class PreparedSave:
         metadata: part -> DCP metadata; on the coordinator only.
         items: item -> kind, for the manifest.
         staged: the copies, to be released after the write.
+        rank: this rank.
         error: what kept this rank from staging; it takes the error to the meeting instead of files.
     """
 
@@ -78,6 +81,7 @@ class PreparedSave:
     metadata: Mapping[str, Metadata]
     items: Mapping[str, str]
     staged: StagedShards
+    rank: int
     error: BaseException | None = None
 
 
@@ -86,6 +90,7 @@ class _Local:
     planners: Mapping[str, PartPlanner]
     files: Mapping[str, bytes]
     items: Mapping[str, str]
+    local: Mapping[LocalKey, Any]
     proposal: _Proposal
 
 
@@ -133,6 +138,7 @@ def prepare(
         metadata=metadata,
         items=local.items,
         staged=StagedShards({}),
+        rank=coordinator.rank,
     )
     try:
         return _stage(prepared, local, stager)
@@ -167,8 +173,9 @@ def _plan_local(request: SaveRequest, state: CapturedState, coordinator: Coordin
         name=request.name,
         plans={part: planner.local_plan() for part, planner in planners.items()},
         files=tuple(files),
+        digests=digests(state.local),
     )
-    return _Local(planners=planners, files=files, items=_kinds(state), proposal=proposal)
+    return _Local(planners=planners, files=files, items=_kinds(state), local=state.local, proposal=proposal)
 
 
 def _kinds(state: CapturedState) -> dict[str, str]:
@@ -196,11 +203,13 @@ def _assign(
     for part in parts:
         # A rank without the part still takes its place, so that ranks and plans stay aligned.
         local = [proposal.plans.get(part, SavePlan([], planner_data={})) for proposal in proposals]
-        plans[part], metadata[part] = decide(local)
+        uneven = {key for proposal in proposals for of_part, key in proposal.digests if of_part == part}
+        plans[part], metadata[part] = decide(lowest_rank_only(local, uneven))
     owners: dict[str, int] = {}
     for rank, proposal in enumerate(proposals):
         for name in proposal.files:
             owners.setdefault(name, rank)
+    divergent = diverging([proposal.digests for proposal in proposals])
     check(request.name)
     save_id = secrets.token_hex(4)
     working = begin(storage, request.name, save_id)
@@ -212,7 +221,7 @@ def _assign(
             created=created,
             plans={part: plans[part][rank] for part in parts},
             files=frozenset(name for name, owner in owners.items() if owner == rank),
-            parts=tuple(parts),
+            divergent=divergent[rank],
         )
         for rank in range(len(proposals))
     ]
@@ -228,11 +237,12 @@ def _stage(prepared: PreparedSave, local: _Local, stager: Stager) -> PreparedSav
         (part, index): tensor for part, plan in resolved.items() for index, tensor in plan.shards.items()
     }
     staged = stager.stage(live)
+    files = {**prepared.files, **encode_local(prepared.rank, local.local, prepared.assignment.divergent)}
     planners = {
         part: StagedPlanner({index: staged.tensors[part, index] for index in plan.shards}, plan.values)
         for part, plan in resolved.items()
     }
-    return replace(prepared, planners=planners, staged=staged)
+    return replace(prepared, planners=planners, staged=staged, files=files)
 
 
 def save_error(step: int, phase: str, error: CoordinationError) -> SaveError:

@@ -23,7 +23,7 @@ class Misfits:
     unexpected: list[str] = field(default_factory=list[str])
     mismatched: list[str] = field(default_factory=list[str])
 
-    def compare(self, target: Mapping[str, Any], metadata: Metadata, *, strict: bool) -> None:
+    def compare(self, target: Mapping[str, Any], metadata: Metadata) -> None:
         """Note what differs between flattened live entries and what one part of the checkpoint holds."""
         saved = metadata.state_dict_metadata
         self.missing += [key for key in target if key not in saved]
@@ -32,8 +32,7 @@ class Misfits:
             for key, value in target.items()
             if key in saved and (problem := _mismatch(value, saved[key])) is not None
         ]
-        if strict:
-            self.unexpected += _unexpected(target, metadata)
+        self.unexpected += _unexpected(target, metadata)
 
     def raise_if_any(self, place: str) -> None:
         """Raise one error that lists everything.

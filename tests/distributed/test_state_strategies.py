@@ -1,0 +1,120 @@
+"""Every strategy into itself, bit for bit; every strategy into every other, tensor for tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt_core.state import TrainState, model_state, optimizer_state
+from ckpt_core.testing import run_ranks
+from tests.unit.state.round_trip import Written, assert_equal, full, load, save
+
+pytestmark = pytest.mark.distributed
+
+STRATEGIES = ("ddp", "fsdp2", "fsdp1", "fsdp1_flat", "fsdp1_mesh", "tensor_parallel")
+CPU = torch.device("cpu")
+
+
+def bare(seed: int) -> nn.Sequential:
+    """No first dimension is a multiple of the ranks; the last bias has fewer elements than there are ranks."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 6), nn.Linear(6, 1))
+
+
+def build(strategy: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net: nn.Module = bare(seed)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if strategy == "ddp":
+        net = DistributedDataParallel(net)
+    elif strategy == "fsdp2":
+        mesh = init_device_mesh("cpu", (world,))
+        fully_shard([net[0], net[1]], mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    elif strategy == "hsdp":
+        fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    elif strategy.startswith("fsdp1"):
+        net = FullyShardedDataParallel(
+            net,
+            device_id=CPU,
+            use_orig_params=strategy != "fsdp1_flat",
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            device_mesh=init_device_mesh("cpu", (world,)) if strategy == "fsdp1_mesh" else None,
+        )
+    elif strategy == "tensor_parallel":
+        # The first layers stay plain tensors beside the DTensors.
+        plan = {"3": ColwiseParallel(), "4": RowwiseParallel()}
+        net = parallelize_module(net, init_device_mesh("cpu", (world,)), plan)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    optimizer.zero_grad()
+    net(torch.randn(8, 4, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def whole(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return full({"model": model_state(net), "optimizer": optimizer_state(net, optimizer)["state"]})
+
+
+def itself(strategy: str, folder: Path) -> tuple[Written, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Train, save, train on; the same with a load in between, into a fresh model and into the one that went on."""
+    net, optimizer = build(strategy, seed=0)
+    for step in range(2):
+        train(net, optimizer, step)
+    written, then = save(TrainState(model=net, optimizer=optimizer), folder / strategy), whole(net, optimizer)
+    train(net, optimizer, 2)
+    results = []
+    for again in (build(strategy, seed=1), (net, optimizer)):
+        expected = whole(net, optimizer) if not results else results[0]
+        load(TrainState(model=again[0], optimizer=again[1]), written)
+        train(*again, 2)
+        results.append(whole(*again))
+        assert_equal(results[-1], expected)
+    return written, then, results[0], results[1]
+
+
+def on_every_rank(strategies: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    for strategy in strategies:
+        written, then, *_ = itself(strategy, folder)
+        report[strategy] = (written, then)
+    for source, (written, then) in report.items():
+        for target in strategies:
+            net, optimizer = build(target, seed=2)
+            load(TrainState(model=net, optimizer=optimizer), written)
+            found = whole(net, optimizer)
+            for part in ("model", "optimizer"):
+                assert found[part].keys() == then[part].keys(), (source, target)
+                assert_equal(
+                    dict(found[part]), {k: then[part][k] for k in found[part]}, f"{source}->{target}"
+                )
+    return report
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Saved by two ranks; every load and comparison among two ranks has passed by then."""
+    return run_ranks(on_every_rank, 2, STRATEGIES, tmp_path_factory.mktemp("two"), timeout_seconds=180)[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_single_process_loads_what_any_strategy_saved(two_ranks, strategy):
+    written, then = two_ranks[strategy]
+    net, optimizer = build("single", seed=3)
+    load(TrainState(model=net, optimizer=optimizer, rng=False), written)
+    found = whole(net, optimizer)
+    assert_equal(dict(found["model"]), {name: then["model"][name] for name in found["model"]})
+    for name, state in found["optimizer"].items():
+        assert_equal(state, {key: then["optimizer"][name][key] for key in state})
