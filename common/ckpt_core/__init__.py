@@ -58,7 +58,8 @@ _HOMES = {
     "lifecycle": "SaveHandle",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions",
-    "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLatest KeepNewerThan KeepSteps RetentionPolicy",
+    "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLatest KeepNewerThan KeepSteps "
+    "RetentionPolicy",
     "state": "Counters TrainState",
     "types": "CheckpointInfo",
 }

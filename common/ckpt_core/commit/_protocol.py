@@ -36,8 +36,10 @@ from ckpt_core.types import CheckpointInfo
 _logger = logging.getLogger(__name__)
 
 
-def begin(storage: Storage, name: str, save_id: str) -> str:
+def begin(storage: Storage, name: str, save_id: str, *, replace: bool = False) -> str:
     """Prepare the directory that checkpoint `name` is written into, and return its name.
+
+    With `replace`, `name` may be committed; then `commit` must be told so too.
 
     Raises:
         CheckpointExistsError: `name` is committed, or occupied by something that is not ours to remove.
@@ -46,13 +48,13 @@ def begin(storage: Storage, name: str, save_id: str) -> str:
     if "/" in name or name in {"", ".", ".."} or not can_count(name):
         raise ConfigError(f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed")
     if storage.supports_rename:
+        if not (replace and storage.exists(f"{name}/{MARKER}")):
+            _require_unoccupied(storage, name)
         return _begin_beside(storage, name, save_id)
     return _begin_in_place(storage, name)
 
 
 def _begin_beside(storage: Storage, name: str, save_id: str) -> str:
-    if any(entry.name == name for entry in storage.list("")):
-        _refuse(storage, name)
     working = incomplete_name(name, save_id)
     if not is_incomplete(working):
         raise ConfigError(f"save id {save_id!r} is not 8 to 32 lower-case hex digits")
@@ -63,6 +65,11 @@ def _begin_beside(storage: Storage, name: str, save_id: str) -> str:
             f"{storage.url}/{working} exists already: another save uses the id {save_id!r}"
         ) from None
     return working
+
+
+def _require_unoccupied(storage: Storage, name: str) -> None:
+    if any(entry.name == name for entry in storage.list("")):
+        _refuse(storage, name)
 
 
 def _begin_in_place(storage: Storage, name: str) -> str:
@@ -77,10 +84,13 @@ def _begin_in_place(storage: Storage, name: str) -> str:
     return name
 
 
-def commit(storage: Storage, working: str, name: str, manifest: Manifest) -> CheckpointInfo:
+def commit(
+    storage: Storage, working: str, name: str, manifest: Manifest, *, replace: bool = False
+) -> CheckpointInfo:
     """Make the files in `working` the checkpoint `name`, all or nothing.
 
-    Every rank must have finished and synced its files.
+    Every rank must have finished and synced its files. With `replace`, a committed checkpoint of that name
+    changes places with the new one, so that at every instant one of them has the name, and is then deleted.
 
     Raises:
         CheckpointExistsError: `name` has been taken since `begin`; nothing there was touched.
@@ -93,17 +103,23 @@ def commit(storage: Storage, working: str, name: str, manifest: Manifest) -> Che
         storage.write_bytes(f"{working}/{MANIFEST}", content)
         storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
         if storage.supports_rename:
-            _move_into_place(storage, working, name, manifest)
+            _move_into_place(storage, working, name, manifest, replace=replace)
     except FileExistsError:
         _refuse(storage, name)
     return marker.info(name)
 
 
-def _move_into_place(storage: Storage, working: str, name: str, manifest: Manifest) -> None:
+def _move_into_place(storage: Storage, working: str, name: str, manifest: Manifest, *, replace: bool) -> None:
     for directory in _directories(manifest):
         storage.sync_directory(_join(working, directory))
-    storage.rename(working, name)
+    replaced = replace and storage.exists(f"{name}/{MARKER}")
+    if replaced:
+        storage.exchange(working, name)
+    else:
+        storage.rename(working, name)
     storage.sync_directory("")
+    if replaced:
+        abandon(storage, working)
 
 
 def abandon(storage: Storage, working: str) -> None:

@@ -70,5 +70,5 @@ def decode_items(content: bytes, path: str) -> DecodedItems:
 
 
 def pickled_key(scope: str, item: str) -> str:
-    """Key under `PICKLED` of an item; `scope` is `shared` or a rank's file name, so that ranks never collide."""
+    """Key under `PICKLED` of an item; `scope`, `shared` or the name of a rank file, keeps ranks apart."""
     return f"{scope}:{item}"

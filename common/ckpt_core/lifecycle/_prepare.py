@@ -212,7 +212,7 @@ def _assign(
     divergent = diverging([proposal.digests for proposal in proposals])
     check(request.name)
     save_id = secrets.token_hex(4)
-    working = begin(storage, request.name, save_id)
+    working = begin(storage, request.name, save_id, replace=request.replace)
     created = time.time()
     return [
         Assignment(

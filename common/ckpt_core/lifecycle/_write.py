@@ -79,7 +79,7 @@ def commit_all(storage: Storage, prepared: PreparedSave, reports: Sequence[bytes
         files=tuple(sorted(files, key=lambda entry: entry.path)),
         chunks=tuple(chunk for report in opened for chunk in report.chunks),
     )
-    return commit(storage, prepared.assignment.working, request.name, manifest)
+    return commit(storage, prepared.assignment.working, request.name, manifest, replace=request.replace)
 
 
 def _producer() -> dict[str, Any]:

@@ -125,6 +125,15 @@ class Storage(ABC):
         """
 
     @abstractmethod
+    def exchange(self, first: str, second: str) -> None:
+        """Exchange two directories in one step: at every instant each name leads to one of them.
+
+        Raises:
+            FileNotFoundError: one of them does not exist.
+            NotImplementedError: not `supports_rename`.
+        """
+
+    @abstractmethod
     def free_bytes(self) -> int | None:
         """Free space for this user, or None where the question has no answer."""
 

@@ -14,7 +14,13 @@ from typing import IO, final
 from ckpt_core.storage._base import Lock, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, key_parts
 from ckpt_core.storage._locks import try_lock_file
-from ckpt_core.storage._posix import delete_tree, make_directories, rename_exclusively, sync_directory
+from ckpt_core.storage._posix import (
+    delete_tree,
+    exchange,
+    make_directories,
+    rename_exclusively,
+    sync_directory,
+)
 
 
 @final
@@ -128,6 +134,10 @@ class LocalStorage(Storage):
     def rename(self, source: str, target: str) -> None:
         """Rename atomically, onto unoccupied space only; durable after `sync_directory` of the parent."""
         rename_exclusively(self.local_path(file_key(source)), self.local_path(file_key(target)))
+
+    def exchange(self, first: str, second: str) -> None:
+        """Exchange two directories; durable after `sync_directory` of the parent."""
+        exchange(self.local_path(file_key(first)), self.local_path(file_key(second)))
 
     def free_bytes(self) -> int | None:
         """Free space for this user as the filesystem tells it; quotas are not visible to it."""

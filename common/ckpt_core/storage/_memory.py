@@ -99,6 +99,11 @@ class MemoryStorage(Storage):
             self._tree.require_unoccupied(file_key(target))
             self._tree.move(file_key(source), target)
 
+    def exchange(self, first: str, second: str) -> None:
+        """Exchange two directories."""
+        with self._guard:
+            self._tree.exchange(file_key(first), file_key(second))
+
     def free_bytes(self) -> int | None:
         """None: memory is shared with everything else."""
         return None
@@ -153,6 +158,12 @@ class _Tree:
             raise _error(FileNotFoundError, errno.ENOENT, target)
         self.files = {_moved(n, source, target): c for n, c in self.files.items()}
         self.directories = {_moved(n, source, target) for n in self.directories}
+
+    def exchange(self, first: str, second: str) -> None:
+        aside = f"{first}.exchange"
+        self.move(second, aside)
+        self.move(first, second)
+        self.move(aside, first)
 
     def require_unoccupied(self, key: str) -> None:
         if key in self.files or key in self.directories:

@@ -153,6 +153,10 @@ class ObjectStorage(Storage):
         """Not available: it would be a copy of every object."""
         raise NotImplementedError(f"{self._url}: object stores cannot rename ({source} to {target})")
 
+    def exchange(self, first: str, second: str) -> None:
+        """Not possible here."""
+        raise NotImplementedError(f"{self._url}: object stores cannot exchange ({first} and {second})")
+
     def free_bytes(self) -> int | None:
         """None: object stores have no limit that could be asked for."""
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
@@ -66,7 +67,7 @@ def rename_exclusively(source: Path, target: Path) -> None:
     Raises:
         FileExistsError: `target` exists.
     """
-    number = errno.ENOSYS if _renameat2 is None else _renameat2(source, target)
+    number = errno.ENOSYS if _renameat2 is None else _renameat2(source, target, _RENAME_NOREPLACE)
     if number in _UNSUPPORTED:
         rename_checked(source, target)
     elif number:
@@ -83,7 +84,23 @@ def rename_checked(source: Path, target: Path) -> None:
     source.rename(target)
 
 
-def _bind_renameat2() -> Callable[[Path, Path], int] | None:
+def exchange(first: Path, second: Path) -> None:
+    """Exchange two names in one step; in three renames where the kernel or the filesystem cannot.
+
+    Raises:
+        FileNotFoundError: one of them does not exist.
+    """
+    number = errno.ENOSYS if _renameat2 is None else _renameat2(first, second, _RENAME_EXCHANGE)
+    if number in _UNSUPPORTED:
+        aside = first.with_name(f"{first.name}.exchange")
+        second.rename(aside)
+        first.rename(second)
+        aside.rename(first)
+    elif number:
+        raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+def _bind_renameat2() -> Callable[[Path, Path, int], int] | None:
     try:
         function = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -91,10 +108,8 @@ def _bind_renameat2() -> Callable[[Path, Path], int] | None:
     function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     function.restype = ctypes.c_int
 
-    def renameat2(source: Path, target: Path) -> int:
-        failed: int = function(
-            _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE
-        )
+    def renameat2(source: Path, target: Path, flags: int) -> int:
+        failed: int = function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags)
         return ctypes.get_errno() if failed else 0
 
     return renameat2

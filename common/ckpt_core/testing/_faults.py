@@ -130,6 +130,10 @@ class FaultyStorage(Storage):
         with self.operation("rename", f"{source} -> {target}"):
             self._inner.rename(source, target)
 
+    def exchange(self, first: str, second: str) -> None:
+        with self.operation("exchange", f"{first} <-> {second}"):
+            self._inner.exchange(first, second)
+
     def free_bytes(self) -> int | None:
         with self.operation("free_bytes", ""):
             return self._inner.free_bytes()

@@ -239,6 +239,20 @@ class StorageTests:
             storage.rename("new", "step")
         assert self.raw_read(storage, "new/a") == b"new"
 
+    def test_exchange_swaps_two_directories(self, storage: Storage) -> None:
+        """Each name leads to what the other led to."""
+        storage.write_bytes("old/file", b"old")
+        storage.write_bytes("new/file", b"new")
+        if not storage.supports_rename:
+            with pytest.raises(NotImplementedError):
+                storage.exchange("new", "old")
+            return
+        storage.exchange("new", "old")
+        assert self.raw_read(storage, "old/file") == b"new"
+        assert self.raw_read(storage, "new/file") == b"old"
+        with pytest.raises(FileNotFoundError):
+            storage.exchange("old", "nothing")
+
     def test_rename_of_nothing_is_not_found(self, storage: Storage) -> None:
         storage.check_root()
         if storage.supports_rename:
