@@ -4,7 +4,7 @@ from ckpt_core.state._codec import NotEncodableError, decode, encode
 from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
 from ckpt_core.state._dict_state import DictState
 from ckpt_core.state._items import Counters
-from ckpt_core.state._model import as_module, load_model_state, model_state, model_target
+from ckpt_core.state._model import as_module, load_model_state, local_buffers, model_state, model_target
 from ckpt_core.state._names import parameter_names
 from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, unwrap_optimizer
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
@@ -28,6 +28,7 @@ __all__ = [
     "load_model_state",
     "load_optimizer_state",
     "load_rng_state",
+    "local_buffers",
     "model_state",
     "model_target",
     "optimizer_state",

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, final
 
+import torch
+
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
-from ckpt_core.state._nested import leaves
+from ckpt_core.state._nested import leaves, rekeyed
 from ckpt_core.state._tensors import is_sharded, local_bytes
 
 MAX_SHARED_BYTES = 1 << 20
@@ -56,6 +58,16 @@ def function_free(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not isinstance(value, FunctionType | MethodType)}
 
 
+def _keys(item: Any) -> Any:
+    """A state with the keys that `item` expects."""
+    state = item.state_dict()
+    if isinstance(item, torch.optim.Optimizer):
+        # One that has made no step yet has no state to take the keys from.
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        return {**state, "state": {number: state["state"].get(number) for number in numbers}}
+    return state
+
+
 def load_item(name: str, item: Any, state: Any) -> None:
     """Give an object its saved state.
 
@@ -63,7 +75,7 @@ def load_item(name: str, item: Any, state: Any) -> None:
         IncompatibleCheckpointError: it refuses.
     """
     try:
-        item.load_state_dict(state)
+        item.load_state_dict(rekeyed(state, _keys(item)))
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise IncompatibleCheckpointError(
             f"{name} ({type(item).__name__}) refused its saved state: {type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state._names import parameter_names
 from ckpt_core.state._tensors import placeholders, template
 from ckpt_core.types import SavedEntries
 
@@ -41,6 +42,25 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     The tensors are the live ones, except under FSDP1, which hands out copies of its shards.
     """
     return dict(get_model_state_dict(model))
+
+
+def local_buffers(
+    model: nn.Module, state: Mapping[str, Any], *, part: str = "", prefix: str = "model."
+) -> dict[tuple[str, str], torch.Tensor]:
+    """The plain buffers in `state`, which nothing keeps equal over ranks, for `CapturedState.local`.
+
+    Args:
+        model: the model.
+        state: its `model_state`.
+        part: the DCP part that holds the state.
+        prefix: what DCP's flattening puts before a name there.
+    """
+    parameters = parameter_names(model)
+    return {
+        (part, prefix + name): value
+        for name, value in state.items()
+        if name not in parameters and type(value) is torch.Tensor
+    }
 
 
 def model_target(model: nn.Module, saved: SavedEntries) -> dict[str, Any]:

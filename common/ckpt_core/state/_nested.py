@@ -7,7 +7,7 @@ other value, a tuple included, is one leaf. Mapping keys become strings; empty m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -75,6 +75,18 @@ def get(tree: Any, path: Path) -> Any:
         else:
             return None
     return tree
+
+
+def rekeyed(loaded: Any, like: Any) -> Any:
+    """`loaded` with the mapping keys of `like` where those are no strings, which a checkpoint cannot tell."""
+    if isinstance(loaded, dict) and isinstance(like, Mapping):
+        keys = {str(key): key for key in like}
+        return {
+            keys.get(key, key): rekeyed(value, like.get(keys.get(key, key))) for key, value in loaded.items()
+        }
+    if isinstance(loaded, list) and isinstance(like, list):
+        return [rekeyed(*pair) for pair in zip_longest(loaded, like[: len(loaded)])]
+    return loaded
 
 
 def under(entries: SavedEntries, *prefix: str | int) -> SavedEntries:

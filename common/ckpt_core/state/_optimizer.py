@@ -16,6 +16,8 @@ from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1, _groups
 from ckpt_core.state._flat import is_flat, nested
 from ckpt_core.state._names import ParameterNames
+from ckpt_core.state._nested import rekeyed
+from ckpt_core.state._probe import probe
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -115,11 +117,16 @@ def _index_form(
     members = names.of_groups(optimizer)
     groups = _groups.arrange(optimizer.param_groups, members, state.get("param_groups", ()), names.resolve)
     index_of = {name: index for index, name in enumerate(name for own in members for name in own)}
+    group_of = {name: index for index, own in enumerate(members) for name in own}
+
+    def entry(name: str, values: Any) -> tuple[int | str, Any]:
+        own = names.resolve(name)
+        if own not in index_of:
+            return name, values
+        return index_of[own], _with_own_keys(optimizer, names.by_name[own], group_of[own], values)
+
     return {
-        "state": {
-            index_of.get(names.resolve(name), name): _copied(values)
-            for name, values in state.get("state", {}).items()
-        },
+        "state": dict(entry(*item) for item in state.get("state", {}).items()),
         "param_groups": [
             {**group, "params": [index_of[name] for name in own]}
             for group, own in zip(groups, members, strict=True)
@@ -127,8 +134,14 @@ def _index_form(
     }
 
 
-def _copied(values: Any) -> Any:
-    return dict(values) if isinstance(values, Mapping) else values
+def _with_own_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: int, values: Any) -> Any:
+    """Nested state may have keys that are no strings: the live state tells, or what a first step makes."""
+    plain = isinstance(values, Mapping) and not any(
+        isinstance(value, Mapping) or not str(key).isidentifier() for key, value in values.items()
+    )
+    if plain:
+        return dict(values)
+    return rekeyed(values, optimizer.state.get(parameter) or probe(optimizer, group, parameter))
 
 
 def _fsdp1_index_form(
@@ -137,7 +150,7 @@ def _fsdp1_index_form(
     members = _fsdp1.group_names(model, optimizer)
     groups = _groups.arrange(optimizer.param_groups, members, state.get("param_groups", ()), str)
     named = {
-        "state": {name: _copied(values) for name, values in state.get("state", {}).items()},
+        "state": {name: dict(values) for name, values in state.get("state", {}).items()},
         "param_groups": [{**group, "params": own} for group, own in zip(groups, members, strict=True)],
     }
     return _fsdp1.to_index_form(model, optimizer, named)

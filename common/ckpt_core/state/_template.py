@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -15,9 +14,10 @@ from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import _flat, _fsdp1
 from ckpt_core.state._model import model_state
 from ckpt_core.state._names import ParameterNames
-from ckpt_core.state._nested import Path, get, put
+from ckpt_core.state._nested import Path, leaves, put
 from ckpt_core.state._optimizer import unwrap_optimizer
-from ckpt_core.state._tensors import dtype_named, empty_like, matches
+from ckpt_core.state._probe import probe
+from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
 from ckpt_core.types import SavedEntries, SavedTensor
 
 
@@ -75,9 +75,9 @@ class _Template:
 
     optimizer: torch.optim.Optimizer
     references: Mapping[str, torch.Tensor]
-    states: Mapping[str, Mapping[str, Any]]
+    states: Mapping[str, Mapping[Path, Any]]
     groups: Mapping[str, int]
-    probes: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    probes: dict[str, Mapping[Path, Any]] = field(default_factory=dict[str, Mapping[Path, Any]])
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Template:
@@ -97,7 +97,11 @@ class _Template:
         return cls(
             optimizer=optimizer,
             references=references,
-            states={name: optimizer.state.get(each, {}) for name, each in references.items()},
+            states={
+                name: dict(leaves(optimizer.state[each]))
+                for name, each in references.items()
+                if each in optimizer.state
+            },
             groups={name: own[names.resolve(name)] for name in references},
         )
 
@@ -126,12 +130,12 @@ class _Template:
         if name is None:
             return torch.empty(saved.shape, dtype=dtype, device=self._option_device(place.option))
         reference = self.references[name]
-        live: Any = get(self.states.get(name, {}), place.rest)
+        live = self.states.get(name, {}).get(place.rest)
         if matches(live, saved):
-            return live  # type: ignore[no-any-return]
+            return live
         if place.rest[-1] == "step" and not saved.shape:
             return torch.empty((), dtype=dtype, device=self._step_device(name))
-        if saved.shape == tuple(reference.shape):
+        if saved.shape == shape_of(reference):
             return empty_like(reference, dtype)
         if isinstance(reference, DTensor):
             return self._like_probe(name, place.rest, saved)
@@ -153,31 +157,13 @@ class _Template:
         """Ask the optimizer itself how it would place state of another shape than its parameter's."""
         reference = self.references[name]
         if name not in self.probes:
-            self.probes[name] = probe(self.optimizer, self.groups[name], reference)
-        found = get(self.probes[name], rest)
+            self.probes[name] = dict(leaves(probe(self.optimizer, self.groups[name], reference)))
+        found = self.probes[name].get(rest)
         dtype = dtype_named(saved.dtype)
-        if isinstance(found, torch.Tensor) and tuple(found.shape) == saved.shape:
+        if isinstance(found, torch.Tensor) and shape_of(found) == saved.shape:
             return empty_like(found, dtype)
         return torch.empty(saved.shape, dtype=dtype, device=reference.device)
 
 
 def _numbered(names: Iterable[Iterable[str]]) -> dict[str, int]:
     return {name: index for index, members in enumerate(names) for name in members}
-
-
-def probe(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Mapping[str, Any]:
-    """The state that `optimizer` makes for `parameter` in its first step, found out on a throw-away copy."""
-    copy = nn.Parameter(torch.zeros_like(parameter))
-    copy.grad = torch.zeros_like(parameter)
-    double = object.__new__(type(optimizer))
-    double.__dict__.update(optimizer.__dict__)
-    double.__dict__.update(
-        state=defaultdict(dict),
-        param_groups=[{**optimizer.param_groups[group], "params": [copy]}],
-        _optimizer_step_pre_hooks=OrderedDict(),
-        _optimizer_step_post_hooks=OrderedDict(),
-    )
-    # The instance's `step` may be a scheduler's wrapper around the live optimizer.
-    type(optimizer).step(double)
-    state: dict[str, Any] = double.state[copy]
-    return state

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from ckpt_core.errors import CorruptCheckpointError
-from ckpt_core.state._nested import get, leaves, put
+from ckpt_core.state._nested import leaves, put
 from ckpt_core.types import SavedEntries, SavedTensor
 
 
@@ -32,16 +32,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The global shape."""
+    # `ShardedTensor.shape` warns of its deprecation at every call.
+    return tuple(tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape)
+
+
 def is_sharded(value: object) -> bool:
     """Whether `value` is spread over ranks."""
     return isinstance(value, DTensor | ShardedTensor)
 
 
-def matches(value: object, saved: SavedTensor) -> bool:
+def matches(value: object, saved: SavedTensor) -> TypeGuard[torch.Tensor]:
     """Whether `value` is a tensor that the saved one can be read into as it is."""
     return (
         isinstance(value, torch.Tensor)
-        and tuple(value.shape) == saved.shape
+        and shape_of(value) == saved.shape
         and dtype_name(value.dtype) == saved.dtype
     )
 
@@ -69,9 +75,10 @@ def _empty_sharded(reference: ShardedTensor, dtype: torch.dtype) -> torch.Tensor
 
 def template(live: Any, saved: SavedEntries) -> dict[str, Any]:
     """What to load `saved` into: the live tensors where they fit, memory of their kind where they do not."""
+    found = dict(leaves(live))
     tree: dict[str, Any] = {}
     for path, entry in saved.items():
-        put(tree, path, None if entry is None else _target(get(live, path), entry))
+        put(tree, path, None if entry is None else _target(found.get(path), entry))
     return tree
 
 
@@ -79,7 +86,7 @@ def _target(live: Any, saved: SavedTensor) -> torch.Tensor:
     if matches(live, saved):
         return live.detach() if not isinstance(live, ShardedTensor) else live
     dtype = dtype_named(saved.dtype)
-    if isinstance(live, torch.Tensor) and tuple(live.shape) == saved.shape:
+    if isinstance(live, torch.Tensor) and shape_of(live) == saved.shape:
         return empty_like(live, dtype)
     return torch.empty(saved.shape, dtype=dtype)
 

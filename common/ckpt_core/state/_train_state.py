@@ -14,7 +14,14 @@ from torch import nn
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
 from ckpt_core.state._items import check_stateful, function_free, is_large, load_item
-from ckpt_core.state._model import Models, as_module, load_model_state, model_state, model_target
+from ckpt_core.state._model import (
+    Models,
+    as_module,
+    load_model_state,
+    local_buffers,
+    model_state,
+    model_target,
+)
 from ckpt_core.state._nested import get, put, under
 from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, unwrap_optimizer
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
@@ -130,7 +137,12 @@ class TrainState:
             # Last: a loader that was never iterated draws from the global generator when asked for its state.
             per_rank["rng"] = rng_state()
             shared[_SEED] = rng_seed(per_rank["rng"])
-        return CapturedState(sharded={_PART: tree}, per_rank=per_rank, shared=shared)
+        return CapturedState(
+            sharded={_PART: tree},
+            per_rank=per_rank,
+            shared=shared,
+            local=local_buffers(self._model, tree["model"]) if self._with_model else {},
+        )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         """What to load into; see `StateSource`.
