@@ -6,10 +6,12 @@ from ckpt_core.state._dict_state import DictState
 from ckpt_core.state._items import Counters
 from ckpt_core.state._model import as_module, load_model_state, local_buffers, model_state, model_target
 from ckpt_core.state._names import parameter_names
+from ckpt_core.state._nested import under
 from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, unwrap_optimizer
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._source import StateSource
 from ckpt_core.state._template import optimizer_target
+from ckpt_core.state._tensors import empty_like, template
 from ckpt_core.state._train_state import TrainState
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "dataloader_state",
     "decode",
     "derive_rng",
+    "empty_like",
     "encode",
     "load_dataloader_state",
     "load_model_state",
@@ -36,5 +39,7 @@ __all__ = [
     "parameter_names",
     "rng_seed",
     "rng_state",
+    "template",
+    "under",
     "unwrap_optimizer",
 ]
