@@ -1,0 +1,67 @@
+"""The public surface, pinned: adding or losing a name is a decision, not an accident."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+FACADES = [
+    "ckpt_core",
+    "ckpt_core.commit",
+    "ckpt_core.coordination",
+    "ckpt_core.dcp",
+    "ckpt_core.lifecycle",
+    "ckpt_core.staging",
+    "ckpt_core.state",
+    "ckpt_core.storage",
+    "lightning_ckpt",
+    "accelerate_ckpt",
+]
+
+
+@pytest.mark.parametrize("name", FACADES)
+def test_every_public_name_exists_and_is_listed_in_order(name: str) -> None:
+    module = importlib.import_module(name)
+    assert list(module.__all__) == sorted(module.__all__)
+    for public in module.__all__:
+        assert getattr(module, public) is not None
+
+
+def test_the_names_users_meet_are_these() -> None:
+    import ckpt_core
+
+    assert set(ckpt_core.__all__) == {
+        *("CheckpointManager", "CheckpointOptions", "CheckpointInfo", "SaveHandle", "TrainState", "Counters"),
+        *(
+            "SavePolicy",
+            "EverySteps",
+            "AtSteps",
+            "EverySeconds",
+            "EveryFraction",
+            "FirstStep",
+            "OnPreemption",
+        ),
+        *("RetentionPolicy", "KeepLatest", "KeepEvery", "KeepEverySeconds", "KeepBest", "KeepNewerThan"),
+        *("KeepSteps", "KeepAll", "__version__"),
+        *(
+            "CheckpointError",
+            "ConfigError",
+            "CheckpointNotFoundError",
+            "CheckpointExistsError",
+            "RootBusyError",
+        ),
+        *("CorruptCheckpointError", "IncompatibleCheckpointError", "UnsafeCheckpointError", "SaveError"),
+        *("LoadError", "CoordinationError", "DeadlineError"),
+    }
+    assert {"ShardedCheckpoint", "ShardedCheckpointIO"} <= set(
+        importlib.import_module("lightning_ckpt").__all__
+    )
+    assert {"enable", "disable", "enable_trainer"} <= set(importlib.import_module("accelerate_ckpt").__all__)
+
+
+def test_the_package_is_cheap_to_import_until_it_is_used() -> None:
+    code = "import sys, ckpt_core; ckpt_core.EverySteps(3); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,85 @@
+"""The README's examples run, pasted as they are."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+CLI_SCRIPT = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel, BoringDataModule
+LightningCLI(BoringModel, BoringDataModule)
+"""
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def _block(language: str, containing: str) -> str:
+    [block] = [block for block in _blocks(language) if containing in block]
+    return block
+
+
+def _run(directory: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def _committed(root: Path) -> list[str]:
+    return sorted(marker.parent.name for marker in root.glob("*/COMMITTED"))
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_lightning_example_saves_keeps_three_and_resumes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_block("python", "import ShardedCheckpoint"))
+    _run(tmp_path, "train.py")
+    names = _committed(tmp_path / "runs/boring")
+    assert len(names) == 3
+    _run(tmp_path, "train.py")
+    assert _committed(tmp_path / "runs/boring") == names
+
+
+def test_the_yaml_example_saves_without_a_change_to_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CLI_SCRIPT)
+    (tmp_path / "config.yaml").write_text(_block("yaml", "ShardedCheckpoint"))
+    _run(tmp_path, "train.py", "fit", "--config", "config.yaml")
+    assert len(_committed(tmp_path / "runs/cli")) >= 3
+
+
+def test_the_accelerate_example_saves_and_rotates(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_block("python", "import accelerate_ckpt"))
+    _run(tmp_path, "train.py")
+    assert len(_committed(tmp_path / "runs/accelerate")) == 3
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_plain_example_saves_and_resumes(tmp_path: Path, runs: int) -> None:
+    (tmp_path / "train.py").write_text(_block("python", "TrainState(model"))
+    for _ in range(runs):
+        _run(tmp_path, "train.py")
+    names = _committed(tmp_path / "runs/plain")
+    assert "step-000000020" in names
+    assert 3 <= len(names) <= 5
+
+
+def test_the_command_line_example_works_on_what_the_plain_example_wrote(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_block("python", "TrainState(model"))
+    _run(tmp_path, "train.py")
+    for line in _block("bash", "ckpt ls").splitlines():
+        command = line.partition("#")[0].split()
+        _run(tmp_path, "-m", "ckpt_core.cli", *command[1:])
