@@ -23,12 +23,15 @@ _ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
     ("collections", "OrderedDict"),
     *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
 }
+_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
+
+
+def _path_text(*parts: str) -> str:
+    """Stands in for the path classes: a pickle can set attributes of any Python class that it reaches."""
+    return "/".join(parts)
 
 
 @final
@@ -39,6 +42,8 @@ class _MetadataUnpickler(pickle.Unpickler):  # noqa: S301 - the allow-list is wh
             return getattr(torch, global_name)
         if (module_name, global_name) in _ALLOWED:
             return super().find_class(module_name, global_name)
+        if module_name == "pathlib" and global_name in _PATHS:
+            return _path_text
         raise UnsafeCheckpointError(
             f".metadata refers to {module_name}.{global_name}, which no DCP metadata needs; "
             "it may be an attack and was not executed"
@@ -68,6 +73,9 @@ def load_metadata(content: bytes, path: str) -> Metadata:
 def _check_storage_info(info: object, path: str) -> None:
     if not isinstance(info, _StorageInfo):
         raise _corrupt(path, f"storage data of type {type(info).__name__} is not supported")
+    place = tuple(getattr(info, name, None) for name in ("relative_path", "offset", "length"))
+    if tuple(type(value) for value in place) != (str, int, int):
+        raise _corrupt(path, f"storage data with {place!r} for path, offset and length")
     relative = PurePosixPath(info.relative_path)
     if relative.is_absolute() or ".." in relative.parts or "\\" in info.relative_path:
         raise _corrupt(path, f"points outside its directory: {info.relative_path!r}")

@@ -122,7 +122,7 @@ class ShardReader(StorageReader):
             raise UnsafeCheckpointError(
                 f"{self._key(path)}: {item.storage_index.fqn} is not a plain tensor: {error}"
             ) from error
-        except RuntimeError as error:
+        except Exception as error:  # a damaged archive raises nearly anything; the caller is told
             raise self._corrupt(path, f"{item.storage_index.fqn}: {error}") from error
         if not isinstance(tensor, torch.Tensor):
             raise self._corrupt(path, f"{item.storage_index.fqn} holds a {type(tensor).__name__}")

@@ -56,6 +56,7 @@ class ShardWriter(StorageWriter):
     # DCP hands the rank over only to a parameter that is literally named `kwargs`.
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.reset()  # DCP itself calls `reset` only when it is given a checkpoint_id
         self._rank = int(kwargs.get("rank", self._rank) or 0)
 
     @override
@@ -190,7 +191,7 @@ def _write_all(raw: IO[bytes], piece: memoryview) -> None:
 def _as_tensor(data: object) -> torch.Tensor:
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"the planner gave {type(data).__name__} for a tensor")
-    tensor = data.detach()
+    tensor = data.detach().resolve_conj().resolve_neg()
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     return tensor.contiguous()

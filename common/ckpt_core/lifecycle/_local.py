@@ -26,7 +26,7 @@ def digests(local: Mapping[LocalKey, torch.Tensor]) -> dict[LocalKey, int]:
 
 
 def _crc(tensor: torch.Tensor) -> int:
-    plain = tensor.detach().cpu().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if not plain.numel():
         return 0
     array: Any = plain.reshape(-1).view(torch.uint8).numpy()

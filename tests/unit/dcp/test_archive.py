@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+
+import pytest
+import torch
+
+from ckpt_core.dcp._archive import ALIGNMENT, build_archive, tensor_pickle
+from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled
+
+OFFSETS = [0, 1, 63, 4095, 4096, 5000, (1 << 32) + 17, (1 << 40) - 3]
+
+
+def archive_of(tensor: torch.Tensor, *, offset: int = 0, **options: int) -> tuple[bytes, int]:
+    """The whole archive, and where the payload starts in it."""
+    payload = content(tensor)
+    record = tensor_pickle(tensor.dtype, tuple(tensor.shape))
+    archive = build_archive(record, len(payload), zlib.crc32(payload), offset=offset, **options)
+    return archive.prefix + payload + archive.suffix, len(archive.prefix)
+
+
+def loaded(data: bytes) -> torch.Tensor:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def torch_record(tensor: torch.Tensor, name: str) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        return archive.read(f"archive/{name}")
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (actual.dtype, actual.shape, actual.stride()) == (
+        expected.dtype,
+        expected.shape,
+        expected.stride(),
+    )
+    assert content(actual) == content(expected)
+
+
+def test_the_dtypes_that_models_use_are_among_those_tested():
+    names = {str(dtype).removeprefix("torch.") for dtype in all_dtypes()}
+    assert names >= {
+        "float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int64", "uint16", "uint32",
+        "uint64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+        "float8_e5m2fnuz", "float8_e8m0fnu",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
+def test_torch_loads_what_we_lay_out(dtype, shape):
+    tensor = filled(dtype, shape)
+    data, _ = archive_of(tensor)
+    assert_same(loaded(data), tensor)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
+def test_every_record_equals_the_one_that_torch_writes(dtype, shape):
+    tensor = filled(dtype, shape)
+    data, _ = archive_of(tensor)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for name in ("data.pkl", "byteorder", "version", "data/0"):
+            assert archive.read(f"archive/{name}") == torch_record(tensor, name), name
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_the_payload_is_aligned_in_the_file_wherever_the_archive_starts(offset):
+    data, payload_start = archive_of(filled(torch.float32, (9, 3)), offset=offset)
+    assert (offset + payload_start) % ALIGNMENT == 0
+    assert_same(loaded(data), filled(torch.float32, (9, 3)))
+
+
+@pytest.mark.parametrize("zip64_from", [0xFFFFFFFF, 1000, 1])
+@pytest.mark.parametrize("offset", [0, 4097])
+def test_python_finds_the_archive_sound(offset, zip64_from):
+    data, _ = archive_of(filled(torch.int16, (50, 40)), offset=offset, zip64_from=zip64_from)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+        assert archive.read("archive/data/0") == content(filled(torch.int16, (50, 40)))
+
+
+@pytest.mark.parametrize("zip64_from", [4096, 1000, 100, 1])
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_archives_too_large_for_32_bits_are_read_and_aligned_too(offset, zip64_from):
+    tensor = filled(torch.float64, (40, 50))
+    data, payload_start = archive_of(tensor, offset=offset, zip64_from=zip64_from)
+    assert (offset + payload_start) % ALIGNMENT == 0
+    assert_same(loaded(data), tensor)
+
+
+def test_a_payload_that_differs_from_its_checksum_is_noticed():
+    data, payload_start = archive_of(filled(torch.float32, (100,)))
+    damaged = bytearray(data)
+    damaged[payload_start + 10] ^= 1
+    with zipfile.ZipFile(io.BytesIO(bytes(damaged))) as archive:
+        assert archive.testzip() == "archive/data/0"
+
+
+def test_equal_content_gives_equal_bytes():
+    tensor = filled(torch.float32, (10,))
+    assert archive_of(tensor, offset=5) == archive_of(tensor.clone(), offset=5)

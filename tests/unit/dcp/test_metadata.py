@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path, PosixPath, PurePosixPath
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from ckpt_core.dcp import entries, load_metadata
+from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
+from ckpt_core.types import SavedTensor
+from tests.unit.dcp.tensors import all_dtypes, filled
+
+PLACE = "root/step/.metadata"
+
+
+class Planted:
+    """Executes a command when unpickled."""
+
+    def __init__(self, evidence: Path) -> None:
+        self.evidence = evidence
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.evidence),)
+
+
+def metadata(relative_path: object = "__0_0.distcp", offset: int = 0, length: int = 1) -> Metadata:
+    info = _StorageInfo(relative_path=relative_path, offset=offset, length=length)
+    return Metadata(state_dict_metadata={}, storage_data={MetadataIndex("w"): info})
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stock") / "checkpoint"
+    state = {str(dtype): filled(dtype, (2, 3)) for dtype in all_dtypes()}
+    dcp.save(
+        {"tensors": state, "values": {"a": [1, "x", None], "b": {"c": 2.5}}},
+        checkpoint_id=folder,
+        no_dist=True,
+    )
+    return folder
+
+
+def test_what_stock_dcp_wrote_is_read_as_stock_reads_it(stock):
+    ours = load_metadata((stock / ".metadata").read_bytes(), PLACE)
+    theirs = FileSystemReader(stock).read_metadata()
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    assert ours.planner_data == theirs.planner_data
+
+
+def test_entries_are_named_by_their_path_and_described(stock):
+    found = entries(load_metadata((stock / ".metadata").read_bytes(), PLACE))
+    assert found["tensors", "torch.bfloat16"] == SavedTensor(shape=(2, 3), dtype="bfloat16")
+    assert found["values", "b", "c"] is None
+
+
+@pytest.mark.parametrize("path", [Path("a"), PosixPath("/x/y"), PurePosixPath("b")], ids=repr)
+def test_a_checkpoint_id_that_is_a_path_is_read(path):
+    content = pickle.dumps(Metadata({}, storage_data={}, storage_meta=StorageMeta(checkpoint_id=path)))
+    assert load_metadata(content, PLACE).storage_data == {}
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_planted_call_is_refused_and_not_executed(tmp_path, protocol):
+    trap = metadata()
+    trap.planner_data = {"w": Planted(tmp_path / "evidence")}
+    with pytest.raises(UnsafeCheckpointError, match=r"root/step/\.metadata.*posix\.mkdir"):
+        load_metadata(pickle.dumps(trap, protocol=protocol), PLACE)
+    assert not (tmp_path / "evidence").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os system", "builtins eval", "builtins getattr", "torch load", "torch._utils _rebuild_tensor_v2",
+     "torch.serialization load", "pathlib Path.unlink",
+     "functools partial", "torch.storage _load_from_bytes"],
+)  # fmt: skip
+def test_no_function_outside_the_allow_list_is_reached(name):
+    module, attribute = name.split()
+    content = b"c" + module.encode() + b"\n" + attribute.encode() + b"\n(I1\ntR."
+    with pytest.raises(UnsafeCheckpointError, match="was not executed"):
+        load_metadata(content, PLACE)
+
+
+def test_classes_of_the_allow_list_cannot_be_altered_by_a_pickle():
+    # BUILD with a slot state calls setattr on whatever lies on the stack: here on a class of everybody's.
+    content = b"cpathlib\nPurePosixPath\n(N(dVis_absolute\nctorch\nSize\nstb."
+    before = PurePosixPath.is_absolute
+    try:
+        with pytest.raises((UnsafeCheckpointError, CorruptCheckpointError)):
+            load_metadata(content, PLACE)
+        assert PurePosixPath.is_absolute is before
+    finally:
+        PurePosixPath.is_absolute = before
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x05.", b"\0" * 100, pickle.dumps({"a": 1})])
+def test_what_is_no_metadata_is_corrupt_and_named(content):
+    with pytest.raises(CorruptCheckpointError, match=r"root/step/\.metadata") as caught:
+        load_metadata(content, PLACE)
+    assert [failure.path for failure in caught.value.failures] == [PLACE]
+
+
+def test_metadata_cut_short_anywhere_is_corrupt(stock):
+    content = (stock / ".metadata").read_bytes()
+    for length in range(0, len(content), max(1, len(content) // 60)):
+        with pytest.raises(CorruptCheckpointError):
+            load_metadata(content[:length], PLACE)
+
+
+@pytest.mark.parametrize(
+    "path", ["../other/__0_0.distcp", "/etc/passwd", "a/../../b", "..", "..\\..\\b", 7, None, b"__0_0.distcp"]
+)
+def test_places_outside_the_directory_are_refused(path):
+    with pytest.raises(CorruptCheckpointError):
+        load_metadata(pickle.dumps(metadata(path)), PLACE)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), ("0", 1), (0, None)])
+def test_impossible_places_are_refused(offset, length):
+    with pytest.raises(CorruptCheckpointError):
+        load_metadata(pickle.dumps(metadata(offset=offset, length=length)), PLACE)
+
+
+def test_storage_data_of_another_kind_is_refused():
+    odd = Metadata({}, storage_data={MetadataIndex("w"): torch.float32})
+    with pytest.raises(CorruptCheckpointError, match="not supported"):
+        load_metadata(pickle.dumps(odd), PLACE)
