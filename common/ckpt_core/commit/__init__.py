@@ -4,7 +4,7 @@ The one rule of the whole suite lives here: no `COMMITTED`, no checkpoint. Nothi
 torch, so that listing and verifying stay fast.
 """
 
-from ckpt_core.commit._catalog import Catalog
+from ckpt_core.commit._catalog import Catalog, Survey
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._protocol import abandon, begin, commit
@@ -20,6 +20,7 @@ __all__ = [
     "Manifest",
     "Marker",
     "Owner",
+    "Survey",
     "abandon",
     "begin",
     "collect_orphans",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Final, final
 
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
@@ -15,6 +16,15 @@ from ckpt_core.types import CheckpointInfo
 _logger = logging.getLogger(__name__)
 
 _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """What is in a root. A marker that cannot be read says that something was committed, but not what."""
+
+    committed: list[CheckpointInfo]
+    unreadable: dict[str, CheckpointError | OSError]
 
 
 @final
@@ -34,13 +44,28 @@ class Catalog:
         Any directory with a readable marker counts, whatever its name; the step is what the marker says.
         A directory whose marker cannot be read is left out, with a warning in the log.
         """
+        survey = self.survey()
+        for name, error in survey.unreadable.items():
+            _logger.warning("%s/%s is left out: %s", self._storage.url, name, error)
+        return survey.committed
+
+    def survey(self) -> Survey:
+        """Every committed checkpoint, oldest step first, and every directory whose marker cannot be read."""
         pins = self._pins_or_none()
-        infos = [
-            marker.info(name, _PINS_UNREADABLE if pins is None else pins.get(marker.step))
-            for name in self._directories()
-            if (marker := self._marker_or_none(name)) is not None
-        ]
-        return sorted(infos, key=lambda info: (info.step, info.created))
+        committed: list[CheckpointInfo] = []
+        unreadable: dict[str, CheckpointError | OSError] = {}
+        for name in self._directories():
+            try:
+                marker = self.marker(name)
+            except CheckpointNotFoundError:
+                continue
+            except (CheckpointError, OSError) as error:
+                unreadable[name] = error
+            else:
+                pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
+                committed.append(marker.info(name, pinned))
+        committed.sort(key=lambda info: (info.step, info.created))
+        return Survey(committed=committed, unreadable=unreadable)
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step, or None."""
@@ -148,15 +173,6 @@ class Catalog:
             return self.pins()
         except CorruptCheckpointError as error:
             _logger.warning("%s", error)
-            return None
-
-    def _marker_or_none(self, name: str) -> Marker | None:
-        try:
-            return self.marker(name)
-        except CheckpointNotFoundError:
-            return None
-        except (CheckpointError, OSError) as error:
-            _logger.warning("%s/%s is left out: %s", self._storage.url, name, error)
             return None
 
     def _is_uncommitted_step(self, name: str) -> bool:

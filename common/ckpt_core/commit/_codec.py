@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, final
 
+from ckpt_core.checksums import checksum
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.names import FORMAT_VERSION
 
@@ -15,6 +16,8 @@ T = TypeVar("T")
 
 # The largest integer that every JSON reader holds exactly; 8 PiB as a size in bytes.
 MAX_COUNT: Final = 2**53
+
+_SEAL: Final = b',"checksum":"'
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
@@ -30,6 +33,30 @@ def encode(fields: Mapping[str, Any]) -> bytes:
         raise ConfigError(
             f"annotations and metrics must be plain JSON values (and NaN only in metrics): {error}"
         ) from error
+
+
+def seal(content: bytes) -> bytes:
+    """An encoded object with one more field, last: the checksum of what it was without."""
+    return b"".join((content[:-1], _SEAL, checksum(content).encode(), b'"}'))
+
+
+def check_seal(content: bytes, *, source: str) -> bool:
+    """Whether there is a seal; a wrong one is damage, whatever else the content says.
+
+    Raises:
+        CorruptCheckpointError: the content is not what was sealed.
+    """
+    body, sealed, rest = content.rpartition(_SEAL)
+    if sealed and rest != checksum(body + b"}").encode() + b'"}':
+        raise corrupt(source, "does not have the checksum that it names")
+    return bool(sealed)
+
+
+def corrupt(source: str, problem: str) -> CorruptCheckpointError:
+    """The error for a file that is not as it was written."""
+    return CorruptCheckpointError(
+        f"{source} {problem}", failures=(FileFailure(path=source, problem=problem),)
+    )
 
 
 def numbers(values: Mapping[str, float]) -> dict[str, float | str]:
@@ -62,10 +89,7 @@ class Fields:
             fields._check_version(source)
             yield fields
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
-            problem = f"malformed: {error}"
-            raise CorruptCheckpointError(
-                f"{source} is {problem}", failures=(FileFailure(path=source, problem=problem),)
-            ) from error
+            raise corrupt(source, f"is malformed: {error}") from error
 
     def _check_version(self, source: str) -> None:
         if self.format_version > FORMAT_VERSION:

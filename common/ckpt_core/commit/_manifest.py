@@ -1,7 +1,8 @@
 """What a checkpoint promises: the manifest, and the marker that makes the promise binding.
 
 The manifest lists every file and chunk with its checksum. The marker carries the manifest's digest and the
-few facts a listing needs, so that a run with a thousand checkpoints is listed without reading a manifest.
+few facts a listing needs, so that a run with a thousand checkpoints is listed without reading a manifest;
+its own checksum vouches for them, because retention and resume act on them without looking further.
 Both are read as hostile input: whatever they say about paths and sizes is checked before anyone acts on it.
 """
 
@@ -23,6 +24,7 @@ ItemKind: TypeAlias = Literal["sharded", "per_rank", "shared", "files"]
 MAX_MARKER_BYTES: Final = 1 << 20
 """More is no marker, and must not be read into memory by a listing."""
 
+_MARKER: Final = "the commit marker"
 _KINDS: Final = frozenset(get_args(ItemKind))
 
 
@@ -161,7 +163,7 @@ class Marker:
         Raises:
             ConfigError: the metrics are too many to be read with every listing.
         """
-        content = _codec.encode(
+        facts = _codec.encode(
             {
                 "format_version": self.format_version,
                 "manifest_sha256": self.manifest_sha256,
@@ -174,6 +176,7 @@ class Marker:
                 "metrics": _codec.numbers(self.metrics),
             }
         )
+        content = _codec.seal(facts)
         if len(content) > MAX_MARKER_BYTES:
             raise ConfigError(f"{len(self.metrics)} metrics are too many for a commit marker; keep a few")
         return content
@@ -186,7 +189,11 @@ class Marker:
             IncompatibleCheckpointError: it was written by a newer version.
             CorruptCheckpointError: it is malformed.
         """
-        with _codec.Fields.parse(content, source="the commit marker") as fields:
+        # First, lest a flipped bit in the version number passes for a newer format.
+        sealed = _codec.check_seal(content, source=_MARKER)
+        with _codec.Fields.parse(content, source=_MARKER) as fields:
+            if not sealed:
+                raise ValueError("it does not name its checksum")
             return cls(
                 format_version=fields.format_version,
                 manifest_sha256=fields.get("manifest_sha256", str),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import final
 
-from ckpt_core.commit import Catalog, share, verify, verify_stock
+from ckpt_core.commit import Catalog, Survey, share, verify, verify_stock
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
     CheckpointNotFoundError,
@@ -15,7 +15,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.lifecycle._load import LoadRequest, load
 from ckpt_core.lifecycle._open import is_stock
-from ckpt_core.names import MANIFEST, MARKER
+from ckpt_core.names import MANIFEST, MARKER, parse_step_name
 from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -33,23 +33,29 @@ class Loader:
         self._coordinator = coordinator
         self._telemetry = telemetry
 
-    def newest(self, *, verified: bool) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
-        """The newest committed checkpoint that verifies, or None, and those passed over as damaged.
+    def newest(self, *, verified: bool) -> tuple[CheckpointInfo | None, list[str]]:
+        """The newest committed checkpoint that verifies, or None, and the names of those that are damaged.
 
         Raises:
             CorruptCheckpointError: checkpoints are there, and every one is damaged.
+            IncompatibleCheckpointError: what may be the newest was written by a newer version.
         """
-        rejected: list[CheckpointInfo] = []
-        for info in reversed(self._coordinator.once(Catalog(self._storage).committed)):
+        survey: Survey = self._coordinator.once(self._survey)
+        rejected = list(survey.unreadable)
+        for name, error in survey.unreadable.items():
+            self._report(name, parse_step_name(name), str(error))
+        for info in reversed(survey.committed):
+            _refuse_newer(survey, self._storage.url, than=info.step)
             failures = self.failures(info.name) if verified else []
             if not failures:
                 return info, rejected
-            rejected.append(info)
-            self._report(info, failures)
+            rejected.append(info.name)
+            self._report(info.name, info.step, _shorten(failures))
+        _refuse_newer(survey, self._storage.url, than=-1)
         if rejected:
             raise CorruptCheckpointError(
                 f"every committed checkpoint in {self._storage.url} is damaged: "
-                f"{', '.join(info.name for info in rejected)}. Nothing was loaded; look at each "
+                f"{', '.join(rejected)}. Nothing was loaded; look at each "
                 "with `ckpt verify`, bring one back from a copy, or start in another root"
             )
         return None, rejected
@@ -84,6 +90,14 @@ class Loader:
         # Every rank looks at the manifest, so that one flaw may be reported many times.
         return list(dict.fromkeys(failure for of_rank in found for failure in of_rank))
 
+    def _survey(self) -> Survey:
+        survey = Catalog(self._storage).survey()
+        for error in survey.unreadable.values():
+            if isinstance(error, OSError):
+                # Not damage: storage is unwell. An older checkpoint instead would lose work silently.
+                raise error
+        return survey
+
     def _existing(self, step: int | None, name: str | None) -> str:
         if (
             name is not None
@@ -116,14 +130,20 @@ class Loader:
             failures=tuple(failures),
         )
 
-    def _report(self, info: CheckpointInfo, failures: list[FileFailure]) -> None:
-        shown = _shorten(failures)
-        self._telemetry.point("load.rejected", name=info.name, step=info.step, failures=shown)
+    def _report(self, name: str, step: int | None, problem: str) -> None:
+        self._telemetry.point("load.rejected", name=name, step=step, failures=problem)
         if self._coordinator.is_coordinator:
             _logger.error(
-                "%s/%s is committed but damaged (%s) and is passed over",
-                self._storage.url, info.name, shown,
-            )  # fmt: skip
+                "%s/%s is committed but damaged (%s) and is passed over", self._storage.url, name, problem
+            )
+
+
+def _refuse_newer(survey: Survey, url: str, *, than: int) -> None:
+    """Refuse to pass over what a newer version wrote: it is whole, and its work would be lost silently."""
+    for name, error in survey.unreadable.items():
+        step = parse_step_name(name)
+        if isinstance(error, IncompatibleCheckpointError) and (step is None or step > than):
+            raise IncompatibleCheckpointError(f"{url}/{name}: {error}. Nothing was loaded") from error
 
 
 def _shorten(failures: list[FileFailure]) -> str:

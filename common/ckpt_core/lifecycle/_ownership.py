@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
+from collections.abc import Collection
 from typing import final
 
 from ckpt_core.commit import Lease, collect_orphans, quarantine
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage import Storage
-from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
@@ -58,9 +59,9 @@ class Ownership:
             _logger.warning("damaged %s/%s was moved to %s", self._storage.url, name, moved)
             self._damaged.discard(name)
 
-    def note_damaged(self, infos: list[CheckpointInfo]) -> None:
+    def note_damaged(self, names: Collection[str]) -> None:
         """Remember checkpoints that did not verify: a later save of the same name takes their place."""
-        self._damaged |= {info.name for info in infos}
+        self._damaged |= set(names)
 
     def release(self) -> None:
         """Give the root back."""
@@ -72,14 +73,24 @@ class Ownership:
     def _acquire(self) -> None:
         try:
             self._storage.check_root()
+            self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
         except OSError as error:
             raise ConfigError(
-                f"checkpoints cannot be written to {self._storage.url}: {error}. "
-                "Choose a directory this job may write to"
+                f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
             ) from error
-        self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
-        orphans = collect_orphans(self._storage, keep=())
+        try:
+            orphans = collect_orphans(self._storage, keep=())
+        except OSError as error:
+            # They only take space; the next job tries again.
+            _logger.warning("what crashed saves left in %s was not removed: %s", self._storage.url, error)
+            return
         if orphans:
             _logger.warning(
                 "removed what crashed saves left in %s: %s", self._storage.url, ", ".join(orphans)
             )
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return "Free space there, or choose another directory"
+    return "Choose a directory this job may write to"

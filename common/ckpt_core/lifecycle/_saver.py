@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import final
 
 from ckpt_core.coordination import Coordinator
@@ -19,7 +19,7 @@ from ckpt_core.options import CheckpointOptions
 from ckpt_core.staging import HostStager
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
-from ckpt_core.types import CapturedState, CheckpointInfo
+from ckpt_core.types import CapturedState
 
 _logger = logging.getLogger(__name__)
 
@@ -72,9 +72,9 @@ class Saver:
         self._flight.wait()
         self._ownership.take()
 
-    def note_damaged(self, infos: list[CheckpointInfo]) -> None:
+    def note_damaged(self, names: Collection[str]) -> None:
         """Remember checkpoints that a later save of the same name may move aside."""
-        self._ownership.note_damaged(infos)
+        self._ownership.note_damaged(names)
 
     def wait(self) -> None:
         """Wait for the save in flight and deliver its failure; see `Flight.wait`."""
