@@ -1,0 +1,53 @@
+"""What a rank leaves behind for the comparison: the bits of every loss, and a digest of every tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from examples.demo.evidence import STATE_FILE
+
+
+class LossLog:
+    """Appends one line per step, so that a killed run leaves what it had done."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, step: int, loss: Tensor) -> None:
+        value = float(loss.detach())
+        line = {"step": step, "loss": value.hex(), "time": time.time()}
+        self._file.write(json.dumps(line) + "\n")
+
+
+def write_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> None:
+    """Digests of all weights and of the whole optimizer state, gathered to full tensors. Collective.
+
+    This is torch's own state-dict API on purpose: what is compared must not come from what is tested.
+    """
+    options = StateDictOptions(full_state_dict=True)
+    weights, gathered = get_state_dict(model, optimizer, options=options)
+    optimizer_state: dict[str, Any] = dict(gathered)
+    if rank == 0:
+        entries: dict[str, Any] = {f"model.{name}": tensor for name, tensor in weights.items()}
+        for name, moments in optimizer_state["state"].items():
+            entries |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+        entries["param_groups"] = optimizer_state["param_groups"]
+        (Path(folder) / STATE_FILE).write_text(
+            json.dumps({name: _digest(value) for name, value in sorted(entries.items())})
+        )
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
