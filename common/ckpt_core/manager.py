@@ -19,6 +19,7 @@ from ckpt_core.state import DictState, StateSource, TrainState
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
+from ckpt_core.validation import integer, require
 
 State: TypeAlias = StateSource | Mapping[str, Any]
 
@@ -114,15 +115,17 @@ class CheckpointManager:
                 once the new one is complete.
 
         Returns:
-            A handle on the save in flight; None if one was in flight already and `back_pressure` is `skip`.
+            A handle on the save in flight; None if one was in flight already and `back_pressure` is `skip`,
+            or if it could not start and `on_error` is `warn`.
 
         Raises:
             SaveError: this save could not start, or the save before has failed; the same on every rank.
             CheckpointExistsError: the step is committed already.
             RootBusyError: another job writes to this root.
-            ConfigError: the root cannot be written, or the state holds what no checkpoint can.
+            ConfigError: the root cannot be written, or the arguments are not what they should be.
         """
         self._check_open()
+        require("save", integer("step", step, minimum=0))
         request = SaveRequest(
             step=step,
             name=step_name(step) if name is None else name,

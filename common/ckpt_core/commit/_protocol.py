@@ -29,7 +29,7 @@ from typing import NoReturn
 from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._manifest import Manifest, Marker
 from ckpt_core.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError
-from ckpt_core.names import MANIFEST, MARKER, incomplete_name, is_incomplete, parse_step_name
+from ckpt_core.names import MANIFEST, MARKER, PINS, WRITER, incomplete_name, is_incomplete, parse_step_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
@@ -45,7 +45,7 @@ def begin(storage: Storage, name: str, save_id: str, *, replace: bool = False) -
         CheckpointExistsError: `name` is committed, or occupied by something that is not ours to remove.
         ConfigError: `name` cannot be the name of a checkpoint.
     """
-    if "/" in name or name in {"", ".", ".."} or not can_count(name):
+    if "/" in name or name in {"", ".", "..", PINS, WRITER} or not can_count(name):
         raise ConfigError(f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed")
     if storage.supports_rename:
         if not (replace and storage.exists(f"{name}/{MARKER}")):

@@ -28,6 +28,7 @@ class Flight:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
         self._undelivered: SaveHandle | None = None
         self.latest: SaveHandle | None = None
+        """The last save started, unless it is known to have failed."""
 
     def ready(self) -> bool:
         """Whether a new save may start; waits for the one in flight unless the policy is to skip.
@@ -71,6 +72,7 @@ class Flight:
         self._undelivered = None
         if error is None:
             return
+        self.latest = None  # a save of the same name from now on is another try
         if self._on_error == "raise":
             raise error
         _logger.error("training goes on without the checkpoint of step %d: %s", handle.step, error)

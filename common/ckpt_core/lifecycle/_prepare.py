@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckpt_core.commit import begin
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import PartPlanner, StagedPlanner, decide, lowest_rank_only
-from ckpt_core.errors import ConfigError, CoordinationError, SaveError
+from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._items import PICKLED, encode_items, pickled_key
 from ckpt_core.lifecycle._local import LocalKey, digests, diverging, encode_local
 from ckpt_core.names import SHARED, rank_name
@@ -33,6 +36,19 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
     replace: bool = False
+
+    def __post_init__(self) -> None:
+        # At once: the commit would find out only after everything has been written.
+        try:
+            json.dumps(self.annotations, allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"annotations of step {self.step} must be plain JSON: {error}") from error
+        try:
+            # A metric is often a tensor of one element, which no listing could show.
+            numbers = {str(name): float(value) for name, value in self.metrics.items()}
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise ConfigError(f"metrics of step {self.step} must be numbers by name: {error}") from error
+        object.__setattr__(self, "metrics", numbers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +143,7 @@ def prepare(
     try:
         assignment = coordinator.exchange(proposal, decide_all)
     except CoordinationError as error:
-        raise save_error(request.step, "plan", error) from error
+        raise save_error(storage.url, request.step, "plan", error) from error
     if isinstance(local, BaseException):  # unreachable: the exchange raises when a rank brings an error
         raise local
     prepared = PreparedSave(
@@ -245,11 +261,20 @@ def _stage(prepared: PreparedSave, local: _Local, stager: Stager) -> PreparedSav
     return replace(prepared, planners=planners, staged=staged, files=files)
 
 
-def save_error(step: int, phase: str, error: CoordinationError) -> SaveError:
+def save_error(url: str, step: int, phase: str, error: CoordinationError) -> SaveError:
     """The one error that every rank raises for a failed save."""
     return SaveError(
-        f"step {step} was not saved (phase {phase}): {error}. Every checkpoint committed before is untouched",
+        f"step {step} was not saved to {url} (phase {phase}): {error}. "
+        f"Every checkpoint committed before is untouched; {_remedy(error)}, then save again",
         step=step,
         phase=phase,
         failures=error.failures,
     )
+
+
+def _remedy(error: CoordinationError) -> str:
+    if isinstance(error, DeadlineError):
+        return "find out what stopped those ranks"
+    # Only the text of an error travels between ranks.
+    full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+    return "free space there" if full else "remove the cause"

@@ -125,18 +125,29 @@ class SaveRun:
                 info = CheckpointInfo(**json.loads(answer))
                 details["size_bytes"] = info.size_bytes
         except CheckpointError as error:
-            self._fail(error)
+            self._fail(error, check)
         else:
             self._events.append(Committed(info))
 
-    def _fail(self, error: CheckpointError) -> None:
+    def _fail(self, error: CheckpointError, check: Callable[[], None]) -> None:
         if self._coordinator.is_coordinator:
-            abandon(self._storage, self._prepared.assignment.working)
+            self._abandon(check)
         if isinstance(error, CoordinationError):
             written = any("while writing" in text for text in error.failures.values())
-            failed = save_error(self._prepared.request.step, "write" if written else "commit", error)
+            phase = "write" if written else "commit"
+            failed = save_error(self._storage.url, self._prepared.request.step, phase, error)
             failed.__cause__ = error
             self._events.append(Failed(failed))
         else:
             self._events.append(Failed(error))
         _logger.error("%s", error)
+
+    def _abandon(self, check: Callable[[], None]) -> None:
+        working = self._prepared.assignment.working
+        try:
+            check()
+        except (OSError, CheckpointError) as error:
+            # On an object store the job that owns the root now may be writing under the very same name.
+            _logger.warning("what was written to %s/%s is left: %s", self._storage.url, working, error)
+        else:
+            abandon(self._storage, working)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import final
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, SaveError
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.lifecycle._ownership import Ownership
@@ -43,7 +43,7 @@ class Saver:
         self._flight = Flight(coordinator, back_pressure=options.back_pressure, on_error=options.on_error)
 
     def save(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> SaveHandle | None:
-        """Stage now, commit later; None if a save is in flight and the policy is to skip.
+        """Stage now, commit later; None if the policy is to skip it: a save in flight, or an error.
 
         Raises:
             SaveError: it could not start, or the save before has failed.
@@ -55,16 +55,22 @@ class Saver:
         latest = self._flight.latest
         if latest is not None and not request.replace and latest.name == request.name:
             return latest  # asked for twice: by the cadence, and at the end of the run
-        with self._telemetry.span("save.stall", step=request.step, rank=self._coordinator.rank):
-            self._ownership.take()
-            prepared = prepare(
-                request,
-                capture,
-                storage=self._storage,
-                coordinator=self._coordinator,
-                stager=self._stager,
-                check=self._ownership.clear_name,
-            )
+        try:
+            with self._telemetry.span("save.stall", step=request.step, rank=self._coordinator.rank):
+                self._ownership.take()
+                prepared = prepare(
+                    request,
+                    capture,
+                    storage=self._storage,
+                    coordinator=self._coordinator,
+                    stager=self._stager,
+                    check=self._ownership.clear_name,
+                )
+        except SaveError:
+            if self._options.on_error == "raise":
+                raise
+            _logger.exception("training goes on without the checkpoint of step %d", request.step)
+            return None
         return self._launch(prepared)
 
     def own_root(self) -> None:
