@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
@@ -14,16 +15,37 @@ from ckpt_core.errors import ConfigError
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-def canonical_name(model: nn.Module, name: str) -> str:
-    """`name`, as `named_parameters` gives it, without the parts that DDP, compile and the like put in."""
-    kept: list[str] = []
-    owner: Any = model
-    for part in name.split("."):
+class Prefixes:
+    """Canonical prefixes of a model's modules, looked up by the prefixes that wrappers gave them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._canonical: dict[str, str] = {}
+        for raw, module in model.named_modules(remove_duplicate=False):
+            self.modules[raw] = module
+            self._canonical[raw] = self._extended(raw) if raw else ""
+
+    def _extended(self, raw: str) -> str:
+        parent, _, part = raw.rpartition(".")
         # "module" is a fair name for anything but DDP's own child, so the owner decides.
-        if part not in _WRAPPERS and not (part == "module" and isinstance(owner, DistributedDataParallel)):
-            kept.append(part)
-        owner = getattr(owner, part)
-    return ".".join(kept)
+        wraps = part in _WRAPPERS or (
+            part == "module" and isinstance(self.modules[parent], DistributedDataParallel)
+        )
+        return self._canonical[parent] + ("" if wraps else f"{part}.")
+
+    def name(self, raw: str) -> str:
+        """The canonical name of a key of `state_dict`, whose hooks may have taken wrappers out already."""
+        prefix, _, leaf = raw.rpartition(".")
+        while prefix not in self._canonical:
+            prefix, _, part = prefix.rpartition(".")
+            leaf = leaf if part in _WRAPPERS else f"{part}.{leaf}"
+        return self._canonical[prefix] + leaf
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under each of its names."""
+        for raw, module in self.modules.items():
+            for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                yield self._canonical[raw] + leaf, parameter
 
 
 @final
@@ -39,8 +61,7 @@ class ParameterNames:
         """Name every parameter of `model`."""
         by_name: dict[str, nn.Parameter] = {}
         own: dict[nn.Parameter, str] = {}
-        for raw, parameter in model.named_parameters(remove_duplicate=False):
-            name = canonical_name(model, raw)
+        for name, parameter in Prefixes(model).parameters():
             by_name[name] = parameter
             own.setdefault(parameter, name)
         return cls(by_name=by_name, own=own)

@@ -17,6 +17,7 @@ from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import (
     TrainState,
     load_optimizer_state,
+    model_state,
     optimizer_state,
     optimizer_target,
     rng_state,
@@ -153,13 +154,14 @@ class Tied(nn.Module):
 
 def test_names_are_those_of_torch_whatever_wraps_the_model():
     net = Tied()
-    net.body = checkpoint_wrapper(net.body)
-    wrapped = torch.compile(net)
     optimizer = torch.optim.AdamW([{"params": [net.head.bias]}, {"params": [net.embed.weight], "lr": 0.1}])
     optimizer.add_param_group({"params": list(net.body.parameters()), "weight_decay": 0.5})
     train(net, optimizer, 1)
+    net.body = checkpoint_wrapper(nn.Sequential(torch.compile(net.body)))
+    wrapped = torch.compile(net)
     ours, theirs = optimizer_state(wrapped, optimizer), get_optimizer_state_dict(wrapped, optimizer)
     assert_equal(ours, theirs)
+    assert_equal(dict(model_state(wrapped)), dict(get_model_state_dict(wrapped)))
     assert ours["state"]["embed.weight"]["exp_avg"] is optimizer.state[net.embed.weight]["exp_avg"]
 
 
