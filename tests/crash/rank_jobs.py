@@ -32,7 +32,7 @@ def save_and_die(root: str, victims: list[int], method: str, key: str) -> str:
     if dist.get_rank() in victims:
         faults = [Fault(method=method, key=f"step-000000002*{key}", nth=0, before=kill_process)]
     storage = FaultyStorage(LocalStorage(root), faults)
-    checkpoints = CheckpointManager(storage, keep=KeepLatest(2), deadline_seconds=10)
+    checkpoints = CheckpointManager(storage, keep=KeepLatest(2), deadline_seconds=6)
     assert checkpoints.resume(state_of(0)) is None
     checkpoints.save(1, state_of(1)).result()
     handle = checkpoints.save(2, state_of(2))
