@@ -11,8 +11,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from typing_extensions import override
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from ckpt_core.errors import ConfigError
 
@@ -86,24 +85,6 @@ def lowest_rank_only(plans: Sequence[SavePlan], keys: Collection[str]) -> list[S
         taken.update(item.index for item in items if item.index.fqn in keys)
         kept.append(replace(plan, items=items))
     return kept
-
-
-@final
-class StagedPlanner(DefaultSavePlanner):
-    """Answers a StorageWriter's `resolve_data` from staged copies instead of the live state."""
-
-    def __init__(
-        self, staged: Mapping[MetadataIndex, torch.Tensor], values: Mapping[MetadataIndex, bytes]
-    ) -> None:
-        super().__init__()
-        self._staged = staged
-        self._values = values
-
-    @override
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._values[write_item.index])
-        return self._staged[write_item.index]
 
 
 def _buffer_of(data: object) -> bytes:

@@ -7,22 +7,21 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import begin
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import PartPlanner, StagedPlanner, decide, lowest_rank_only
+from ckpt_core.dcp import PartPlanner, decide, lowest_rank_only
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._items import PICKLED, encode_items, pickled_key
 from ckpt_core.lifecycle._local import LocalKey, digests, diverging, encode_local
+from ckpt_core.lifecycle._stage import NOTHING_STAGED, StagedParts, Stager
 from ckpt_core.names import SHARED, rank_name
-from ckpt_core.staging import StagedShards, Stager
 from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState
 
@@ -81,7 +80,6 @@ class PreparedSave:
     Attributes:
         request: what was asked for.
         assignment: this rank's share.
-        planners: part -> planner over the staged copies.
         files: name -> content of this rank's small files.
         metadata: part -> DCP metadata; on the coordinator only.
         items: item -> kind, for the manifest.
@@ -92,11 +90,10 @@ class PreparedSave:
 
     request: SaveRequest
     assignment: Assignment
-    planners: Mapping[str, StagedPlanner]
     files: Mapping[str, bytes]
     metadata: Mapping[str, Metadata]
     items: Mapping[str, str]
-    staged: StagedShards
+    staged: StagedParts
     rank: int
     error: BaseException | None = None
 
@@ -149,11 +146,10 @@ def prepare(
     prepared = PreparedSave(
         request=request,
         assignment=assignment,
-        planners={},
         files={name: content for name, content in local.files.items() if name in assignment.files},
         metadata=metadata,
         items=local.items,
-        staged=StagedShards({}),
+        staged=NOTHING_STAGED,
         rank=coordinator.rank,
     )
     try:
@@ -249,16 +245,9 @@ def _stage(prepared: PreparedSave, local: _Local, stager: Stager) -> PreparedSav
         for part, plan in prepared.assignment.plans.items()
         if part in local.planners
     }
-    live: dict[Hashable, torch.Tensor] = {
-        (part, index): tensor for part, plan in resolved.items() for index, tensor in plan.shards.items()
-    }
-    staged = stager.stage(live)
+    staged = stager.stage(resolved)
     files = {**prepared.files, **encode_local(prepared.rank, local.local, prepared.assignment.divergent)}
-    planners = {
-        part: StagedPlanner({index: staged.tensors[part, index] for index in plan.shards}, plan.values)
-        for part, plan in resolved.items()
-    }
-    return replace(prepared, planners=planners, staged=staged, files=files)
+    return replace(prepared, staged=staged, files=files)
 
 
 def save_error(url: str, step: int, phase: str, error: CoordinationError) -> SaveError:

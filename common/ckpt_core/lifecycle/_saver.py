@@ -15,8 +15,8 @@ from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._prepare import PreparedSave, SaveRequest, prepare
 from ckpt_core.lifecycle._prune import prune
 from ckpt_core.lifecycle._save import SaveRun
+from ckpt_core.lifecycle._stage import Stager
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.staging import HostStager
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CapturedState
@@ -38,7 +38,7 @@ class Saver:
         self._coordinator = coordinator
         self._options = options
         self._telemetry = telemetry
-        self._stager = HostStager()
+        self._stager = Stager()
         self._ownership = Ownership(storage, coordinator)
         self._flight = Flight(coordinator, back_pressure=options.back_pressure, on_error=options.on_error)
 
