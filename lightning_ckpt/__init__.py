@@ -1,1 +1,32 @@
-"""Lightning adapter."""
+"""Asynchronous, sharded, committed checkpoints for Lightning, with one callback or one plugin.
+
+`ShardedCheckpoint` and `ShardedCheckpointIO` here are those of the `lightning` package, or of
+`pytorch_lightning` where only that is installed. With both installed, users of the latter import them from
+`lightning_ckpt.pytorch_lightning`: the two packages do not accept each other's classes.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_ckpt.lightning import ShardedCheckpoint, ShardedCheckpointIO
+
+__all__ = ["ShardedCheckpoint", "ShardedCheckpointIO"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'lightning_ckpt' has no attribute {name!r}")
+    for package in ("lightning", "pytorch_lightning"):
+        if find_spec(package) is not None:
+            value = getattr(import_module(f"lightning_ckpt.{package}"), name)
+            globals()[name] = value
+            return value
+    raise ImportError("lightning_ckpt needs Lightning: pip install 'ckpt-suite[lightning]'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -214,6 +214,7 @@ class CheckpointManager:
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
         """Remove what the retention policy does not keep; with `dry_run`, only tell."""
+        self._check_open()
         self._saver.wait()
         policy = self.options.keep or KeepAll()
         if not dry_run:
@@ -224,10 +225,12 @@ class CheckpointManager:
 
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""
+        self._check_open()
         self._coordinator.once(lambda: self._catalog.pin(step, reason))
 
     def unpin(self, step: int) -> None:
         """Take the protection of a step away."""
+        self._check_open()
         self._coordinator.once(lambda: self._catalog.unpin(step))
 
     def close(self) -> None:

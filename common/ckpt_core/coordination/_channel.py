@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, final
 
@@ -14,6 +15,7 @@ from ckpt_core.coordination._base import failure_text
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError
 
 _SLICE_SECONDS = 2.0  # so that Ctrl-C is heard while waiting
+_SHORTEST = timedelta(milliseconds=1)  # stores count in these, and zero of them means for ever
 _GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing, arrives first
 
 
@@ -48,7 +50,7 @@ class Channel:
         """The coordinator's value on every rank."""
         key = f"{topic}/value"
         if self._rank == 0:
-            self._store.set(key, pickle.dumps(value))
+            self._set(key, pickle.dumps(value))
             self._stale.append(key)
             return value
         return pickle.loads(self._await(key, [0], topic, deadline_seconds + _GRACE_SECONDS))  # noqa: S301
@@ -59,36 +61,38 @@ class Channel:
         """Values to the coordinator, answers back; see `Coordinator.exchange`."""
         if self._rank == 0:
             return self._lead(topic, value, decide, deadline_seconds)
-        failed = isinstance(value, BaseException)
-        message = {"failure": failure_text(value)} if failed else {"value": value}
-        self._store.set(f"{topic}/arrive/{self._rank}", pickle.dumps(message))
+        message, cause = _pack(value)
+        self._set(f"{topic}/arrive/{self._rank}", message)
         reply = self._await(f"{topic}/depart/{self._rank}", [0], topic, deadline_seconds + _GRACE_SECONDS)
-        return _open_reply(pickle.loads(reply), value if failed else None)  # noqa: S301
+        answer = pickle.loads(reply)  # noqa: S301
+        if "error" in answer:
+            raise answer["error"] from cause
+        return answer["value"]
 
     def _lead(
         self, topic: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline_seconds: float
     ) -> Any:
-        cause: BaseException | None = value if isinstance(value, BaseException) else None
-        reply: dict[str, Any]
-        answers: list[Any] = []
+        cause = value if isinstance(value, BaseException) else None
         try:
             values = self._collect(topic, value, deadline_seconds)
             self._forget()
             answers = decide(values)
-            reply = {}
+            # Packed before the first is sent: what cannot be sent must not leave ranks waiting.
+            replies = [pickle.dumps({"value": answers[rank]}) for rank in range(1, self._world_size)]
         except CheckpointError as error:
-            reply, cause = {"error": error}, cause or error.__cause__
-        except Exception as error:  # noqa: BLE001 - every rank is told through the reply below
+            self._answer(topic, [_pack_error(error)] * (self._world_size - 1))
+            raise error from cause or error.__cause__
+        except Exception as error:
             text = failure_text(error)
-            reply = {"error": CoordinationError(f"rank 0: {text}", failures={0: text})}
-            cause = error
-        self._answer(topic, reply, answers)
-        return _open_reply({**reply, "value": answers[0] if answers else None}, cause)
+            refusal = CoordinationError(f"rank 0: {text}", failures={0: text})
+            self._answer(topic, [_pack_error(refusal)] * (self._world_size - 1))
+            raise refusal from error
+        self._answer(topic, replies)
+        return answers[0]
 
-    def _answer(self, topic: str, reply: dict[str, Any], answers: Sequence[Any]) -> None:
-        for rank in range(1, self._world_size):
-            own = reply if "error" in reply else {"value": answers[rank]}
-            self._store.set(f"{topic}/depart/{rank}", pickle.dumps(own))
+    def _answer(self, topic: str, replies: Sequence[bytes]) -> None:
+        for rank, reply in enumerate(replies, start=1):
+            self._set(f"{topic}/depart/{rank}", reply)
             self._stale += [f"{topic}/depart/{rank}", f"{topic}/arrive/{rank}"]
 
     def _collect(self, topic: str, value: Any, deadline_seconds: float) -> list[Any]:
@@ -100,9 +104,9 @@ class Channel:
         keys = {rank: f"{topic}/arrive/{rank}" for rank in range(1, self._world_size)}
         for rank, key in keys.items():
             if not self._wait([key], deadline):
-                missing = [r for r, k in keys.items() if r >= rank and not self._store.check([k])]
+                missing = [r for r, k in keys.items() if r >= rank and not self._has([k])]
                 raise _missing(topic, missing or [rank], deadline_seconds, failures)
-            message = pickle.loads(self._store.get(key))  # noqa: S301
+            message = pickle.loads(self._get(key))  # noqa: S301
             if "failure" in message:
                 failures[rank] = message["failure"]
             values.append(message.get("value"))
@@ -113,35 +117,70 @@ class Channel:
     def _await(self, key: str, awaited: Sequence[int], topic: str, deadline_seconds: float) -> bytes:
         if not self._wait([key], time.monotonic() + deadline_seconds):
             raise _missing(topic, awaited, deadline_seconds, {})
-        return self._store.get(key)
+        return self._get(key)
 
     def _wait(self, keys: list[str], deadline: float) -> bool:
         while True:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                return self._store.check(keys)
+                return self._has(keys)
             try:
-                self._store.wait(keys, timedelta(seconds=min(remaining, _SLICE_SECONDS)))
+                with _told_if_gone():
+                    self._store.wait(keys, max(timedelta(seconds=min(remaining, _SLICE_SECONDS)), _SHORTEST))
             except dist.DistStoreError:
                 continue
-            except RuntimeError as error:
-                raise CoordinationError(
-                    f"the job's store is gone while waiting for {keys[0]}: {error}. "
-                    "The process that serves it (rank 0 or the launcher) has probably died."
-                ) from error
             return True
+
+    def _set(self, key: str, value: bytes) -> None:
+        with _told_if_gone():
+            self._store.set(key, value)
+
+    def _get(self, key: str) -> bytes:
+        with _told_if_gone():
+            return self._store.get(key)
+
+    def _has(self, keys: list[str]) -> bool:
+        with _told_if_gone():
+            return self._store.check(keys)
 
     def _forget(self) -> None:
         """Delete the keys of earlier exchanges: all ranks have arrived at a later one, so they are read."""
-        for key in self._stale:
-            self._store.delete_key(key)
+        with _told_if_gone():
+            for key in self._stale:
+                self._store.delete_key(key)
         self._stale.clear()
 
 
-def _open_reply(reply: dict[str, Any], cause: BaseException | None) -> Any:
-    if "error" in reply:
-        raise reply["error"] from cause
-    return reply["value"]
+@contextmanager
+def _told_if_gone() -> Generator[None]:
+    """Turn the loss of the store into an error for people; a time-out of `wait` passes."""
+    try:
+        yield
+    except dist.DistStoreError:
+        raise
+    except RuntimeError as error:
+        raise CoordinationError(
+            f"the job's store is gone: {error}. "
+            "The process that serves it (rank 0 or the launcher) has probably died"
+        ) from error
+
+
+def _pack(value: Any) -> tuple[bytes, BaseException | None]:
+    """A rank's message and the error in it, if it is one; what cannot be pickled is one, too."""
+    if not isinstance(value, BaseException):
+        try:
+            return pickle.dumps({"value": value}), None
+        except Exception as error:  # noqa: BLE001 - every rank is told through the message below
+            value = error
+    return pickle.dumps({"failure": failure_text(value)}), value
+
+
+def _pack_error(error: CheckpointError) -> bytes:
+    try:
+        return pickle.dumps({"error": error})
+    except Exception:  # noqa: BLE001 - it is told as text
+        text = failure_text(error)
+        return pickle.dumps({"error": CoordinationError(f"rank 0: {text}", failures={0: text})})
 
 
 def _list_failures(failures: dict[int, str]) -> str:

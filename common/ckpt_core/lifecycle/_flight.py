@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
@@ -27,6 +28,7 @@ class Flight:
         self._on_error = on_error
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
         self._undelivered: SaveHandle | None = None
+        self._run: Future[None] | None = None
         self.latest: SaveHandle | None = None
         """The last save started, unless it is known to have failed."""
 
@@ -41,7 +43,7 @@ class Flight:
             # Ranks finish at different moments, but they must all skip or all save.
             if self._coordinator.combine([flying])[0]:
                 return False
-        self.wait()
+        self._deliver()
         return True
 
     def start(self, handle: SaveHandle, run: Callable[[], None]) -> None:
@@ -57,14 +59,20 @@ class Flight:
             else:
                 handle.committed.set_exception(error)
 
-        self._pool.submit(run).add_done_callback(ended)
+        self._run = self._pool.submit(run)
+        self._run.add_done_callback(ended)
 
     def wait(self) -> None:
-        """Wait for the save in flight and deliver its failure.
+        """Wait for the save in flight, and for the prune behind it, and deliver its failure.
 
         Raises:
             SaveError: it failed, and errors are to be raised.
         """
+        if self._run is not None:
+            futures.wait((self._run,))
+        self._deliver()
+
+    def _deliver(self) -> None:
         handle = self._undelivered
         if handle is None:
             return

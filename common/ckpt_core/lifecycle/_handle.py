@@ -30,6 +30,8 @@ class SaveHandle:
         self.staged: Future[None] = Future()
         self.committed: Future[CheckpointInfo] = Future()
         self.uploaded: Future[CheckpointInfo] = self.committed
+        for future in (self.staged, self.committed):
+            future.set_running_or_notify_cancel()  # nobody who merely waits can cancel a save
 
     def done(self) -> bool:
         """Whether the save has ended, one way or the other."""

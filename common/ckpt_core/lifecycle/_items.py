@@ -63,7 +63,7 @@ def decode_items(content: bytes, path: str) -> DecodedItems:
         document = json.loads(content)
         values = {str(name): decode(value) for name, value in document["items"].items()}
         names = tuple(str(name) for name in document[PICKLED])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CorruptCheckpointError) as error:
         failure = FileFailure(path=path, problem=f"not a file of items: {error}")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
     return DecodedItems(values=values, pickled=names)

@@ -18,6 +18,7 @@ from ckpt_core.names import local_name
 from ckpt_core.storage import Storage
 
 LocalKey: TypeAlias = tuple[str, str]
+_PIECE_BYTES = 8 << 20
 
 
 def digests(local: Mapping[LocalKey, torch.Tensor]) -> dict[LocalKey, int]:
@@ -50,7 +51,7 @@ def encode_local(
     """The file of a rank's own values, by name; no file if it has none."""
     if not keys:
         return {}
-    values = {json.dumps(key): local[key].detach().cpu() for key in sorted(keys)}
+    values = {json.dumps(key): _split(local[key].detach().cpu()) for key in sorted(keys)}
     return {local_name(rank): encode_items(values).content}
 
 
@@ -61,7 +62,21 @@ def read_local(storage: Storage, directory: str, rank: int) -> dict[LocalKey, to
         content = storage.read_bytes(path)
     except FileNotFoundError:
         return {}
-    return {_key(name): value for name, value in decode_items(content, path).values.items()}
+    return {_key(name): _joined(value) for name, value in decode_items(content, path).values.items()}
+
+
+def _split(tensor: torch.Tensor) -> Any:
+    """The tensor, or, if it is large, pieces of it: JSON takes no large ones."""
+    if tensor.nbytes <= _PIECE_BYTES:
+        return tensor
+    pieces = torch.split(tensor.reshape(-1), _PIECE_BYTES // tensor.dtype.itemsize)
+    return {"shape": tensor.shape, "pieces": list(pieces)}
+
+
+def _joined(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.cat(value["pieces"]).reshape(value["shape"])
 
 
 def _key(name: str) -> LocalKey:

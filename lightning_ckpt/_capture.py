@@ -1,0 +1,101 @@
+"""Lightning's checkpoint dictionary, taken apart into the items of a checkpoint of ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from ckpt_core.state import NotEncodableError, encode, local_buffers, rng_seed, rng_state
+from ckpt_core.types import CapturedState
+from lightning_ckpt._hoist import hoist
+
+PART = ""
+MODEL = "model"
+OPTIMIZER = "optimizer"
+LARGE = "lightning"
+"""Item of the large tensors that callbacks and hooks put into the dictionary."""
+
+PREFIX = "lightning."
+"""In front of the dictionary's own keys, so that none is taken for an item of the core."""
+
+LOADERS = "lightning.dataloaders"
+PREFETCHED = "lightning.prefetched"
+RNG = "rng"
+SEED = "rng_seed"
+
+_logger = logging.getLogger(__name__)
+
+
+def capture(trainer: Any, checkpoint: Mapping[str, Any]) -> CapturedState:
+    """What `checkpoint`, as Lightning collected it on this rank, is in a checkpoint of ours.
+
+    Callbacks and the data module may differ between ranks, which Lightning forgets: theirs is kept per rank,
+    and rank 0's also for all, for ranks that come later.
+    """
+    rest = dict(checkpoint)
+    tree: dict[str, Any] = {MODEL: rest.pop("state_dict")}
+    optimizers = rest.pop("optimizer_states", [])
+    if optimizers:
+        tree[OPTIMIZER] = _one_or_several(optimizers)
+    per_rank = _take_position(trainer, rest)
+    if "lr_schedulers" in rest:
+        rest["lr_schedulers"] = [_without_functions(state) for state in rest["lr_schedulers"]]
+    large: dict[str, torch.Tensor] = {}
+    small = {f"{PREFIX}{key}": hoist(value, str(key), large) for key, value in rest.items()}
+    if large:
+        tree[LARGE] = large
+    own = {f"{PREFIX}{key}" for key in ("callbacks", _datamodule_key(trainer))}
+    per_rank |= {key: value for key, value in small.items() if key in own}
+    # Last: a loader may draw from the global generator when asked for its state.
+    per_rank[RNG] = rng_state()
+    return CapturedState(
+        sharded={PART: tree},
+        per_rank=per_rank,
+        shared={**small, SEED: rng_seed(per_rank[RNG])},
+        local=local_buffers(trainer.strategy.model, tree[MODEL]),
+    )
+
+
+def _one_or_several(states: list[Any]) -> Any:
+    """As the core's own training state spells it, so that either reads the other's checkpoints."""
+    return states[0] if len(states) == 1 else {str(index): state for index, state in enumerate(states)}
+
+
+def _take_position(trainer: Any, rest: dict[str, Any]) -> dict[str, Any]:
+    """Take the position in the data out of the loops: every rank has its own."""
+    fit_loop = dict(rest["loops"]["fit_loop"])
+    own = dict(fit_loop.get("state_dict", {}))
+    states = own.pop("combined_loader", None)
+    if not states:
+        return {}
+    fit_loop["state_dict"] = own
+    rest["loops"] = {**rest["loops"], "fit_loop": fit_loop}
+    return {LOADERS: states, PREFETCHED: _prefetched(trainer)}
+
+
+def _prefetched(trainer: Any) -> list[Any]:
+    """Batches that Lightning drew ahead of a loader without a length; the loader is ahead by them."""
+    batches = list(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    try:
+        encode(batches)
+    except NotEncodableError as error:
+        _logger.warning(
+            "a resume will skip %d batch(es) that Lightning drew ahead of a loader without a length: %s. "
+            "Use plain tensors, or give the dataset a length",
+            len(batches), error,
+        )  # fmt: skip
+        return []
+    return batches
+
+
+def _datamodule_key(trainer: Any) -> str:
+    return "" if trainer.datamodule is None else type(trainer.datamodule).__qualname__
+
+
+def _without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The live scheduler was built with its own functions."""
+    return {key: value for key, value in state.items() if not isinstance(value, FunctionType | MethodType)}

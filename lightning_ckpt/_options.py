@@ -1,0 +1,109 @@
+"""The one set of options that the callback and the plugin share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from ckpt_core.cadence import SavePolicy
+from ckpt_core.errors import ConfigError
+from ckpt_core.options import BackPressure, CheckpointOptions, OnError
+from ckpt_core.retention import AllOf, AnyOf, KeepBest, RetentionPolicy
+from lightning_ckpt._places import real_root
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a person asked for, validated.
+
+    Attributes:
+        root: where the run's own checkpoints go; None if only Lightning's own callers save.
+        options: of the manager of that root.
+        save_last: whether the last step of a training is saved whatever the save policy says.
+    """
+
+    root: str | None
+    options: CheckpointOptions
+    save_last: bool
+
+    @property
+    def best(self) -> KeepBest | None:
+        """The policy that says which checkpoint is the best; the first if there are several."""
+        return next(_bests(self.options.keep), None)
+
+    def for_root(self, root: str) -> CheckpointOptions:
+        """The options of the manager of `root`: policies are for the run's own root only.
+
+        Elsewhere whoever names the checkpoints (a `ModelCheckpoint`, the user) also decides what stays, and
+        believes that a save which returned was made; so none is skipped.
+        """
+        options = self.options if root == self.root else _without_policies(self.options)
+        return options if "://" in root else replace(options, storage_options={})
+
+
+def _without_policies(options: CheckpointOptions) -> CheckpointOptions:
+    return replace(options, save=None, keep=None, back_pressure="wait")
+
+
+def _bests(policy: RetentionPolicy | None) -> Iterator[KeepBest]:
+    if isinstance(policy, KeepBest):
+        yield policy
+    elif isinstance(policy, AnyOf | AllOf):
+        for member in policy.policies:
+            yield from _bests(member)
+
+
+class Configured:
+    """Something that takes our options.
+
+    Args:
+        dirpath: directory or fsspec URL (`s3://bucket/run`) of the run's checkpoints.
+        save: when to save; a policy, or plain values such as `{every_steps: 500, on_preemption: true}`.
+        keep: what to keep; a policy, or plain values such as `{latest: 3, best: {metric: val_loss}}`.
+        save_last: whether to save the last step of a training, too.
+        back_pressure: what a save that is due does while another is in flight: `wait` for it, or `skip`.
+        on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
+        verify: whether a checkpoint's checksums are verified before it is loaded.
+        allow_pickle: whether loading may execute pickles, which can run any code.
+        deadline_seconds: how long ranks wait for one another before they give up.
+        storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
+
+    Raises:
+        ConfigError: an option is wrong; the message lists every offender.
+    """
+
+    # Every argument is one that LightningCLI shows and YAML may set.
+    def __init__(  # noqa: PLR0913
+        self,
+        dirpath: str | Path | None = None,
+        *,
+        save: SavePolicy | dict[str, Any] | list[Any] | None = None,
+        keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
+        save_last: bool = True,
+        back_pressure: BackPressure = "wait",
+        on_error: OnError = "raise",
+        verify: bool = True,
+        allow_pickle: bool = False,
+        deadline_seconds: float = 1800.0,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        if dirpath is None and not (save is None and keep is None):
+            raise ConfigError("save= and keep= need dirpath=, the directory or URL of the run's checkpoints")
+        values = {
+            "save": save,
+            "keep": keep,
+            "back_pressure": back_pressure,
+            "on_error": on_error,
+            "verify": verify,
+            "allow_pickle": allow_pickle,
+            "deadline_seconds": deadline_seconds,
+            "storage_options": storage_options or {},
+        }
+        self.settings = Settings(
+            root=None if dirpath is None else real_root(dirpath),
+            options=CheckpointOptions.from_mapping(values),
+            save_last=save_last,
+        )

@@ -1,0 +1,69 @@
+"""What a path that Lightning hands over stands for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, final
+
+from ckpt_core.commit import Catalog
+from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.names import MARKER, METADATA
+from ckpt_core.storage import open_storage
+
+_LIGHTNINGS_OWN = "meta.pt"
+"""The file by which Lightning tells the directories that its sharded strategies write."""
+
+
+class Kind(Enum):
+    """What lies at a path."""
+
+    CHECKPOINT = auto()
+    ROOT = auto()
+    STOCK = auto()
+
+
+def real_root(root: str | os.PathLike[str]) -> str:
+    """One spelling for every way to write a root, so that a run never opens it twice."""
+    text = os.fspath(root)
+    return text.rstrip("/") if "://" in text else os.path.realpath(os.path.expanduser(text))  # noqa: PTH111
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A checkpoint as the core names it: a directory under a root."""
+
+    root: str
+    name: str
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Place:
+        """The root is the path's directory, the name its last part."""
+        root, slash, name = os.fspath(path).rstrip("/").rpartition("/")
+        return cls(real_root(root or ("/" if slash else ".")), name)
+
+
+def kind_of(path: str, storage_options: Mapping[str, Any]) -> Kind:
+    """Whether `path` is a checkpoint of ours, a root of such, or something that stock Lightning wrote.
+
+    Raises:
+        CheckpointNotFoundError: it is none of these.
+    """
+    place = Place.of(path)
+    options = storage_options if "://" in path else {}
+    parent = open_storage(place.root, options)
+    if parent.exists(f"{place.name}/{MARKER}"):
+        return Kind.CHECKPOINT
+    if parent.exists(place.name) or parent.exists(f"{place.name}/{_LIGHTNINGS_OWN}"):
+        return Kind.STOCK
+    if parent.exists(f"{place.name}/{METADATA}"):
+        return Kind.CHECKPOINT
+    if Catalog(open_storage(path, options)).committed():
+        return Kind.ROOT
+    raise CheckpointNotFoundError(
+        f"{path} is neither a committed checkpoint ({MARKER} is missing), nor a directory that holds some, "
+        "nor a file or directory that Lightning wrote; check ckpt_path"
+    )

@@ -1,0 +1,163 @@
+"""All checkpointing of one Trainer: its attached strategy saves and loads through this."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, final
+
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from ckpt_core.state import unwrap_optimizer
+from lightning_ckpt._options import Settings
+from lightning_ckpt._pacing import Pacing, metrics_of
+from lightning_ckpt._places import Kind, Place, kind_of, real_root
+from lightning_ckpt._resume import go_on, warn_of_hidden_order
+from lightning_ckpt._roots import Roots
+from lightning_ckpt._state import LightningState, Loaded
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class Session:
+    """Lives as long as its Trainer; `start` and `finish` delimit each fit, validate, test or predict.
+
+    Concurrency: the thread that trains, on every rank alike, except `remove` (coordinator only).
+    """
+
+    def __init__(self, trainer: Any, settings: Settings) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self.loaded: Loaded | None = None
+        self.pacing: Pacing | None = None
+        self.resumes_stock = False
+        self.preempted = False
+        self._roots = Roots(settings)
+        self._running = False
+        self._error: BaseException | None = None
+
+    def start(self, stage: str, ckpt_path: str | None) -> None:
+        """Begin a run of the Trainer, which may load `ckpt_path`."""
+        self._running, self._error = True, None
+        self.loaded = self.pacing = None
+        self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
+        if stage == "fit" and self.settings.root is not None and not self.trainer.fast_dev_run:
+            self.pacing = Pacing(self.trainer, self.settings, self._roots)
+
+    def _is_stock(self, path: str) -> bool:
+        try:
+            return self._kind(path) is Kind.STOCK
+        except (CheckpointNotFoundError, OSError):
+            return False  # loading will say so, on every rank
+
+    def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Save what Lightning has collected under the path that it wants."""
+        place = Place.of(self.trainer.strategy.broadcast(os.fspath(path)))
+        self._roots.save(
+            place,
+            self.trainer.global_step,
+            LightningState(self.trainer, checkpoint),
+            metrics=metrics_of(self.trainer),
+            reason="asked for by path",
+        )
+        if not self._running:
+            # After a fit nobody would wait for it.
+            self._roots.close()
+
+    def load(self, path: str | os.PathLike[str], load_stock: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Read a checkpoint and return what Lightning puts back; a root stands for its newest.
+
+        Raises:
+            CheckpointError: see `CheckpointManager.load` and `resume`.
+        """
+        text = self.trainer.strategy.broadcast(os.fspath(path))
+        kind = self._roots.once(lambda: self._kind(text))
+        if kind is Kind.STOCK:
+            return load_stock()
+        state = LightningState(self.trainer)
+        if kind is Kind.ROOT:
+            self._load_newest(real_root(text), state)
+        else:
+            place = Place.of(text)
+            self._roots.manager(place.root).load(state, name=place.name)
+            self._note_rewind(place, state)
+        if state.loaded is None:
+            raise CheckpointNotFoundError(f"{text} holds no checkpoint any more; was it pruned just now?")
+        self.loaded = state.loaded
+        _logger.info("loaded %s", state.loaded.saved.name)
+        return state.loaded.checkpoint
+
+    def _load_newest(self, root: str, state: LightningState) -> None:
+        manager = self._roots.manager(root)
+        if self.pacing is None or root != self.settings.root:
+            manager.load(state)
+            return
+        step = manager.resume(state)
+        if step is not None:
+            self.pacing.resumed(step, later=())
+
+    def _note_rewind(self, place: Place, state: LightningState) -> None:
+        """Tell the pacing about a checkpoint of the run's own root that need not be its newest."""
+        step = None if state.loaded is None else state.loaded.saved.step
+        if self.pacing is None or place.root != self.settings.root or step is None:
+            return
+        committed = self._roots.once(self._roots.manager(place.root).checkpoints)
+        self.pacing.resumed(step, later=[info.step for info in committed if info.step > step])
+
+    def _kind(self, path: str) -> Kind:
+        return kind_of(path, self.settings.options.storage_options)
+
+    def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
+        """Remove a checkpoint or a stock file, but not before its successor is committed."""
+        self._roots.remove(Place.of(path), remove_file)
+
+    def begin_training(self) -> None:
+        """Last thing before the first batch is drawn."""
+        for optimizer in self.trainer.strategy.optimizers:
+            unwrap_optimizer(optimizer)
+        if self.loaded is not None:
+            go_on(self.trainer, self.loaded)
+        warn_of_hidden_order(self.trainer)
+        if self.pacing is not None:
+            self.pacing.begin()
+
+    def failed(self, error: BaseException) -> None:
+        """Note the exception that ends this run: it must not be hidden by what `finish` meets."""
+        self._error = error
+
+    def finish(self) -> None:
+        """Wait for what is in flight while the process group still stands.
+
+        Raises:
+            SaveError: a save failed, and the run ended without another error.
+        """
+        self._running = False
+        pacing, self.pacing = self.pacing, None
+        try:
+            if pacing is not None:
+                self.preempted = pacing.preempted
+                pacing.finish()
+            self._roots.close()
+        except CheckpointError as failure:
+            if self._error is None:
+                raise
+            self._error.add_note(f"while the last save was waited for: {failure}")
+            _logger.error("%s", failure)  # noqa: TRY400 - the error that ended the run is raised
+        finally:
+            self._error = None
+
+
+def refuse_hidden_shards(strategy: Any) -> None:
+    """Refuse strategies that keep their state where no checkpoint of ours can reach it.
+
+    Raises:
+        ConfigError: it is one of them.
+    """
+    names = [cls.__name__ for cls in type(strategy).__mro__]
+    hidden = next((name for name in names if "DeepSpeed" in name or "XLA" in name), None)
+    if hidden is not None:
+        raise ConfigError(
+            f"{hidden} hides its shards from a checkpoint: use FSDPStrategy, ModelParallelStrategy or DDP, "
+            "or leave ShardedCheckpoint out and save natively"
+        )

@@ -1,0 +1,200 @@
+"""A strategy that saves and loads through the core, whatever strategy it was before.
+
+`attach` gives the strategy object a generated subclass of its own class. It has a single base, for Python
+refuses to change an object's class to one with another layout; and it keeps its name, for logs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state import load_model_state, load_optimizer_state, model_state, optimizer_state
+from lightning_ckpt._resume import set_sampler_epoch
+from lightning_ckpt._session import Session, refuse_hidden_shards
+
+_SESSION = "_ckpt_session"
+_MARK = "_ckpt_stock_class"
+
+
+def attach(strategy: Any, session: Session) -> None:
+    """Let `strategy` save and load through `session`.
+
+    Raises:
+        ConfigError: it hides its state from checkpoints.
+    """
+    refuse_hidden_shards(strategy)
+    setattr(strategy, _SESSION, session)
+    if not hasattr(type(strategy), _MARK):
+        strategy.__class__ = _attached_class(type(strategy))
+
+
+_attached_classes: dict[type[Any], type[Any]] = {}
+
+
+def _attached_class(stock: type[Any]) -> type[Any]:
+    if stock not in _attached_classes:
+        _attached_classes[stock] = _subclass(stock)
+    return _attached_classes[stock]
+
+
+def _subclass(stock: type[Any]) -> type[Any]:
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, _MARK: stock}
+    return type(stock.__name__, (stock,), {**names, **_OVERRIDES})
+
+
+def _stock(strategy: Any) -> Any:
+    return super(type(strategy), strategy)
+
+
+def _session(strategy: Any) -> Session | None:
+    """The session, unless the strategy object has moved on to a Trainer that is not ours."""
+    session: Session | None = getattr(strategy, _SESSION, None)
+    module = strategy.lightning_module
+    if session is None or module is None or module._trainer is not session.trainer:
+        return None
+    return session
+
+
+def _loads_after_setup(strategy: Any) -> bool:
+    session = _session(strategy)
+    if session is None or session.resumes_stock:
+        return bool(_stock(strategy).restore_checkpoint_after_setup)
+    return True
+
+
+def _lets_lightning_load_optimizers(strategy: Any) -> bool:
+    session = _session(strategy)
+    if session is None or session.loaded is None:
+        return bool(_stock(strategy).lightning_restore_optimizer)
+    return True
+
+
+def lightning_module_state_dict(self: Any) -> dict[str, Any]:
+    """The live weights by name; sharded where the model is."""
+    return _stock(self).lightning_module_state_dict() if _session(self) is None else model_state(self.model)
+
+
+def optimizer_state_of(self: Any, optimizer: Any) -> dict[str, Any]:
+    """The live optimizer state by parameter name."""
+    if _session(self) is None:
+        return dict(_stock(self).optimizer_state(optimizer))
+    return optimizer_state(self.model, optimizer)
+
+
+def save_checkpoint(
+    self: Any,
+    checkpoint: dict[str, Any],
+    filepath: str | os.PathLike[str],
+    storage_options: Any | None = None,
+) -> None:
+    """Save on all ranks, in the background."""
+    session = _session(self)
+    if session is None:
+        _stock(self).save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        return
+    if storage_options is not None:
+        raise ConfigError("give storage_options= to ShardedCheckpoint, not to save_checkpoint()")
+    session.save(checkpoint, filepath)
+
+
+def load_checkpoint(
+    self: Any,
+    checkpoint_path: str | os.PathLike[str],
+    weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
+) -> dict[str, Any]:
+    """Read a checkpoint of ours into place, or one of Lightning's as Lightning does."""
+    session = _session(self)
+
+    def load_stock() -> dict[str, Any]:
+        plain = False if session is not None and session.settings.options.allow_pickle else weights_only
+        return dict(_stock(self).load_checkpoint(checkpoint_path, weights_only=plain))
+
+    return load_stock() if session is None else session.load(checkpoint_path, load_stock)
+
+
+def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
+    """Put the weights that were read, as hooks have left them, into the model."""
+    session = _session(self)
+    if session is None or session.loaded is None:
+        _stock(self).load_model_state_dict(checkpoint, strict=strict)
+    elif strict:
+        load_model_state(self.model, checkpoint["state_dict"])
+    else:
+        options = StateDictOptions(strict=False)
+        set_model_state_dict(self.model, dict(checkpoint["state_dict"]), options=options)
+
+
+def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Put the optimizer states that were read, as hooks have left them, into the optimizers."""
+    session = _session(self)
+    if session is None or session.loaded is None:
+        _stock(self).load_optimizer_state_dict(checkpoint)
+        return
+    states = checkpoint["optimizer_states"]
+    if len(states) != len(self.optimizers):
+        raise IncompatibleCheckpointError(
+            f"a hook left {len(states)} optimizer state(s) for {len(self.optimizers)} optimizer(s)"
+        )
+    for optimizer, state in zip(self.optimizers, states, strict=True):
+        load_optimizer_state(self.model, optimizer, state)
+
+
+def remove_checkpoint(self: Any, filepath: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint once its successor is committed."""
+    session = _session(self)
+
+    def remove_file() -> None:
+        _stock(self).remove_checkpoint(filepath)
+
+    if session is None:
+        remove_file()
+    elif self.is_global_zero:
+        session.remove(filepath, remove_file)
+
+
+def process_dataloader(self: Any, dataloader: Any) -> Any:
+    """As before; and samplers learn the epoch that is resumed before their order is drawn."""
+    loader = _stock(self).process_dataloader(dataloader)
+    session = _session(self)
+    if session is not None and session.loaded is not None and session.trainer.training:
+        set_sampler_epoch(session.trainer, loader)
+    return loader
+
+
+def on_train_start(self: Any) -> None:
+    """As before; and then, when nobody else will draw random numbers any more, the exact position."""
+    _stock(self).on_train_start()
+    session = _session(self)
+    if session is not None:
+        session.begin_training()
+
+
+def teardown(self: Any) -> None:
+    """Wait for what is in flight while the process group stands; then as before."""
+    session = _session(self)
+    try:
+        if session is not None:
+            session.finish()
+    finally:
+        _stock(self).teardown()
+
+
+_OVERRIDES: dict[str, Callable[..., Any] | property] = {
+    "restore_checkpoint_after_setup": property(_loads_after_setup),
+    "lightning_restore_optimizer": property(_lets_lightning_load_optimizers),
+    "lightning_module_state_dict": lightning_module_state_dict,
+    "optimizer_state": optimizer_state_of,
+    "save_checkpoint": save_checkpoint,
+    "load_checkpoint": load_checkpoint,
+    "load_model_state_dict": load_model_state_dict,
+    "load_optimizer_state_dict": load_optimizer_state_dict,
+    "remove_checkpoint": remove_checkpoint,
+    "process_dataloader": process_dataloader,
+    "on_train_start": on_train_start,
+    "teardown": teardown,
+}

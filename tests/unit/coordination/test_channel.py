@@ -1,0 +1,247 @@
+"""Ranks are threads here, over a store in memory; real processes are under tests/distributed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckpt_core.coordination._channel import Channel
+from ckpt_core.errors import (
+    CheckpointExistsError,
+    CoordinationError,
+    DeadlineError,
+    IncompatibleCheckpointError,
+)
+
+WORLD = 3
+LONG = 30.0
+SHORT = 0.2
+
+
+def each_itself(values: list[Any]) -> list[Any]:
+    return list(values)
+
+
+class Job:
+    """Channels of several ranks over one store, and a way to call on all of them at once."""
+
+    def __init__(self, world_size: int = WORLD, store: Any = None) -> None:
+        self.store = dist.HashStore() if store is None else store
+        self.channels = [Channel(self.store, rank, world_size) for rank in range(world_size)]
+
+    def call(self, act: Callable[[int, Channel], Any], ranks: Any = None) -> dict[int, Any]:
+        """What `act(rank, channel)` returned or raised, by rank."""
+        chosen = list(range(len(self.channels))) if ranks is None else list(ranks)
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            futures = {rank: pool.submit(act, rank, self.channels[rank]) for rank in chosen}
+            return {rank: future.exception() or future.result() for rank, future in futures.items()}
+
+    def exchange(
+        self, values: list[Any], decide: Callable[[list[Any]], list[Any]], **options: Any
+    ) -> list[Any]:
+        topic = options.pop("topic", "topic")
+        results = self.call(
+            lambda rank, channel: channel.exchange(topic, values[rank], decide, LONG), **options
+        )
+        return list(results.values())
+
+
+def test_every_rank_gets_its_own_answer():
+    assert Job().exchange([1, 2, 3], lambda values: [sum(values) * v for v in values]) == [6, 12, 18]
+
+
+def test_only_the_coordinator_decides_with_the_values_in_rank_order():
+    calls: list[tuple[str, list[Any]]] = []
+
+    def decide(values: list[Any]) -> list[Any]:
+        calls.append((threading.current_thread().name, values))
+        return values
+
+    Job().exchange(["a", "b", "c"], decide)
+    assert [values for _, values in calls] == [["a", "b", "c"]]
+
+
+def test_a_broadcast_brings_the_coordinators_value_to_all():
+    results = Job().call(lambda rank, channel: channel.broadcast("topic", ("value", rank), LONG))
+    assert set(results.values()) == {("value", 0)}
+
+
+def test_one_rank_alone_needs_nobody():
+    assert Job(1).exchange([4], lambda values: [values[0] + 1]) == [5]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_of_one_rank_is_raised_on_all_and_names_it(failing):
+    values: list[Any] = [1, 2, 3]
+    values[failing] = OSError(28, "No space left on device")
+    errors = Job().exchange(values, each_itself)
+    for rank, error in enumerate(errors):
+        assert type(error) is CoordinationError
+        assert error.failures == {failing: "OSError: [Errno 28] No space left on device"}
+        assert f"rank {failing}: OSError" in str(error)
+        assert error.__cause__ is (values[failing] if rank == failing else None)
+
+
+def test_errors_of_several_ranks_are_all_told():
+    errors = Job().exchange([ValueError("a"), 2, KeyError("c")], each_itself)
+    assert {str(error) for error in errors} == {"rank 0: ValueError: a; rank 2: KeyError: 'c'"}
+
+
+def test_an_error_that_cannot_be_pickled_is_told_all_the_same():
+    class LocalError(Exception):
+        pass
+
+    errors = Job().exchange([1, LocalError("here"), 3], each_itself)
+    assert [error.failures for error in errors] == [{1: "LocalError: here"}] * 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointExistsError("step 4 is there", step=4, root="r"),
+        IncompatibleCheckpointError("does not fit", missing=("a",)),
+        DeadlineError("late", awaited=(9,)),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_decision_to_refuse_arrives_with_its_type_and_its_attributes(error):
+    def decide(values: list[Any]) -> list[Any]:
+        raise error
+
+    for caught in Job().exchange([1, 2, 3], decide):
+        assert type(caught) is type(error)
+        assert str(caught) == str(error)
+        assert vars(caught) == vars(error)
+
+
+def test_any_other_failure_of_the_decision_names_the_coordinator():
+    cause = ZeroDivisionError("oops")
+
+    def decide(values: list[Any]) -> list[Any]:
+        raise cause
+
+    errors = Job().exchange([1, 2, 3], decide)
+    assert {type(error) for error in errors} == {CoordinationError}
+    assert [error.failures for error in errors] == [{0: "ZeroDivisionError: oops"}] * 3
+    assert errors[0].__cause__ is cause
+
+
+def test_answers_that_cannot_be_sent_fail_on_every_rank_at_once():
+    errors = Job().exchange([1, 2, 3], lambda values: [threading.Lock()] * 3)
+    assert {type(error) for error in errors} == {CoordinationError}
+    assert all("rank 0" in str(error) for error in errors)
+
+
+def test_a_value_that_cannot_be_sent_fails_on_every_rank_at_once():
+    errors = Job().exchange([1, threading.Lock(), 3], each_itself)
+    assert {type(error) for error in errors} == {CoordinationError}
+    assert all("rank 1" in str(error) for error in errors)
+
+
+def test_the_coordinator_names_the_ranks_that_did_not_arrive():
+    job = Job(4)
+    results = job.call(
+        lambda rank, channel: channel.exchange("save/7", rank, each_itself, SHORT if rank == 0 else LONG),
+        ranks=[0, 2],
+    )
+    for error in results.values():
+        assert type(error) is DeadlineError
+        assert error.awaited == (1, 3)
+        assert str(error).startswith(r"save/7: rank(s) 1, 3 did not arrive within 0.2 s")
+
+
+def test_missing_ranks_do_not_hide_the_errors_of_those_that_came():
+    job = Job()
+    results = job.call(
+        lambda rank, channel: channel.exchange(
+            "t", OSError("disk"), each_itself, SHORT if rank == 0 else LONG
+        ),
+        ranks=[0],
+    )
+    assert results[0].failures == {0: "OSError: disk"}
+    assert "OSError: disk" in str(results[0])
+    assert results[0].awaited == (1, 2)
+
+
+def test_a_rank_whose_coordinator_is_gone_names_it(monkeypatch):
+    monkeypatch.setattr("ckpt_core.coordination._channel._GRACE_SECONDS", 0.0)
+    (error,) = Job().call(lambda _, channel: channel.exchange("t", 1, each_itself, SHORT), ranks=[1]).values()
+    assert type(error) is DeadlineError
+    assert error.awaited == (0,)
+    (error,) = Job().call(lambda _, channel: channel.broadcast("t", 1, SHORT), ranks=[2]).values()
+    assert error.awaited == (0,)
+
+
+def test_the_channel_works_on_after_an_error():
+    job = Job()
+    job.exchange([1, ValueError("x"), 3], each_itself, topic="first")
+    assert job.exchange([1, 2, 3], each_itself, topic="second") == [1, 2, 3]
+
+
+def test_a_thousand_exchanges_leave_no_more_keys_than_one():
+    job = Job()
+
+    def exchanges(count: int, label: str) -> int:
+        def act(rank: int, channel: Channel) -> None:
+            for number in range(count):
+                channel.exchange(f"{label}/{number}", rank, each_itself, LONG)
+
+        assert set(job.call(act).values()) == {None}
+        return job.store.num_keys()
+
+    after_one = exchanges(1, "a")
+    assert exchanges(1000, "b") == after_one
+
+
+def test_keys_of_failed_exchanges_are_deleted_too():
+    job = Job()
+    job.exchange([1, 2, 3], each_itself, topic="warm")
+    before = job.store.num_keys()
+    for number in range(50):
+        job.exchange([1, OSError("x"), 3], each_itself, topic=f"failing/{number}")
+    job.exchange([1, 2, 3], each_itself, topic="last")
+    assert job.store.num_keys() == before
+
+
+class DyingStore:
+    """A store whose server goes away: from then on every call fails as the client of a TCPStore does."""
+
+    def __init__(self, healthy_calls: int) -> None:
+        self._inner = dist.HashStore()
+        self._left = healthy_calls
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                raise dist.DistNetworkError("Connection reset by peer")
+            return getattr(self._inner, name)(*args)
+
+        return call
+
+
+@pytest.mark.parametrize(("rank", "healthy_calls"), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)], ids=str)
+def test_a_store_that_dies_is_an_error_of_ours_that_says_so(rank, healthy_calls, monkeypatch):
+    monkeypatch.setattr("ckpt_core.coordination._channel._GRACE_SECONDS", 0.0)
+    channel = Channel(DyingStore(healthy_calls), rank, 2)
+
+    def talk() -> None:
+        channel.broadcast("topic", 1, SHORT)
+        channel.exchange("topic", 1, each_itself, SHORT)
+
+    with pytest.raises(CoordinationError, match=r"the job's store is gone.*rank 0 or the launcher"):
+        talk()
+
+
+def test_a_store_that_has_the_key_already_does_not_wait():
+    store = dist.HashStore()
+    job = Job(2, store)
+    job.call(lambda _, channel: channel.broadcast("t", 5, LONG), ranks=[0])
+    store.set_timeout(timedelta(seconds=1))
+    assert job.call(lambda _, channel: channel.broadcast("t", None, LONG), ranks=[1]) == {1: 5}

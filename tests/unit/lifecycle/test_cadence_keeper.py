@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Generator
+
+import pytest
+
+from ckpt_core import AtSteps, EverySeconds, EverySteps, FirstStep, OnPreemption
+from ckpt_core.coordination import Solo
+from ckpt_core.lifecycle import CadenceKeeper
+from ckpt_core.testing import FakeClock
+
+
+@pytest.fixture
+def handler() -> Generator[object]:
+    """The handler of SIGUSR1 that was there before us, put back whatever happens."""
+
+    def previous(*_: object) -> None:
+        raise AssertionError("the signal went to the handler before ours")
+
+    original = signal.signal(signal.SIGUSR1, previous)
+    yield previous
+    signal.signal(signal.SIGUSR1, original)
+
+
+def keeper(policy: object, clock: FakeClock | None = None) -> CadenceKeeper:
+    return CadenceKeeper(policy, Solo(), clock or FakeClock())
+
+
+def due_steps(cadence: CadenceKeeper, steps: range) -> list[int]:
+    found = []
+    for step in steps:
+        if cadence.due(step):
+            found.append(step)
+            cadence.saved(step, created=0.0)
+    return found
+
+
+def test_without_a_policy_nothing_is_ever_due():
+    assert due_steps(keeper(None), range(5)) == []
+
+
+def test_steps_are_counted():
+    assert due_steps(keeper(EverySteps(3)), range(10)) == [3, 6, 9]
+
+
+def test_a_boundary_that_a_skip_lost_does_not_come_back():
+    cadence = keeper(EverySteps(3))
+    assert cadence.due(3)
+    assert cadence.due(4) is None
+
+
+def test_resuming_counts_as_a_save():
+    cadence = keeper(FirstStep() | EverySteps(5))
+    cadence.saved(5, created=0.0)
+    assert due_steps(cadence, range(5, 12)) == [10]
+
+
+def test_time_is_counted_from_the_start_and_then_from_the_last_save():
+    clock = FakeClock()
+    cadence = keeper(EverySeconds(60), clock)
+    clock.advance(59)
+    assert cadence.due(1) is None
+    clock.advance(1)
+    assert cadence.due(2)
+    cadence.saved(2, created=clock())
+    clock.advance(59)
+    assert cadence.due(3) is None
+    clock.advance(2)
+    assert cadence.due(4)
+
+
+def test_time_survives_on_a_clock_with_microseconds():
+    clock = FakeClock(1_795_000_000.25)
+    cadence = keeper(EverySeconds(0.5), clock)
+    clock.advance(0.4999)
+    assert cadence.due(1) is None
+    clock.advance(0.001)
+    assert cadence.due(2)
+
+
+def test_a_signal_makes_one_save_due_and_leaves_the_job_preempted(handler):
+    cadence = keeper(OnPreemption(signals=("SIGUSR1",)))
+    assert cadence.due(1) is None
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not cadence.preempted
+    assert cadence.due(2)
+    assert cadence.preempted
+    cadence.saved(2, created=0.0)
+    assert cadence.due(3) is None
+    assert cadence.preempted
+    cadence.close()
+
+
+def test_a_save_that_was_skipped_stays_due_after_a_signal(handler):
+    cadence = keeper(OnPreemption(signals=("SIGUSR1",)))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert cadence.due(1)
+    assert cadence.due(2)
+    cadence.close()
+
+
+def test_close_puts_the_handler_before_back(handler):
+    cadence = keeper(AtSteps([1]) | OnPreemption(signals=("SIGUSR1",)))
+    assert signal.getsignal(signal.SIGUSR1) is not handler
+    cadence.close()
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    cadence.close()
+
+
+def test_close_leaves_a_handler_alone_that_came_after_ours(handler):
+    def later(*_: object) -> None: ...
+
+    cadence = keeper(OnPreemption(signals=("SIGUSR1",)))
+    signal.signal(signal.SIGUSR1, later)
+    cadence.close()
+    assert signal.getsignal(signal.SIGUSR1) is later
+
+
+def test_without_preemption_no_handler_is_touched(handler):
+    cadence = keeper(EverySteps(1))
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    cadence.close()
+
+
+def test_off_the_main_thread_it_warns_instead_of_failing(handler, caplog):
+    made: list[CadenceKeeper] = []
+    thread = threading.Thread(target=lambda: made.append(keeper(OnPreemption(signals=("SIGUSR1",)))))
+    thread.start()
+    thread.join()
+    assert made[0].due(1) is None
+    assert "not on the main thread: SIGUSR1 will not be noticed" in caplog.text
+    assert signal.getsignal(signal.SIGUSR1) is handler
