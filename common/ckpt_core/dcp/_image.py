@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckpt_core.checksums import combine_crc32, crc32, crc32_text
-from ckpt_core.dcp._archive import ALIGNMENT, build_archive, tensor_pickle
+from ckpt_core.dcp._archive import build_archive, tensor_pickle
 from ckpt_core.types import ChunkEntry, FileEntry
 
 PIECE_BYTES = 16 << 20
@@ -53,9 +53,7 @@ class ImageLayout:
             slots.append(slot)
             offset = slot.end
         self.slots = tuple(slots)
-        self.used_bytes = offset
-        # Direct writes need whole blocks; zeros after the last archive disturb no reader.
-        self.size_bytes = -(-offset // ALIGNMENT) * ALIGNMENT
+        self.size_bytes = offset
 
     def _place(self, index: MetadataIndex, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Slot:
         payload_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -77,7 +75,6 @@ class ImageLayout:
         """Write everything but the payloads into `memory`; the CRC-32 fields are filled in later."""
         for offset, content in self._frames:
             memory[offset : offset + len(content)] = content
-        memory[self.used_bytes : self.size_bytes] = bytes(self.size_bytes - self.used_bytes)
 
 
 @final
@@ -120,8 +117,6 @@ class Image:
                 self._seal(following)
                 following = next(slots, None)
             yield self._bytes[start:end]
-        tail = self._bytes[self.layout.used_bytes :]
-        self.file_crc = crc32(tail, self.file_crc)
 
     def _seal(self, slot: Slot) -> None:
         payload = self._bytes[slot.payload : slot.payload + slot.payload_bytes]

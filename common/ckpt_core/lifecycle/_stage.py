@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, final
@@ -91,12 +92,18 @@ class Stager:
             self._arena.release()
         layouts = {part: ImageLayout(specs) for part, specs in key}
         self._images = {}  # they hold the old memory, which must go before new is taken
-        memory = self._arena.reserve(sum(layout.size_bytes for layout in layouts.values()), pinned=pinned)
+        total = sum(_whole_pages(layout.size_bytes) for layout in layouts.values())
+        memory = self._arena.reserve(total, pinned=pinned)
         offset = 0
         for part, layout in layouts.items():
             self._images[part] = Image(layout, memory[offset : offset + layout.size_bytes])
-            offset += layout.size_bytes
+            offset += _whole_pages(layout.size_bytes)
         self._key, self._memory_at = key, memory.data_ptr()
 
     def _total(self) -> int:
-        return sum(image.layout.size_bytes for image in self._images.values())
+        return sum(_whole_pages(image.layout.size_bytes) for image in self._images.values())
+
+
+def _whole_pages(size_bytes: int) -> int:
+    """Every image starts on a page, as direct writes need it."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -70,11 +70,12 @@ class _DirectFile:
 
     def _write_some(self, piece: memoryview, offset: int) -> int:
         direct = self._direct
-        # After a short write the rest may be unaligned; so is a last piece.
-        if direct is None or offset % ALIGNMENT or len(piece) % ALIGNMENT:
+        whole = len(piece) - len(piece) % ALIGNMENT
+        # The end of the file is rarely a whole block; after a short write nothing may be aligned.
+        if direct is None or offset % ALIGNMENT or not whole:
             return os.pwrite(self._buffered, piece, offset)
         try:
-            return os.pwrite(direct, piece, offset)
+            return os.pwrite(direct, piece[:whole], offset)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
