@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.add_argument("--framework", nargs="+", choices=FRAMEWORKS, default=["lightning", "accelerate"])
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="cleared per framework")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), help="for records, checkpoints and picture"
+    )
     parser.add_argument("--steps", type=int, default=Plan().steps, help="a multiple of 6, at least 12")
     return parser
 

@@ -32,7 +32,7 @@ class Driver:
     Args:
         framework: one of `plan.FRAMEWORKS`.
         plan: the steps.
-        folder: where everything goes; cleared first.
+        folder: where everything goes; what an earlier demo has left there is cleared first.
         progress: called often, with the phase, the last step done, and what there is to say about it.
     """
 
@@ -49,7 +49,9 @@ class Driver:
         Raises:
             RanksFailedError: a process ended otherwise than it should have, or did not end in time.
         """
-        shutil.rmtree(self._folder, ignore_errors=True)
+        # Only what an earlier demo has left: the folder is the user's.
+        for left in (*(self._folder / phase for phase in PHASES), self._root):
+            shutil.rmtree(left, ignore_errors=True)
         for phase in PHASES:
             task = self.task(phase)
             if phase == KILLED:

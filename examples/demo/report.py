@@ -18,7 +18,7 @@ SHOWN_DIFFERENCES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One comparison with the reference: of what, how many values, and each that differs."""
+    """One comparison: of what, how many values, and each that differs."""
 
     phase: str
     subject: str
@@ -32,16 +32,15 @@ class Check:
 
 
 def judge(evidence: Evidence, plan: Plan) -> list[Check]:
-    """Compare everything with the run that nobody interrupted and that never saved."""
-    state = evidence.uninterrupted.state
+    """Compare with the run that nobody interrupted and that never saved; on 1 rank, with the run before."""
     killed_at = max(plan.kill_step, last(evidence.killed))
     return [
         _losses(evidence, UNINTERRUPTED, range(1, plan.steps + 1)),
         _losses(evidence, KILLED, range(1, killed_at + 1)),
         _torn(evidence, plan),
         _losses(evidence, RESUMED, range(plan.resume_step + 1, plan.steps + 1)),
-        _states(RESUMED, state, evidence.resumed.state),
-        _states(RESHARDED, state, evidence.resharded.state),
+        _states(RESUMED, evidence.uninterrupted.state, evidence.resumed.state),
+        _states(RESHARDED, evidence.resumed.state, evidence.resharded.state),
     ]
 
 

@@ -8,8 +8,23 @@ from typing import Final, final
 
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._pins import read_pins, replace_pins
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FileFailure
-from ckpt_core.names import MANIFEST, MARKER, PINS, is_corrupt, is_incomplete, is_trash, parse_step_name
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FileFailure,
+    IncompatibleCheckpointError,
+)
+from ckpt_core.names import (
+    MANIFEST,
+    MARKER,
+    PINS,
+    is_corrupt,
+    is_incomplete,
+    is_trash,
+    parse_step_name,
+    step_name,
+)
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
@@ -77,13 +92,18 @@ class Catalog:
 
         Raises:
             CheckpointNotFoundError: there is none; the message names those that are there.
+            CorruptCheckpointError: its marker is damaged.
+            IncompatibleCheckpointError: it was written by a newer version.
         """
-        infos = self.committed()
-        for info in reversed(infos):
+        survey = self.survey()
+        for info in reversed(survey.committed):
             if step in {None, info.step} and name in {None, info.name}:
                 return info
+        expected = step_name(step or 0) if name is None else name
+        if expected in survey.unreadable:
+            raise _placed(f"{self._storage.url}/{expected}", survey.unreadable[expected])
         wanted = f"step {step}" if name is None else f"checkpoint {name!r}"
-        there = ", ".join(str(info.step) for info in infos) or "none"
+        there = ", ".join(str(info.step) for info in survey.committed) or "none"
         raise CheckpointNotFoundError(
             f"no committed {wanted} in {self._storage.url}; committed steps there: {there}"
         )
@@ -184,6 +204,15 @@ class Catalog:
     def _corrupt(self, name: str, problem: str) -> CorruptCheckpointError:
         failure = FileFailure(path=MANIFEST, problem=problem)
         return CorruptCheckpointError(f"{self._storage.url}/{name}/{failure}", failures=(failure,))
+
+
+def _placed(place: str, error: CheckpointError | OSError) -> CheckpointError | OSError:
+    """The error, saying where it was met."""
+    if isinstance(error, CorruptCheckpointError):
+        return CorruptCheckpointError(f"{place}: {error}", failures=error.failures)
+    if isinstance(error, IncompatibleCheckpointError):
+        return IncompatibleCheckpointError(f"{place}: {error}")
+    return error
 
 
 def can_count(name: str) -> bool:

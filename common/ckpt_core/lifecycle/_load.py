@@ -6,7 +6,7 @@ can be read; the bytes themselves were verified before (see `_choose`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import SafeLoadPlanner
-from ckpt_core.errors import CheckpointError, LoadError
+from ckpt_core.errors import CheckpointError, IncompatibleCheckpointError, LoadError
 from ckpt_core.lifecycle._local import put_local
 from ckpt_core.lifecycle._open import Opened, open_checkpoint
 from ckpt_core.lifecycle._validate import Misfits
@@ -103,7 +103,7 @@ def _select(saved: SavedState, items: Collection[str] | None) -> SavedState:
 def _plan(opened: Opened, source: StateSource, request: LoadRequest, place: str) -> dict[str, _PartLoad]:
     misfits = Misfits()
     planners: dict[str, tuple[StateDict, SafeLoadPlanner]] = {}
-    for part, tree in source.target(opened.saved).items():
+    for part, tree in _target(source, opened.saved, place).items():
         target = {item: v for item, v in tree.items() if request.items is None or item in request.items}
         if not target:
             continue
@@ -114,6 +114,19 @@ def _plan(opened: Opened, source: StateSource, request: LoadRequest, place: str)
         planners[part] = target, planner
     misfits.raise_if_any(place)
     return {part: _plan_part(opened, part, *planned) for part, planned in planners.items()}
+
+
+def _target(source: StateSource, saved: SavedState, place: str) -> Mapping[str, StateDict]:
+    try:
+        return source.target(saved)
+    except IncompatibleCheckpointError as error:
+        raise IncompatibleCheckpointError(
+            f"{place} does not fit the training state, and nothing was loaded: {error}. "
+            "Check the configuration, or load only what fits with items=",
+            missing=error.missing,
+            unexpected=error.unexpected,
+            mismatched=error.mismatched,
+        ) from error
 
 
 def _plan_part(opened: Opened, part: str, target: StateDict, planner: SafeLoadPlanner) -> _PartLoad:

@@ -15,7 +15,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.lifecycle._load import LoadRequest, load
 from ckpt_core.lifecycle._open import is_stock
-from ckpt_core.names import MANIFEST, MARKER, parse_step_name
+from ckpt_core.names import MANIFEST, MARKER, is_incomplete, is_trash, parse_step_name
 from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -101,6 +101,7 @@ class Loader:
     def _existing(self, step: int | None, name: str | None) -> str:
         if (
             name is not None
+            and not (is_incomplete(name) or is_trash(name))
             and not self._storage.exists(f"{name}/{MARKER}")
             and is_stock(self._storage, name)
         ):

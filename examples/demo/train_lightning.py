@@ -1,0 +1,131 @@
+"""One rank of a training with Lightning: FSDP2 (`ModelParallelStrategy`) on several ranks, nothing on one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import lightning_ckpt
+from ckpt_core import CheckpointManager, EverySteps, KeepLatest
+from ckpt_core.names import step_name
+from ckpt_core.telemetry import JsonLinesSink
+from examples.demo.data import Batch, make_loader, make_sampler
+from examples.demo.hold import open_root
+from examples.demo.model import make_deterministic, make_model, make_optimizer, make_scheduler
+from examples.demo.plan import RESHARDED, Task
+from examples.demo.record import LossLog, write_state
+from lightning_ckpt import _roots
+
+
+class Training(LightningModule):
+    """What anyone would write; nothing in it knows of checkpoints."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+        self.gpt = make_model()
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if mesh is not None and mesh["data_parallel"].size() > 1:
+            for block in self.gpt.blocks:
+                fully_shard(block, mesh=mesh["data_parallel"])
+            fully_shard(self.gpt, mesh=mesh["data_parallel"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        del batch_idx
+        loss: Tensor = self.gpt(*batch)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self)
+        scheduler = make_scheduler(optimizer, self.task.plan)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Recorder(Callback):
+    """Writes down what the comparison needs. The random numbers start here, when everything is built."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        self._task = task
+        self._rank = rank
+        self._losses = LossLog(task.file("losses", rank))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._task.phase == RESHARDED:
+            self._write_state(trainer, pl_module)
+        if not self._task.resumes:
+            make_deterministic(self._rank)
+
+    def on_train_batch_end(  # noqa: PLR0917 - Lightning's signature
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        del pl_module, batch, batch_idx
+        self._losses.write(trainer.global_step, outputs["loss"])
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._task.phase != RESHARDED:
+            self._write_state(trainer, pl_module)
+
+    def _write_state(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        optimizer = getattr(trainer.optimizers[0], "_optimizer", trainer.optimizers[0])
+        write_state(self._task.folder, pl_module, optimizer, rank=self._rank)
+
+
+def main() -> None:
+    task = Task.from_environment()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    make_deterministic(rank)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy_for(world_size),
+        max_steps=task.steps,
+        callbacks=[Recorder(task, rank), *checkpointing(task, rank)],
+        enable_checkpointing=task.saves,
+        default_root_dir=task.folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = make_loader(make_sampler(task.plan, rank=rank, world_size=world_size))
+    trainer.fit(Training(task), loader, ckpt_path="last" if task.saves else None)
+
+
+def strategy_for(world_size: int) -> ModelParallelStrategy | str:
+    if world_size == 1:
+        return "auto"
+    return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+
+
+def checkpointing(task: Task, rank: int) -> list[Callback]:
+    """The one callback that makes the run survive."""
+    if not task.saves:
+        return []
+    instrument(task, rank)
+    save, keep = EverySteps(task.plan.save_every), KeepLatest(3)
+    callback: Callback = lightning_ckpt.ShardedCheckpoint(task.root, save=save, keep=keep)
+    return [callback]
+
+
+def instrument(task: Task, rank: int) -> None:
+    """For this experiment only: writes that can be held, and telemetry; the callback takes neither."""
+    held = None if task.held_step is None else step_name(task.held_step)
+
+    def manager(root: str, **options: Any) -> CheckpointManager:
+        del root
+        sinks = [JsonLinesSink(task.file("telemetry", rank))]
+        return CheckpointManager(open_root(task, rank, held), sinks=sinks, **options)
+
+    _roots.CheckpointManager = manager  # type: ignore[misc,assignment]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""How `CheckpointManager` behaves beside saving and loading: waiting, telling, closing, refusing."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_core import (
+    CheckpointManager,
+    CheckpointOptions,
+    EverySteps,
+    KeepLatest,
+    OnPreemption,
+)
+from ckpt_core.errors import (
+    ConfigError,
+    RootBusyError,
+    SaveError,
+)
+from ckpt_core.storage import LocalStorage
+from ckpt_core.telemetry import InMemorySink
+from tests.unit.lifecycle.training import LONG, Gate, children
+
+
+def steps(checkpoints: CheckpointManager) -> list[int]:
+    return [info.step for info in checkpoints.checkpoints()]
+
+
+def test_back_pressure_skip_returns_none_while_a_save_is_in_flight(tmp_path):
+    gate, sink = Gate(), InMemorySink()
+    storage = gate.before(LocalStorage(tmp_path))
+    with CheckpointManager(storage, back_pressure="skip", sinks=[sink]) as checkpoints:
+        first = checkpoints.save(1, {"a": torch.ones(1)})
+        gate.reached.wait(LONG)
+        assert checkpoints.save(2, {"a": torch.ones(1)}) is None
+        gate.open()
+        first.result(LONG)
+        assert checkpoints.save(3, {"a": torch.ones(1)}).result(LONG).step == 3
+        assert steps(checkpoints) == [1, 3]
+    assert [event.attributes["step"] for event in sink.events if event.name == "save.skipped"] == [2]
+
+
+def test_back_pressure_wait_saves_everything(tmp_path):
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in range(5):
+            checkpoints.save(step, {"a": torch.ones(1)})
+        checkpoints.wait()
+        assert steps(checkpoints) == [0, 1, 2, 3, 4]
+
+
+def test_a_handle_tells_when_staged_and_when_committed(tmp_path):
+    gate = Gate()
+    with CheckpointManager(gate.before(LocalStorage(tmp_path))) as checkpoints:
+        handle = checkpoints.save(5, {"a": torch.ones(1)}, metrics={"x": 2})
+        assert handle.staged.result(LONG) is None
+        assert not handle.done()
+        with pytest.raises(TimeoutError):
+            handle.result(0.01)
+        gate.open()
+        info = handle.result(LONG)
+    assert (info.step, info.name, info.metrics) == (5, "step-000000005", {"x": 2})
+    assert handle.uploaded.result(0) == info
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: m.save(1, {"a": 1}),
+        lambda m: m.maybe_save(1, {"a": 1}),
+        lambda m: m.load({"a": 1}),
+        lambda m: m.resume({"a": 1}),
+        lambda m: m.due(1),
+        lambda m: m.prune(),
+        lambda m: m.pin(1, "x"),
+        lambda m: m.unpin(1),
+    ],
+    ids=["save", "maybe_save", "load", "resume", "due", "prune", "pin", "unpin"],
+)
+def test_a_closed_manager_says_so(tmp_path, call):
+    checkpoints = CheckpointManager(tmp_path)
+    checkpoints.close()
+    checkpoints.close()
+    with pytest.raises(ConfigError, match="closed; make a new one"):
+        call(checkpoints)
+
+
+def test_an_exception_in_the_loop_passes_and_the_save_in_flight_is_finished(tmp_path):
+    def job() -> None:
+        with CheckpointManager(tmp_path) as checkpoints:
+            checkpoints.save(1, {"a": torch.ones(1)})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        job()
+    assert children(tmp_path) == ["step-000000001"]
+
+
+def test_the_root_is_given_back_on_close_and_refused_before(tmp_path):
+    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
+    first.save(1, {"a": 1})
+    first.wait()
+    with pytest.raises(RootBusyError, match=r"is being written by .*pid"):
+        second.save(2, {"a": 1})
+    target = {"a": None}
+    second.load(target)
+    assert target == {"a": 1}
+    first.close()
+    assert second.save(2, {"a": 1}).result(LONG).step == 2
+    second.close()
+
+
+def test_events_tell_the_story_of_a_save_and_a_load(tmp_path):
+    sink = InMemorySink()
+    with CheckpointManager(tmp_path, keep=KeepLatest(1), sinks=[sink]) as checkpoints:
+        checkpoints.save(1, {"a": torch.ones(1000)})
+        checkpoints.save(2, {"a": torch.ones(1000)})
+        checkpoints.wait()
+        checkpoints.load({"a": torch.ones(1000)})
+    finished = [event.name for event in sink.events if event.phase == "finished"]
+    assert sorted(finished) == sorted(
+        ["save.stall", "save.write", "save.commit"] * 2 + ["prune.remove", "load.verify", "load.read"]
+    )
+    (first, second) = sink.finished("save.write")
+    assert (first.attributes["step"], second.attributes["step"]) == (1, 2)
+    assert first.attributes["size_bytes"] == 4000
+    assert all(event.duration_seconds >= 0 for event in sink.finished("save.stall"))
+
+
+def test_why_a_step_was_saved_is_in_its_manifest(tmp_path):
+    with CheckpointManager(tmp_path, save=EverySteps(2)) as checkpoints:
+        assert checkpoints.maybe_save(1, {"a": 1}) is None
+        checkpoints.maybe_save(2, {"a": 1}, annotations={"run": "x"})
+        checkpoints.wait()
+    content = (tmp_path / "step-000000002" / "manifest.json").read_text()
+    assert '"reason":"every 2 steps"' in content
+    assert '"run":"x"' in content
+
+
+def test_a_signal_is_noticed_and_the_handler_put_back_on_close(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    with CheckpointManager(tmp_path, save=OnPreemption(signals=("SIGUSR1",))) as checkpoints:
+        assert checkpoints.maybe_save(1, {"a": 1}) is None
+        signal.raise_signal(signal.SIGUSR1)
+        assert checkpoints.maybe_save(2, {"a": 1}).step == 2
+        assert checkpoints.preempted
+        assert checkpoints.maybe_save(3, {"a": 1}) is None
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda root: CheckpointManager(root, options=CheckpointOptions(), verify=False), "not both: verify"),
+        (lambda root: CheckpointManager(root, sav=EverySteps(1)), "sav"),
+        (lambda root: CheckpointManager(root).save(-1, {"a": 1}), "step"),
+        (lambda root: CheckpointManager(root).save(1, [1, 2]), "list is no training state"),
+        (lambda root: CheckpointManager(root).save(1, {"a": 1}, name="a/b"), "a/b"),
+        (lambda root: CheckpointManager(root).save(1, {"a": 1}, name=".."), r"\.\."),
+        (lambda root: CheckpointManager(root).save(1, {"a": 1}, annotations={"x": object()}), "annotations"),
+    ],
+    ids=["two ways", "unknown", "negative step", "no state", "path", "parent", "annotations"],
+)
+def test_wrong_arguments_are_refused_by_name(tmp_path, make, told):
+    with pytest.raises((ConfigError, SaveError), match=told):
+        make(tmp_path / "root")
+
+
+def test_a_root_that_is_a_file_is_refused_with_the_reason(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        CheckpointManager(tmp_path / "file").save(1, {"a": 1})
