@@ -51,7 +51,8 @@ class LocalStorage(Storage):
         """Create the root if need be and prove that a file can be written there."""
         try:
             make_directories(self._root)
-            with tempfile.NamedTemporaryFile(prefix=".probe-", dir=self._root) as probe:
+            # Without a name where possible: a kill would leave a file behind.
+            with tempfile.TemporaryFile(prefix=".probe-", dir=self._root) as probe:
                 probe.write(b"probe")
                 probe.flush()
         except NotADirectoryError as error:

@@ -1,0 +1,85 @@
+"""Training scripts that are interrupted, ended and preempted. Run as `programs.py <name> <root>`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ckpt_core import CheckpointManager, EverySteps, OnPreemption, TrainState
+from ckpt_core.storage import LocalStorage
+from ckpt_core.testing import Fault, FaultyStorage, Operation
+
+
+def training_state() -> TrainState:
+    return TrainState(model=nn.Linear(4, 3))
+
+
+def say(word: str) -> None:
+    print(word, flush=True)
+
+
+def signals_itself(number: int) -> Callable[[Operation], None]:
+    """As a fault: the signal arrives while the save in the background is at this operation."""
+
+    def send(_operation: Operation) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(0.2)  # long enough for the main thread to act on the signal, and to act wrongly
+
+    return send
+
+
+def interrupted(root: str) -> None:
+    """Ctrl-C while step 2 is being written."""
+    fault = Fault(method="close", key="step-000000002*.distcp", before=signals_itself(signal.SIGINT))
+    with CheckpointManager(FaultyStorage(LocalStorage(root), [fault])) as checkpoints:
+        state = training_state()
+        checkpoints.save(1, state)
+        checkpoints.save(2, state)
+        say("training")
+        time.sleep(60)
+        say("not interrupted")
+
+
+def exits_without_closing(root: str) -> None:
+    """The last line of the script comes while step 2 is being written."""
+    slow = Fault(method="close", key="step-000000002*.distcp", before=lambda _operation: time.sleep(0.3))
+    checkpoints = CheckpointManager(FaultyStorage(LocalStorage(root), [slow]))
+    checkpoints.save(1, training_state())
+    checkpoints.save(2, training_state())
+    say("end")
+
+
+def raises_without_closing(root: str) -> None:
+    exits_without_closing(root)
+    raise RuntimeError("the training broke")
+
+
+def preempted(root: str) -> None:
+    """The scheduler asks to leave in the middle of step 3; nothing else is due until step 100."""
+    with CheckpointManager(root, save=EverySteps(100) | OnPreemption()) as checkpoints:
+        state = training_state()
+        for step in range(1, 50):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            handle = checkpoints.maybe_save(step, state)
+            say(f"step {step} {'saved' if handle is not None else 'not saved'}")
+            if checkpoints.preempted and step >= 5:
+                break
+    say("stopped" if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else "handler left behind")
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (interrupted, exits_without_closing, raises_without_closing, preempted)
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PROGRAMS[sys.argv[1]](sys.argv[2])
