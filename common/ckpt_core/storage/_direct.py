@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import deque
+import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import final
 
 ALIGNMENT = 4096
@@ -33,17 +33,56 @@ def write_direct(path: Path, pieces: Iterable[memoryview]) -> None:
 
 
 def _write_concurrently(direct: _DirectFile, pieces: Iterable[memoryview]) -> None:
+    crew = _Crew(direct)
     offset = 0
-    pending: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-write") as pool:
+    try:
         for piece in pieces:
-            # One piece being prepared while the threads write: more would only lengthen the queue.
-            while len(pending) > _THREADS:
-                pending.popleft().result()
-            pending.append(pool.submit(direct.write, piece, offset))
+            crew.take(piece, offset)
             offset += len(piece)
-        for future in pending:
-            future.result()
+    finally:
+        crew.finish()
+    crew.raise_first()
+
+
+@final
+class _Crew:
+    """Threads that write one piece each while the next is being prepared.
+
+    Plain threads: an executor takes no work while the interpreter ends, when a last save may still run.
+    """
+
+    def __init__(self, direct: _DirectFile) -> None:
+        self._direct = direct
+        self._work: Queue[tuple[memoryview, int] | None] = Queue(maxsize=_THREADS)
+        self._failures: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, name=f"ckpt-write-{i}") for i in range(_THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, piece: memoryview, offset: int) -> None:
+        """Write `piece` soon; raises what went wrong with one before."""
+        self.raise_first()
+        self._work.put((piece, offset))
+
+    def finish(self) -> None:
+        """Wait until everything is written, or has failed."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def raise_first(self) -> None:
+        """Raise the first failure, if there is one."""
+        if self._failures:
+            raise self._failures[0]
+
+    def _run(self) -> None:
+        while (task := self._work.get()) is not None:
+            try:
+                if not self._failures:
+                    self._direct.write(*task)
+            except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
+                self._failures.append(error)
 
 
 @final
