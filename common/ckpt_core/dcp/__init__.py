@@ -1,20 +1,24 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
+from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._metadata import entries, load_metadata
-from ckpt_core.dcp._plan import PartPlanner, ResolvedPlan, StagedPlanner, decide, lowest_rank_only
+from ckpt_core.dcp._plan import PartPlanner, ResolvedPlan, decide, lowest_rank_only
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
 from ckpt_core.dcp._writer import ShardWriter
 
 __all__ = [
+    "Image",
+    "ImageLayout",
     "PartPlanner",
     "ResolvedPlan",
     "SafeLoadPlanner",
     "ShardReader",
+    "ShardSpec",
     "ShardWriter",
-    "StagedPlanner",
     "decide",
     "entries",
     "load_metadata",
     "load_value",
     "lowest_rank_only",
+    "spec_of",
 ]

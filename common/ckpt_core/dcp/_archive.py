@@ -28,6 +28,8 @@ _ROOT = "archive"
 _PAYLOAD = f"{_ROOT}/data/0"
 _ZIP32_LIMIT = 0xFFFFFFFF
 _PADDING_FIELD = 0x4246  # "FB", the extra-field id torch itself pads with
+_CRC_IN_LOCAL_HEADER = 14
+_CRC_IN_CENTRAL_HEADER = 16
 _DOS_EPOCH = (0, 0x21)  # 1980-01-01 00:00, so that equal content gives equal bytes
 
 
@@ -80,10 +82,15 @@ def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Archive:
-    """Everything of one torch zip but its payload: write `prefix`, the payload, then `suffix`."""
+    """Everything of one torch zip but its payload: write `prefix`, the payload, then `suffix`.
+
+    `crc_in_prefix` and `crc_in_suffix` are where the payload's CRC-32 stands, as little-endian 32 bits.
+    """
 
     prefix: bytes
     suffix: bytes
+    crc_in_prefix: int
+    crc_in_suffix: int
 
 
 def build_archive(
@@ -118,9 +125,15 @@ def build_archive(
     payload = _Record(_PAYLOAD, payload_bytes, payload_crc, len(body), zip64_from)
     unpadded = offset + len(body) + len(payload.local_header()) + 4
     body += payload.local_header(padding=-unpadded % ALIGNMENT)
+    crc_in_suffix = len(directory) + _CRC_IN_CENTRAL_HEADER
     directory += payload.central_header()
     end = _end_records(len(records) + 1, len(directory), len(body) + payload_bytes, zip64_from)
-    return Archive(prefix=bytes(body), suffix=bytes(directory) + end)
+    return Archive(
+        prefix=bytes(body),
+        suffix=bytes(directory) + end,
+        crc_in_prefix=payload.offset + _CRC_IN_LOCAL_HEADER,
+        crc_in_suffix=crc_in_suffix,
+    )
 
 
 @dataclass(frozen=True, slots=True)

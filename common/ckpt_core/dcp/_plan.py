@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -11,8 +11,8 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from typing_extensions import override
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.tensor import DTensor
 
 from ckpt_core.errors import ConfigError
 
@@ -21,9 +21,6 @@ from ckpt_core.errors import ConfigError
 class PartPlanner:
     """Plans one DCP part of a save on one rank.
 
-    Raises:
-        ConfigError: a tensor is of a kind that no checkpoint can hold.
-
     Who calls what: 1. (all ranks) `local_plan`. 2. (coordinator) `decide` over all local plans.
     3. (all ranks) `resolve` for the plan that came back.
     """
@@ -31,12 +28,20 @@ class PartPlanner:
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(dict(state_dict), None, is_coordinator=False)
+
+    def fingerprint(self) -> Hashable:
+        """Equal for states that are planned alike: the same keys, kinds, dtypes, shapes and placements."""
+        return tuple((fqn, _describe(value)) for fqn, value in self._planner.state_dict.items())
+
+    def local_plan(self) -> SavePlan:
+        """What this rank could write.
+
+        Raises:
+            ConfigError: a tensor is of a kind that no checkpoint can hold.
+        """
         for fqn, value in self._planner.state_dict.items():
             if isinstance(value, torch.Tensor):
                 _check_kind(value, fqn)
-
-    def local_plan(self) -> SavePlan:
-        """What this rank could write."""
         return self._planner.create_local_plan()
 
     def resolve(self, plan: SavePlan) -> ResolvedPlan:
@@ -88,22 +93,17 @@ def lowest_rank_only(plans: Sequence[SavePlan], keys: Collection[str]) -> list[S
     return kept
 
 
-@final
-class StagedPlanner(DefaultSavePlanner):
-    """Answers a StorageWriter's `resolve_data` from staged copies instead of the live state."""
-
-    def __init__(
-        self, staged: Mapping[MetadataIndex, torch.Tensor], values: Mapping[MetadataIndex, bytes]
-    ) -> None:
-        super().__init__()
-        self._staged = staged
-        self._values = values
-
-    @override
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._values[write_item.index])
-        return self._staged[write_item.index]
+def _describe(value: object) -> Hashable:
+    if isinstance(value, ShardedTensor):
+        shards = [
+            (tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in value.local_shards()
+        ]
+        return "sharded", value.dtype, tuple(value.size()), tuple(shards)
+    if isinstance(value, DTensor):
+        return "placed", value.dtype, value.shape, value.placements, value.device_mesh
+    if isinstance(value, torch.Tensor):
+        return "plain", value.dtype, value.shape, value.layout, value.device.type
+    return "value"
 
 
 def _buffer_of(data: object) -> bytes:

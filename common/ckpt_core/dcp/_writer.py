@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
-import zlib
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import IO, Any, final
+from collections.abc import Mapping
+from typing import Any, final
 
 import torch
 from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
@@ -18,18 +17,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from ckpt_core.checksums import Checksum, checksum, crc32_text
-from ckpt_core.dcp._archive import build_archive, tensor_pickle
+from ckpt_core.checksums import checksum
+from ckpt_core.dcp._image import Image, ImageLayout, spec_of
 from ckpt_core.names import METADATA, data_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import ChunkEntry, FileEntry
 
-_PIECE_BYTES = 16 << 20
+_SHARDS, _VALUES = (
+    0,
+    1,
+)  # the data files of a rank: tensors in one, byte entries, whose sizes vary, in another
 
 
 @final
 class ShardWriter(StorageWriter):
-    """Writes one part of one rank: a single `__{rank}_0.distcp`, then, on the coordinator, `.metadata`.
+    """Writes one part of one rank: its tensors, its byte entries, and on the coordinator `.metadata`.
 
     Also usable with stock `dcp.save(..., storage_writer=ShardWriter(storage, "some/directory"))`; what it
     wrote is then in `files` and `chunks`.
@@ -48,6 +50,33 @@ class ShardWriter(StorageWriter):
         self._rank = rank
         self.files: list[FileEntry] = []
         self.chunks: list[ChunkEntry] = []
+
+    def write_image(self, image: Image) -> list[WriteResult]:
+        """Write a finished image of this rank's tensors."""
+        if not image.layout.slots:
+            return []
+        name = data_name(self._rank, _SHARDS)
+        path = self._path(name)
+        self._storage.write_pieces(self._key(path), image.pieces())
+        self.files.append(image.file_entry(path))
+        self.chunks += image.chunk_entries(path)
+        return [_result(slot.index, name, slot.start, slot.end) for slot in image.layout.slots]
+
+    def write_values(self, values: Mapping[MetadataIndex, bytes]) -> list[WriteResult]:
+        """Write this rank's byte entries, which are serialised already."""
+        if not values:
+            return []
+        name = data_name(self._rank, _VALUES)
+        path = self._path(name)
+        results: list[WriteResult] = []
+        offset = 0
+        for index, content in values.items():
+            end = offset + len(content)
+            results.append(_result(index, name, offset, end))
+            self.chunks.append(_byte_entry(path, index, offset, content))
+            offset = end
+        self._write_file(path, b"".join(values.values()))
+        return results
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -69,13 +98,15 @@ class ShardWriter(StorageWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        if plan.items:
-            path = self._path(data_name(self._rank, 0))
-            with self._create(path) as stream:
-                results = [self._write_item(stream, path, item, planner) for item in plan.items]
+        shards: dict[MetadataIndex, torch.Tensor] = {}
+        values: dict[MetadataIndex, bytes] = {}
+        for item in plan.items:
+            _sort(item, planner.resolve_data(item), shards, values)
+        layout = ImageLayout([spec_of(index, shard) for index, shard in shards.items()])
+        image = Image(layout, torch.frombuffer(mmap.mmap(-1, layout.size_bytes or 1), dtype=torch.uint8))
+        image.copy(shards)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result(self.write_image(image) + self.write_values(values))
         return future
 
     @override
@@ -83,8 +114,7 @@ class ShardWriter(StorageWriter):
         metadata.storage_data = {r.index: r.storage_data for of_rank in results for r in of_rank}
         metadata.storage_meta = StorageMeta()
         metadata.version = CURRENT_DCP_VERSION
-        with self._create(self._path(METADATA)) as stream:
-            stream.write(pickle.dumps(metadata))
+        self._write_file(self._path(METADATA), pickle.dumps(metadata))
 
     @classmethod
     @override
@@ -94,112 +124,42 @@ class ShardWriter(StorageWriter):
     def _path(self, name: str) -> str:
         return f"{self._part}/{name}" if self._part else name
 
-    @contextmanager
-    def _create(self, path: str) -> Generator[_CountingStream]:
-        with self._storage.create(f"{self._directory}/{path}" if self._directory else path) as raw:
-            stream = _CountingStream(raw)
-            yield stream
-        self.files.append(FileEntry(path=path, size_bytes=stream.offset, checksum=str(stream.checksum)))
+    def _key(self, path: str) -> str:
+        return f"{self._directory}/{path}" if self._directory else path
 
-    def _write_item(
-        self, stream: _CountingStream, path: str, item: WriteItem, planner: SavePlanner
-    ) -> WriteResult:
-        data = planner.resolve_data(item)
-        start = stream.offset
-        if item.type == WriteItemType.BYTE_IO:
-            content = data.getvalue()  # type: ignore[union-attr]  # BYTE_IO items resolve to BytesIO
-            stream.write(content)
-            self._note(path, item.index, start=start, end=stream.offset, digest=checksum(content))
-        else:
-            self._write_tensor(stream, path, item.index, _as_tensor(data))
-        length = stream.offset - start
-        return WriteResult(
-            index=item.index,
-            size_in_bytes=length,
-            storage_data=_StorageInfo(relative_path=data_name(self._rank, 0), offset=start, length=length),
-        )
-
-    def _write_tensor(
-        self, stream: _CountingStream, path: str, index: MetadataIndex, tensor: torch.Tensor
-    ) -> None:
-        payload = raw_bytes(tensor)
-        start, crc = stream.offset, zlib.crc32(payload)
-        archive = build_archive(
-            tensor_pickle(tensor.dtype, tuple(tensor.shape)), len(payload), crc, offset=start
-        )
-        stream.write(archive.prefix)
-        stream.write(payload)
-        stream.write(archive.suffix)
-        self._note(
-            path,
-            index,
-            start=start,
-            end=stream.offset,
-            digest=crc32_text(crc),
-            payload=(len(archive.prefix), tensor),
-        )
-
-    def _note(
-        self,
-        path: str,
-        index: MetadataIndex,
-        *,
-        start: int,
-        end: int,
-        digest: str,
-        payload: tuple[int, torch.Tensor] | None = None,
-    ) -> None:
-        entry = ChunkEntry(
-            path=path,
-            key=index.fqn,
-            shard_offsets=None if index.offset is None else tuple(index.offset),
-            offset=start,
-            size_bytes=end - start,
-            checksum=digest,
-            payload_offset=None if payload is None else start + payload[0],
-            payload_bytes=None if payload is None else payload[1].nbytes,
-            dtype=None if payload is None else str(payload[1].dtype).removeprefix("torch."),
-        )
-        self.chunks.append(entry)
+    def _write_file(self, path: str, content: bytes) -> None:
+        self._storage.write_bytes(self._key(path), content)
+        self.files.append(FileEntry(path=path, size_bytes=len(content), checksum=checksum(content)))
 
 
-class _CountingStream:
-    """Passes bytes on, knowing how many they were and what they sum to."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
-        self.offset = 0
-        self.checksum = Checksum()
-
-    def write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
-            self.checksum.update(piece)
-            _write_all(self._raw, piece)
-        self.offset += len(view)
+def _sort(
+    item: WriteItem,
+    data: object,
+    shards: dict[MetadataIndex, torch.Tensor],
+    values: dict[MetadataIndex, bytes],
+) -> None:
+    if item.type == WriteItemType.BYTE_IO:
+        values[item.index] = data.getvalue()  # type: ignore[attr-defined]  # BYTE_IO resolves to BytesIO
+    elif isinstance(data, torch.Tensor):
+        shards[item.index] = data.detach().cpu()
+    else:
+        raise TypeError(f"the planner gave {type(data).__name__} for the tensor {item.index.fqn}")
 
 
-def _write_all(raw: IO[bytes], piece: memoryview) -> None:
-    while len(piece):
-        written = raw.write(piece)
-        if written == len(piece):
-            return
-        piece = piece[written:]
+def _result(index: MetadataIndex, name: str, start: int, end: int) -> WriteResult:
+    return WriteResult(
+        index=index,
+        size_in_bytes=end - start,
+        storage_data=_StorageInfo(relative_path=name, offset=start, length=end - start),
+    )
 
 
-def _as_tensor(data: object) -> torch.Tensor:
-    if not isinstance(data, torch.Tensor):
-        raise TypeError(f"the planner gave {type(data).__name__} for a tensor")
-    tensor = data.detach().resolve_conj().resolve_neg()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
-    return tensor.contiguous()
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+def _byte_entry(path: str, index: MetadataIndex, offset: int, content: bytes) -> ChunkEntry:
+    return ChunkEntry(
+        path=path,
+        key=index.fqn,
+        shard_offsets=None,
+        offset=offset,
+        size_bytes=len(content),
+        checksum=checksum(content),
+    )

@@ -7,22 +7,21 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import begin
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import PartPlanner, StagedPlanner, decide, lowest_rank_only
+from ckpt_core.dcp import PartPlanner
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._items import PICKLED, encode_items, pickled_key
 from ckpt_core.lifecycle._local import LocalKey, digests, diverging, encode_local
+from ckpt_core.lifecycle._plans import AgreedPlans
+from ckpt_core.lifecycle._stage import NOTHING_STAGED, StagedParts, Stager
 from ckpt_core.names import SHARED, rank_name
-from ckpt_core.staging import StagedShards, Stager
 from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState
 
@@ -57,7 +56,6 @@ class _Proposal:
 
     step: int
     name: str
-    plans: dict[str, SavePlan]
     files: tuple[str, ...]
     digests: dict[LocalKey, int]
 
@@ -69,7 +67,6 @@ class Assignment:
     save_id: str
     working: str
     created: float
-    plans: Mapping[str, SavePlan]
     files: frozenset[str]
     divergent: frozenset[LocalKey]
 
@@ -81,7 +78,6 @@ class PreparedSave:
     Attributes:
         request: what was asked for.
         assignment: this rank's share.
-        planners: part -> planner over the staged copies.
         files: name -> content of this rank's small files.
         metadata: part -> DCP metadata; on the coordinator only.
         items: item -> kind, for the manifest.
@@ -92,13 +88,20 @@ class PreparedSave:
 
     request: SaveRequest
     assignment: Assignment
-    planners: Mapping[str, StagedPlanner]
     files: Mapping[str, bytes]
     metadata: Mapping[str, Metadata]
     items: Mapping[str, str]
-    staged: StagedShards
+    staged: StagedParts
     rank: int
     error: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workshop:
+    """What one rank keeps from save to save: the agreed plans, and the memory for the copies."""
+
+    plans: AgreedPlans = field(default_factory=AgreedPlans)
+    stager: Stager = field(default_factory=Stager)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +119,7 @@ def prepare(
     *,
     storage: Storage,
     coordinator: Coordinator,
-    stager: Stager,
+    workshop: Workshop,
     check: Callable[[str], None],
 ) -> PreparedSave:
     """Capture, plan, agree and stage. Collective; nothing is written unless every rank has planned.
@@ -126,7 +129,7 @@ def prepare(
         capture: gives the live state of this rank.
         storage: where the checkpoint goes.
         coordinator: the ranks of the job.
-        stager: makes the copies.
+        workshop: what is kept from save to save.
         check: called on the coordinator, with the name, right before anything is written; raises to refuse.
 
     Raises:
@@ -134,30 +137,29 @@ def prepare(
         CheckpointError: what `check` raised, or `CheckpointExistsError`; the same on every rank.
     """
     local = _try_local(request, capture, coordinator)
-    metadata: dict[str, Metadata] = {}
-
-    def decide_all(proposals: list[_Proposal]) -> list[Assignment]:
-        return _assign(proposals, metadata, storage=storage, request=request, check=check)
-
-    proposal = local if isinstance(local, BaseException) else local.proposal
+    plans = workshop.plans
     try:
-        assignment = coordinator.exchange(proposal, decide_all)
+        if isinstance(local, BaseException):
+            plans.agree(local, (), coordinator)
+            raise local  # unreachable: a rank that brings an error makes every rank raise
+        plans.agree(local.planners, local.local, coordinator)
+        assignment = coordinator.exchange(
+            local.proposal,
+            lambda proposals: _assign(proposals, storage=storage, request=request, check=check),
+        )
     except CoordinationError as error:
         raise save_error(storage.url, request.step, "plan", error) from error
-    if isinstance(local, BaseException):  # unreachable: the exchange raises when a rank brings an error
-        raise local
     prepared = PreparedSave(
         request=request,
         assignment=assignment,
-        planners={},
         files={name: content for name, content in local.files.items() if name in assignment.files},
-        metadata=metadata,
+        metadata=plans.metadata,
         items=local.items,
-        staged=StagedShards({}),
+        staged=NOTHING_STAGED,
         rank=coordinator.rank,
     )
     try:
-        return _stage(prepared, local, stager)
+        return _stage(prepared, local, workshop)
     except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
         return replace(prepared, error=SaveError(f"while staging: {type(error).__name__}: {error}"))
 
@@ -187,7 +189,6 @@ def _plan_local(request: SaveRequest, state: CapturedState, coordinator: Coordin
     proposal = _Proposal(
         step=request.step,
         name=request.name,
-        plans={part: planner.local_plan() for part, planner in planners.items()},
         files=tuple(files),
         digests=digests(state.local),
     )
@@ -204,7 +205,6 @@ def _kinds(state: CapturedState) -> dict[str, str]:
 
 def _assign(
     proposals: Sequence[_Proposal],
-    metadata: dict[str, Metadata],
     *,
     storage: Storage,
     request: SaveRequest,
@@ -214,13 +214,6 @@ def _assign(
     asked = {(proposal.step, proposal.name) for proposal in proposals}
     if len(asked) > 1:
         raise ConfigError(f"ranks ask to save different things at once: {sorted(asked)}; they must agree")
-    parts = sorted({part for proposal in proposals for part in proposal.plans})
-    plans: dict[str, list[SavePlan]] = {}
-    for part in parts:
-        # A rank without the part still takes its place, so that ranks and plans stay aligned.
-        local = [proposal.plans.get(part, SavePlan([], planner_data={})) for proposal in proposals]
-        uneven = {key for proposal in proposals for of_part, key in proposal.digests if of_part == part}
-        plans[part], metadata[part] = decide(lowest_rank_only(local, uneven))
     owners: dict[str, int] = {}
     for rank, proposal in enumerate(proposals):
         for name in proposal.files:
@@ -235,7 +228,6 @@ def _assign(
             save_id=save_id,
             working=working,
             created=created,
-            plans={part: plans[part][rank] for part in parts},
             files=frozenset(name for name, owner in owners.items() if owner == rank),
             divergent=divergent[rank],
         )
@@ -243,22 +235,15 @@ def _assign(
     ]
 
 
-def _stage(prepared: PreparedSave, local: _Local, stager: Stager) -> PreparedSave:
+def _stage(prepared: PreparedSave, local: _Local, workshop: Workshop) -> PreparedSave:
     resolved = {
         part: local.planners[part].resolve(plan)
-        for part, plan in prepared.assignment.plans.items()
+        for part, plan in workshop.plans.own.items()
         if part in local.planners
     }
-    live: dict[Hashable, torch.Tensor] = {
-        (part, index): tensor for part, plan in resolved.items() for index, tensor in plan.shards.items()
-    }
-    staged = stager.stage(live)
+    staged = workshop.stager.stage(resolved)
     files = {**prepared.files, **encode_local(prepared.rank, local.local, prepared.assignment.divergent)}
-    planners = {
-        part: StagedPlanner({index: staged.tensors[part, index] for index in plan.shards}, plan.values)
-        for part, plan in resolved.items()
-    }
-    return replace(prepared, planners=planners, staged=staged, files=files)
+    return replace(prepared, staged=staged, files=files)
 
 
 def save_error(url: str, step: int, phase: str, error: CoordinationError) -> SaveError:

@@ -12,11 +12,10 @@ from ckpt_core.errors import CheckpointError, SaveError
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.lifecycle._ownership import Ownership
-from ckpt_core.lifecycle._prepare import PreparedSave, SaveRequest, prepare
+from ckpt_core.lifecycle._prepare import PreparedSave, SaveRequest, Workshop, prepare
 from ckpt_core.lifecycle._prune import prune
 from ckpt_core.lifecycle._save import SaveRun
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.staging import HostStager
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CapturedState
@@ -38,7 +37,7 @@ class Saver:
         self._coordinator = coordinator
         self._options = options
         self._telemetry = telemetry
-        self._stager = HostStager()
+        self._workshop = Workshop()
         self._ownership = Ownership(storage, coordinator)
         self._flight = Flight(coordinator, back_pressure=options.back_pressure, on_error=options.on_error)
 
@@ -63,7 +62,7 @@ class Saver:
                     capture,
                     storage=self._storage,
                     coordinator=self._coordinator,
-                    stager=self._stager,
+                    workshop=self._workshop,
                     check=self._ownership.clear_name,
                 )
         except SaveError:
@@ -91,6 +90,7 @@ class Saver:
         try:
             self._flight.close()
         finally:
+            self._workshop.stager.close()
             self._ownership.release()
 
     def _launch(self, prepared: PreparedSave) -> SaveHandle:

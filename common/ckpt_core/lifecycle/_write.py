@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_core._version import __version__
 from ckpt_core.checksums import checksum
 from ckpt_core.commit import ItemKind, Manifest, commit
-from ckpt_core.dcp import ShardWriter, StagedPlanner
+from ckpt_core.dcp import ShardWriter
 from ckpt_core.lifecycle._prepare import Assignment, PreparedSave
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, ChunkEntry, FileEntry
@@ -36,9 +35,9 @@ def write_rank(storage: Storage, prepared: PreparedSave, rank: int) -> bytes:
     files: list[FileEntry] = []
     chunks: list[ChunkEntry] = []
     results: dict[str, Sequence[WriteResult]] = {}
-    for part, planner in prepared.planners.items():
+    for part, image in prepared.staged.images.items():
         writer = ShardWriter(storage, assignment.working, part=part, rank=rank)
-        results[part] = _write_part(writer, assignment.plans[part], planner)
+        results[part] = writer.write_image(image) + writer.write_values(prepared.staged.values[part])
         files += writer.files
         chunks += writer.chunks
     for name, content in prepared.files.items():
@@ -47,10 +46,6 @@ def write_rank(storage: Storage, prepared: PreparedSave, rank: int) -> bytes:
     for directory in _directories(assignment, files):
         storage.sync_directory(directory)
     return pickle.dumps(RankReport(files=files, chunks=chunks, results=results))
-
-
-def _write_part(writer: ShardWriter, plan: SavePlan, planner: StagedPlanner) -> list[WriteResult]:
-    return writer.write_data(plan, planner).wait()
 
 
 def _directories(assignment: Assignment, files: Sequence[FileEntry]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Training-safe copies of live state."""
+"""Memory for training-safe copies of live state."""
 
-from ckpt_core.staging._host import HostStager, StagedShards, Stager
+from ckpt_core.staging._arena import Arena
 
-__all__ = ["HostStager", "StagedShards", "Stager"]
+__all__ = ["Arena"]

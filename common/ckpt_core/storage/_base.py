@@ -7,6 +7,7 @@ A `Storage` knows nothing of checkpoints. Keys are POSIX-relative strings ("step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import IO, Protocol
@@ -35,7 +36,8 @@ class Storage(ABC):
 
     1. (coordinator) `check_root` once, then `try_lock`.
     2. (coordinator) `make_directory` for the working directory.
-    3. (all ranks, background thread) `create` for each of the rank's files, then `sync_directory`.
+    3. (all ranks, background thread) `write_pieces` or `create` for each of the rank's files, then
+       `sync_directory`.
     4. (coordinator, background thread) `create` for metadata, manifest and marker; `sync_directory`;
        where `supports_rename`, `rename` onto the final name and `sync_directory` of the parent.
     5. (coordinator) `rename` to a trash name or `delete` of the marker, then `delete` of the rest, to prune.
@@ -74,6 +76,17 @@ class Storage(ABC):
         Raises:
             FileExistsError: `key` exists already (checked where that is possible without a race).
         """
+
+    def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
+        """Create a large file from pieces that follow each other, durable on return; same errors as `create`.
+
+        Every piece starts on a page boundary of memory, is a multiple of 4 KiB long except the last, and is
+        left alone until this returns. Pieces are taken one by one, so that a generator can prepare the next
+        while the ones before are being written.
+        """
+        with self.create(key) as stream:
+            for piece in pieces:
+                stream.write(piece)
 
     @abstractmethod
     def open(self, key: str) -> AbstractContextManager[IO[bytes]]:

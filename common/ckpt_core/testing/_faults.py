@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -94,6 +94,19 @@ class FaultyStorage(Storage):
             yield cast("IO[bytes]", _FaultyStream(stream, self, key))
             with self.operation("close", key):
                 stack.close()
+
+    def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
+        with ExitStack() as closing:
+
+            def watched() -> Generator[memoryview]:
+                for piece in pieces:
+                    with self.operation("write", key):
+                        yield piece
+                closing.enter_context(self.operation("close", key))
+
+            with self.operation("create", key):
+                pass
+            self._inner.write_pieces(key, watched())
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_core.dcp import PartPlanner, StagedPlanner, decide, lowest_rank_only
+from ckpt_core.dcp import PartPlanner, decide, lowest_rank_only
 from ckpt_core.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def quantised() -> torch.Tensor:
 )
 def test_tensors_that_no_checkpoint_can_hold_are_refused_by_name_with_the_remedy(make, told):
     with pytest.raises(ConfigError, match=f"layer.0.weight is .*{told}"):
-        PartPlanner({"layer": [{"weight": make()}]})
+        PartPlanner({"layer": [{"weight": make()}]}).local_plan()
 
 
 def test_replicas_are_written_once_and_shared_out():
@@ -100,12 +100,23 @@ def test_values_are_serialised_when_resolved_and_not_later():
     assert before == dict(PartPlanner({"n": [1, 2], "t": torch.ones(1)}).resolve(plan).values)
 
 
-def test_a_staged_planner_answers_from_the_copies():
-    planner = PartPlanner({"w": torch.zeros(2), "n": 5})
-    (plan,), _ = decide([planner.local_plan()])
-    resolved = planner.resolve(plan)
-    copies = {index: shard + 1 for index, shard in resolved.shards.items()}
-    staged = StagedPlanner(copies, resolved.values)
-    answers = {item.index.fqn: staged.resolve_data(item) for item in plan.items}
-    assert answers["w"].tolist() == [1, 1]
-    assert torch.load(answers["n"], weights_only=True) == 5
+def test_states_that_are_planned_alike_have_equal_fingerprints():
+    same = [{"w": torch.ones(2, 3), "n": 5}, {"w": torch.zeros(2, 3), "n": [6]}]
+    first, second = (PartPlanner(tree).fingerprint() for tree in same)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.ones(3, 2), "n": 5},
+        {"w": torch.ones(2, 3, dtype=torch.bfloat16), "n": 5},
+        {"w": torch.ones(2, 3), "n": torch.ones(1)},
+        {"w": torch.ones(2, 3), "m": 5},
+        {"w": torch.ones(2, 3)},
+        {"w": torch.ones(2, 3).to_sparse(), "n": 5},
+    ],
+    ids=["shape", "dtype", "kind", "key", "fewer", "layout"],
+)
+def test_states_that_are_planned_differently_have_other_fingerprints(other):
+    assert PartPlanner(other).fingerprint() != PartPlanner({"w": torch.ones(2, 3), "n": 5}).fingerprint()

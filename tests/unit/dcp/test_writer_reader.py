@@ -106,7 +106,7 @@ def test_our_reader_and_planner_read_what_our_writer_wrote(directory):
 
 def test_every_file_has_the_size_and_the_checksum_reported(storage, tmp_path):
     writer = written(storage, "ours", state())
-    assert sorted(entry.path for entry in writer.files) == [".metadata", "__0_0.distcp"]
+    assert sorted(entry.path for entry in writer.files) == [".metadata", "__0_0.distcp", "__0_1.distcp"]
     for entry in writer.files:
         data = (tmp_path / "ours" / entry.path).read_bytes()
         assert (len(data), checksum(data)) == (entry.size_bytes, entry.checksum)
@@ -114,8 +114,8 @@ def test_every_file_has_the_size_and_the_checksum_reported(storage, tmp_path):
 
 def test_every_chunk_is_where_the_writer_says_with_the_bytes_it_says(storage, tmp_path):
     writer = written(storage, "ours", state())
-    data = (tmp_path / "ours" / "__0_0.distcp").read_bytes()
     for chunk in writer.chunks:
+        data = (tmp_path / "ours" / chunk.path).read_bytes()
         whole = data[chunk.offset : chunk.offset + chunk.size_bytes]
         assert len(whole) == chunk.size_bytes
         if chunk.payload_offset is None:
@@ -129,21 +129,21 @@ def test_every_chunk_is_where_the_writer_says_with_the_bytes_it_says(storage, tm
         assert str(tensor.dtype) == f"torch.{chunk.dtype}"
 
 
-def test_chunks_cover_the_data_file_without_gaps(storage):
+def test_chunks_cover_the_data_files_without_gaps(storage):
     writer = written(storage, "ours", state())
-    end = 0
+    ends = dict.fromkeys((chunk.path for chunk in writer.chunks), 0)
     for chunk in writer.chunks:
-        assert chunk.offset == end
-        end += chunk.size_bytes
-    assert end == next(entry.size_bytes for entry in writer.files if entry.path.endswith(".distcp"))
+        assert chunk.offset == ends[chunk.path]
+        ends[chunk.path] += chunk.size_bytes
+    assert ends == {e.path: e.size_bytes for e in writer.files if e.path.endswith(".distcp")}
 
 
 def test_chunks_say_which_entry_of_the_metadata_they_are(storage):
     writer = written(storage, "ours", state())
     metadata = ShardReader(storage, "ours").read_metadata()
     assert {chunk.key for chunk in writer.chunks} == set(metadata.state_dict_metadata)
-    places = {(info.offset, info.length) for info in metadata.storage_data.values()}
-    assert {(chunk.offset, chunk.size_bytes) for chunk in writer.chunks} == places
+    places = {(info.relative_path, info.offset, info.length) for info in metadata.storage_data.values()}
+    assert {(chunk.path, chunk.offset, chunk.size_bytes) for chunk in writer.chunks} == places
 
 
 def test_a_view_writes_its_own_elements_only(storage):

@@ -1,0 +1,109 @@
+"""Staging: this rank's shards copied into the image of its data files, in one arena."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from ckpt_core.dcp import Image, ImageLayout, ResolvedPlan, ShardSpec, spec_of
+from ckpt_core.staging import Arena
+
+_Key: TypeAlias = tuple[tuple[str, tuple[ShardSpec, ...]], ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedParts:
+    """What a rank is about to write, out of the training's reach; valid until `release`.
+
+    Attributes:
+        images: part -> image of its data file.
+        values: part -> byte entries.
+        arena: the memory behind the images; None if nothing was staged.
+    """
+
+    images: Mapping[str, Image]
+    values: Mapping[str, Mapping[MetadataIndex, bytes]]
+    arena: Arena | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all images."""
+        return sum(image.layout.size_bytes for image in self.images.values())
+
+    def release(self) -> None:
+        """Give the memory back to the next save."""
+        if self.arena is not None:
+            self.arena.release()
+
+
+NOTHING_STAGED = StagedParts(images={}, values={}, arena=None)
+
+
+@final
+class Stager:
+    """Copies shards on the main thread. Layouts and memory are kept for as long as the shards stay alike."""
+
+    def __init__(self) -> None:
+        self._arena = Arena()
+        self._key: _Key | None = None
+        self._memory_at = 0
+        self._images: dict[str, Image] = {}
+
+    def stage(self, plans: Mapping[str, ResolvedPlan]) -> StagedParts:
+        """Copy every shard of the plans; returns when the training may change them.
+
+        Raises:
+            CheckpointError: the save before is still being written.
+            MemoryError: there is no host memory for the copy.
+        """
+        key = tuple(
+            (part, tuple(spec_of(index, shard) for index, shard in plan.shards.items()))
+            for part, plan in plans.items()
+        )
+        devices = {shard.device for plan in plans.values() for shard in plan.shards.values() if shard.is_cuda}
+        self._lay_out(key, pinned=bool(devices))
+        try:
+            for part, plan in plans.items():
+                self._images[part].copy(plan.shards)
+            for device in devices:
+                torch.cuda.current_stream(device).synchronize()
+        except BaseException:
+            self._arena.release()
+            raise
+        values = {part: plan.values for part, plan in plans.items()}
+        return StagedParts(images=self._images, values=values, arena=self._arena)
+
+    def close(self) -> None:
+        """Give the memory back to the system."""
+        self._images, self._key = {}, None
+        self._arena.close()
+
+    def _lay_out(self, key: _Key, *, pinned: bool) -> None:
+        if key == self._key:
+            memory = self._arena.reserve(self._total(), pinned=pinned)
+            if memory.data_ptr() == self._memory_at:
+                return
+            self._arena.release()
+        layouts = {part: ImageLayout(specs) for part, specs in key}
+        self._images = {}  # they hold the old memory, which must go before new is taken
+        total = sum(_whole_pages(layout.size_bytes) for layout in layouts.values())
+        memory = self._arena.reserve(total, pinned=pinned)
+        offset = 0
+        for part, layout in layouts.items():
+            self._images[part] = Image(layout, memory[offset : offset + layout.size_bytes])
+            offset += _whole_pages(layout.size_bytes)
+        self._key, self._memory_at = key, memory.data_ptr()
+
+    def _total(self) -> int:
+        return sum(_whole_pages(image.layout.size_bytes) for image in self._images.values())
+
+
+def _whole_pages(size_bytes: int) -> int:
+    """Every image starts on a page, as direct writes need it."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
