@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from ckpt_core.state import derive_rng, load_rng_state
@@ -11,8 +12,42 @@ from lightning_ckpt._state import Loaded
 _logger = logging.getLogger(__name__)
 
 
-def set_sampler_epoch(trainer: Any, loader: Any) -> None:
-    """Tell a loader's samplers the epoch before its iterator is made; Lightning does so only afterwards."""
+def before_iterators(trainer: Any, loader: Any, loaded: Loaded) -> None:
+    """Prepare a loader whose iterator is about to be made.
+
+    Its samplers learn the epoch, which Lightning tells them only afterwards. And if an epoch is to begin, the
+    generators are where an uninterrupted run has them at this point: the iterator will draw its seed.
+    """
+    _set_sampler_epoch(trainer, loader)
+    if loaded.ended_epoch:
+        _load_rng(trainer, loaded)
+
+
+def go_on(trainer: Any, loaded: Loaded, *, iterators_are_new: bool) -> None:
+    """Put data position and random numbers where they were, right before the first batch is drawn.
+
+    Args:
+        trainer: the Trainer.
+        loaded: what it resumes from.
+        iterators_are_new: whether they were made after `loaded`. `estimated_stepping_batches` in
+            `configure_optimizers` makes them before there is anything to resume.
+    """
+    fit_loop = trainer.fit_loop
+    fetcher = fit_loop._data_fetcher
+    if fetcher is not None and not iterators_are_new:
+        for loader in fit_loop._combined_loader.flattened:
+            before_iterators(trainer, loader, loaded)
+        fit_loop._load_combined_loader_states()
+        iter(fetcher)
+    if loaded.prefetched and fetcher is not None:
+        fetcher.batches[:0] = loaded.prefetched
+    if loaded.ended_epoch and fit_loop.epoch_loop.restarted_on_train_batch_end:
+        _begin_epoch(trainer)
+    else:
+        _load_rng(trainer, loaded)
+
+
+def _set_sampler_epoch(trainer: Any, loader: Any) -> None:
     fit_loop = trainer.fit_loop
     progress = fit_loop.epoch_progress.current
     ended = fit_loop.epoch_loop.batch_progress.is_last_batch and progress.processed < progress.started
@@ -22,25 +57,20 @@ def set_sampler_epoch(trainer: Any, loader: Any) -> None:
             sampler.set_epoch(progress.processed + int(ended))  # type: ignore[union-attr]
 
 
-def go_on(trainer: Any, loaded: Loaded) -> None:
-    """Put data position and random numbers where they were, right before the first batch is drawn."""
-    fit_loop = trainer.fit_loop
-    fetcher = fit_loop._data_fetcher
-    if loaded.ended_epoch:
-        # An uninterrupted run makes the next epoch's iterator here, and draws the loader's seed for it.
-        _load_rng(trainer, loaded)
-        if fetcher is not None:
-            iter(fetcher)
+def _begin_epoch(trainer: Any) -> None:
+    """Begin the epoch after the one whose last batch was saved, even where its length is unknown.
+
+    Lightning would take the next epoch for the old one, which is over, and skip it.
+    """
+    if trainer.num_training_batches != math.inf:
         return
-    if fit_loop._combined_loader_states_to_load and fetcher is not None:
-        # `estimated_stepping_batches` has made the iterator before there was anything to resume.
-        for loader in fit_loop._combined_loader.flattened:
-            set_sampler_epoch(trainer, loader)
-        fit_loop._load_combined_loader_states()
-        iter(fetcher)
-    if loaded.prefetched and fetcher is not None:
-        fetcher.batches[:0] = loaded.prefetched
-    _load_rng(trainer, loaded)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    optimizer_progress = epoch_loop.automatic_optimization.optim_progress
+    for progress in (epoch_loop.batch_progress, epoch_loop.scheduler_progress, optimizer_progress):
+        progress.reset_on_run()
+    epoch_loop.val_loop.batch_progress.total.reset()
+    # Lightning is about to count the last batch as completed; it belongs to the epoch before.
+    epoch_loop.batch_progress.current.completed = -1
 
 
 def _load_rng(trainer: Any, loaded: Loaded) -> None:

@@ -12,7 +12,7 @@ from ckpt_core.state import unwrap_optimizer
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, metrics_of
 from lightning_ckpt._places import Kind, Place, kind_of, real_root
-from lightning_ckpt._resume import go_on, warn_of_hidden_order
+from lightning_ckpt._resume import before_iterators, go_on, warn_of_hidden_order
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, Loaded
 
@@ -36,10 +36,12 @@ class Session:
         self._roots = Roots(settings)
         self._running = False
         self._error: BaseException | None = None
+        self._iterators_are_new = False
 
     def start(self, stage: str, ckpt_path: str | None) -> None:
         """Begin a run of the Trainer, which may load `ckpt_path`."""
         self._running, self._error = True, None
+        self._iterators_are_new = False
         self.loaded = self.pacing = None
         self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
         if stage == "fit" and self.settings.root is not None and not self.trainer.fast_dev_run:
@@ -112,12 +114,18 @@ class Session:
         """Remove a checkpoint or a stock file, but not before its successor is committed."""
         self._roots.remove(Place.of(path), remove_file)
 
+    def prepare_loader(self, loader: Any) -> None:
+        """The iterator of a training loader is about to be made."""
+        if self.loaded is not None and self.trainer.training:
+            before_iterators(self.trainer, loader, self.loaded)
+            self._iterators_are_new = True
+
     def begin_training(self) -> None:
         """Last thing before the first batch is drawn."""
         for optimizer in self.trainer.strategy.optimizers:
             unwrap_optimizer(optimizer)
         if self.loaded is not None:
-            go_on(self.trainer, self.loaded)
+            go_on(self.trainer, self.loaded, iterators_are_new=self._iterators_are_new)
         warn_of_hidden_order(self.trainer)
         if self.pacing is not None:
             self.pacing.begin()

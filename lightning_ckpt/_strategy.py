@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import load_model_state, load_optimizer_state, model_state, optimizer_state
-from lightning_ckpt._resume import set_sampler_epoch
 from lightning_ckpt._session import Session, refuse_hidden_shards
 
 _SESSION = "_ckpt_session"
@@ -161,8 +160,8 @@ def process_dataloader(self: Any, dataloader: Any) -> Any:
     """As before; and samplers learn the epoch that is resumed before their order is drawn."""
     loader = _stock(self).process_dataloader(dataloader)
     session = _session(self)
-    if session is not None and session.loaded is not None and session.trainer.training:
-        set_sampler_epoch(session.trainer, loader)
+    if session is not None:
+        session.prepare_loader(loader)
     return loader
 
 

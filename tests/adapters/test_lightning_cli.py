@@ -1,0 +1,70 @@
+"""The Lightning adapter is configured from YAML and from the command line alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from examples import lightning_cli, lightning_train
+from tests.adapters.lightning_jobs import committed
+
+# Lightning warns of small data sets and few workers, and torchdata of torch.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+EXAMPLE = Path(lightning_cli.__file__).with_name("lightning_cli.yaml")
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return str(EXAMPLE)
+
+
+def test_the_callback_comes_from_yaml_and_the_config_survives_its_own_dump(config, tmp_path):
+    lightning_cli.main(["fit", "--config", config])
+
+    assert "step-000000040" in committed(tmp_path / "runs" / "lightning-cli")
+    again = yaml.safe_load(Path("config.yaml").read_text())["trainer"]["callbacks"][0]
+    assert again["class_path"].endswith("ShardedCheckpoint")
+    assert again["init_args"]["save"] == {"every_steps": 10, "on_preemption": True}
+    assert again["init_args"]["keep"] == {"latest": 2, "best": {"metric": "loss"}}
+
+
+def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
+    added = [
+        "--trainer.callbacks+=lightning_ckpt.ShardedCheckpoint",
+        "--trainer.callbacks.dirpath=runs/added",
+        "--trainer.callbacks.save.every_steps=5",
+        "--trainer.callbacks.save_last=false",
+    ]
+    plain = yaml.safe_load(EXAMPLE.read_text())
+    del plain["trainer"]["callbacks"]
+    Path("plain.yaml").write_text(yaml.safe_dump(plain))
+    first = ["fit", "--config", "plain.yaml", *added, "--trainer.max_steps=7"]
+    lightning_cli.main(first)
+    cli = lightning_cli.main([*first[:-1], "--trainer.max_steps=12", "--ckpt_path=last"])
+
+    assert committed(tmp_path / "runs" / "added") == ["step-000000005", "step-000000010"]
+    assert cli.trainer.global_step == 12
+
+
+def test_the_plugin_comes_from_yaml(config, tmp_path):
+    plain = yaml.safe_load(EXAMPLE.read_text())
+    plugin = plain["trainer"].pop("callbacks")[0]
+    plugin["class_path"] = "lightning_ckpt.ShardedCheckpointIO"
+    plain["trainer"] |= {"plugins": [plugin], "enable_checkpointing": False, "max_steps": 20}
+    Path("plugin.yaml").write_text(yaml.safe_dump(plain))
+
+    lightning_cli.main(["fit", "--config", "plugin.yaml"])
+
+    assert "step-000000020" in committed(tmp_path / "runs" / "lightning-cli")
+
+
+def test_the_example_resumes_itself(tmp_path, capsys):
+    lightning_train.main(str(tmp_path / "run"), 30)
+    lightning_train.main(str(tmp_path / "run"), 45)
+
+    assert "step-000000045" in committed(tmp_path / "run")
+    assert "last: " in capsys.readouterr().out

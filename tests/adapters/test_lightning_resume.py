@@ -1,0 +1,191 @@
+"""A resumed training is the uninterrupted one, on one device: same losses, same weights, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import lightning as pl
+import pytest
+import torch
+
+from ckpt_core import AtSteps, CheckpointManager, EverySeconds, EverySteps, TrainState
+from tests.adapters.lightning_jobs import Job, Model, Outcome, committed, digest, fit, make_trainer
+
+# Lightning warns of small data sets and few workers, and torchdata of torch.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+EPOCH = 12  # batches; a stream has half of it
+UNSAVED = {"save": None, "save_last": False}
+
+
+def cut_and_resume(root: Path, at: int, steps: int, **job) -> tuple[Outcome, Outcome]:
+    """An uninterrupted run, and one that went to step `at`, stopped, and was resumed in a new Trainer."""
+    options = {"save": AtSteps([at]), "save_last": False}
+    full = fit(Job(root=str(root / "full"), max_steps=steps, options=UNSAVED, **job))
+    fit(Job(root=str(root / "cut"), max_steps=at + 1, options=options, **job))
+    assert committed(root / "cut" / "run") == [f"step-{at:09d}"]
+    resumed = fit(Job(root=str(root / "cut"), max_steps=steps, ckpt_path="last", options=options, **job))
+    return full, resumed
+
+
+def assert_same(full: Outcome, resumed: Outcome, *, first: int) -> None:
+    assert sorted(resumed.losses) == list(range(first, len(full.losses)))
+    assert resumed.losses == {batch: full.losses[batch] for batch in resumed.losses}
+    assert resumed.weights == full.weights
+
+
+@pytest.mark.parametrize("at", [5, EPOCH, EPOCH + 5], ids=["mid-epoch", "end of epoch", "mid second epoch"])
+@pytest.mark.parametrize("loader", ["sampler", "stream"])
+def test_a_resume_goes_on_at_the_very_next_batch(tmp_path, loader, at):
+    full, resumed = cut_and_resume(tmp_path, at, 2 * EPOCH + 2, loader=loader)
+
+    assert_same(full, resumed, first=at)
+
+
+def test_a_plain_loader_resumes_exactly_between_epochs(tmp_path):
+    full, resumed = cut_and_resume(tmp_path, EPOCH, 2 * EPOCH, loader="plain")
+
+    assert_same(full, resumed, first=EPOCH)
+
+
+def test_workers_of_the_loader_are_where_they_were(tmp_path):
+    full, resumed = cut_and_resume(tmp_path, EPOCH + 3, EPOCH + 8, workers=1)
+
+    assert_same(full, resumed, first=EPOCH + 3)
+
+
+def test_estimating_the_steps_in_configure_optimizers_does_not_lose_the_position(tmp_path):
+    full, resumed = cut_and_resume(tmp_path, EPOCH + 3, EPOCH + 8, model={"estimate": True})
+
+    assert_same(full, resumed, first=EPOCH + 3)
+
+
+def test_a_resume_after_validation_goes_on_exactly(tmp_path):
+    trainer = {"val_check_interval": 4, "limit_val_batches": 1}
+    full, resumed = cut_and_resume(tmp_path, 5, EPOCH + 8, validate=True, trainer=trainer)
+
+    assert_same(full, resumed, first=5)
+
+
+def test_a_save_due_inside_an_accumulation_window_waits_for_the_optimizer_step(tmp_path):
+    job = {"trainer": {"accumulate_grad_batches": 3}}
+    full = fit(Job(root=str(tmp_path / "full"), max_steps=6, options=UNSAVED, **job))
+    cut = Job(root=str(tmp_path / "cut"), max_steps=3, options={"save": EverySeconds(1e-6)}, **job)
+    fit(cut)
+    resumed = fit(Job(root=cut.root, max_steps=6, ckpt_path="last", options={"save": EverySteps(100)}, **job))
+
+    assert committed(tmp_path / "cut" / "run")[:3] == ["step-000000001", "step-000000002", "step-000000003"]
+    assert_same(full, resumed, first=9)
+
+
+def test_stopping_and_starting_again_loses_no_step_and_repeats_none(tmp_path):
+    full = fit(Job(root=str(tmp_path / "full"), max_steps=9))
+    first = fit(Job(root=str(tmp_path / "cut"), max_steps=5))
+    second = fit(Job(root=str(tmp_path / "cut"), max_steps=9, ckpt_path="last"))
+
+    assert {**first.losses, **second.losses} == full.losses
+    assert second.weights == full.weights
+
+
+def test_last_starts_fresh_where_nothing_was_committed(tmp_path):
+    outcome = fit(Job(root=str(tmp_path), max_steps=2, ckpt_path="last"))
+
+    assert sorted(outcome.losses) == [0, 1]
+
+
+def test_last_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, caplog):
+    fit(Job(root=str(tmp_path), max_steps=6))
+    data = next((tmp_path / "run" / "step-000000006").glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+    with caplog.at_level(logging.ERROR):
+        resumed = fit(Job(root=str(tmp_path), max_steps=7, ckpt_path="last"))
+
+    assert min(resumed.losses) == 3
+    assert "step-000000006 is committed but damaged" in caplog.text
+    assert len(list((tmp_path / "run").glob("step-000000006.corrupt-*"))) == 1
+
+
+@pytest.mark.parametrize("plugin", [False, True], ids=["callback", "plugin"])
+def test_last_best_a_checkpoint_and_a_root_can_all_be_resumed(tmp_path, plugin):
+    options = {"save": {"every_steps": 3}, "keep": {"all": True, "best": {"metric": "loss", "mode": "max"}}}
+    job = {"root": str(tmp_path), "plugin": plugin, "options": options}
+    fit(Job(max_steps=7, **job))
+    run = tmp_path / "run"
+    losses = {info.step: info.metrics["loss"] for info in CheckpointManager(run).checkpoints()}
+    best = max(losses, key=losses.__getitem__)
+
+    found = {
+        path: first_step(Job(max_steps=8, **job), path)
+        for path in ("last", "best", str(run / "step-000000003"), str(run))
+    }
+
+    assert list(losses) == [3, 6, 7]
+    assert list(found.values()) == [7, best, 3, 7]
+
+
+def first_step(job: Job, ckpt_path: str) -> int:
+    copy = Path(job.root).parent / f"{Path(job.root).name}-{abs(hash(ckpt_path))}"
+    shutil.copytree(job.root, copy)
+    path = ckpt_path.replace(job.root, str(copy))
+    resumed = fit(Job(root=str(copy), plugin=job.plugin, options=job.options, max_steps=9, ckpt_path=path))
+    return min(resumed.losses)
+
+
+def test_going_back_replaces_the_later_steps_and_says_so(tmp_path, caplog):
+    fit(Job(root=str(tmp_path), max_steps=6))
+
+    with caplog.at_level(logging.WARNING):
+        again = fit(Job(root=str(tmp_path), max_steps=9, ckpt_path=str(tmp_path / "run" / "step-000000003")))
+
+    assert "although later steps are there (6)" in caplog.text
+    assert again.step == 9
+    assert committed(tmp_path / "run") == ["step-000000003", "step-000000006", "step-000000009"]
+
+
+def test_evaluation_loads_the_weights_alone(tmp_path):
+    fitted = fit(Job(root=str(tmp_path), max_steps=6))
+    trainer, _ = make_trainer(Job(root=str(tmp_path)))
+    module = Model()
+
+    trainer.validate(module, torch.utils.data.DataLoader(torch.zeros(4, 8)), ckpt_path="last", verbose=False)
+
+    assert digest(trainer) == fitted.weights
+
+
+def test_an_ordinary_lightning_file_loads_as_ever(tmp_path):
+    stock = pl.Trainer(
+        accelerator="cpu", max_steps=4, logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+    )
+    module = Model()
+    stock.fit(module, torch.utils.data.DataLoader(torch.zeros(48, 8), batch_size=4))
+    stock.save_checkpoint(tmp_path / "stock.ckpt")
+
+    path = str(tmp_path / "stock.ckpt")
+    outcome = fit(Job(root=str(tmp_path), max_steps=6, loader="plain", ckpt_path=path))
+
+    assert sorted(outcome.losses) == [4, 5]
+
+
+def test_a_checkpoint_of_the_core_alone_gives_weights_and_optimizer(tmp_path):
+    torch.manual_seed(3)
+    module = Model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    module.net(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path / "core") as manager:
+        manager.save(5, TrainState(model=module, optimizer=optimizer))
+
+    trainer, _ = make_trainer(Job(root=str(tmp_path), max_steps=0))
+    other = Model()
+    trainer.fit(other, torch.utils.data.DataLoader(torch.zeros(4, 8)), ckpt_path=str(tmp_path / "core"))
+
+    for name, value in module.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    saved, loaded = optimizer.state_dict()["state"], trainer.optimizers[0].state_dict()["state"]
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[index]["exp_avg"], saved[index]["exp_avg"]) for index in saved)
