@@ -184,7 +184,10 @@ class CheckpointManager:
         self._check_open()
         self._saver.wait()
         directory = self._loader.directory(step=step, name=name, verified=self.options.verify)
-        return self._loader.load(self._request(directory, items), as_source(state, items))
+        source = as_source(state, items)
+        # A TrainState has narrowed itself, by names of its own; others are narrowed by top-level key.
+        narrowed = None if isinstance(state, TrainState) else items
+        return self._loader.load(self._request(directory, narrowed), source)
 
     def wait(self) -> None:
         """Wait for the save in flight.

@@ -218,6 +218,10 @@ def _child(task: _Task) -> None:
         sys.stderr.flush()
         # Not sys.exit: a background thread that still waits for a peer must not keep this process alive.
         os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Gloo and autograd threads that end together with the interpreter have been seen to abort the process.
+    os._exit(0)
 
 
 def _call(task: _Task) -> Any:
