@@ -17,7 +17,7 @@ T = TypeVar("T")
 # The largest integer that every JSON reader holds exactly; 8 PiB as a size in bytes.
 MAX_COUNT: Final = 2**53
 
-_SEAL: Final = b',"checksum":"'
+_CHECKSUM: Final = b',"checksum":"'
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
@@ -35,21 +35,21 @@ def encode(fields: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-def seal(content: bytes) -> bytes:
+def add_checksum(content: bytes) -> bytes:
     """An encoded object with one more field, last: the checksum of what it was without."""
-    return b"".join((content[:-1], _SEAL, checksum(content).encode(), b'"}'))
+    return b"".join((content[:-1], _CHECKSUM, checksum(content).encode(), b'"}'))
 
 
-def check_seal(content: bytes, *, source: str) -> bool:
-    """Whether there is a seal; a wrong one is damage, whatever else the content says.
+def has_checksum(content: bytes, *, source: str) -> bool:
+    """Whether the object names its checksum; a wrong one is damage, whatever else the content says.
 
     Raises:
-        CorruptCheckpointError: the content is not what was sealed.
+        CorruptCheckpointError: the content is not what `add_checksum` made.
     """
-    body, sealed, rest = content.rpartition(_SEAL)
-    if sealed and rest != checksum(body + b"}").encode() + b'"}':
+    body, found, rest = content.rpartition(_CHECKSUM)
+    if found and rest != checksum(body + b"}").encode() + b'"}':
         raise corrupt(source, "does not have the checksum that it names")
-    return bool(sealed)
+    return bool(found)
 
 
 def corrupt(source: str, problem: str) -> CorruptCheckpointError:

@@ -176,7 +176,7 @@ class Marker:
                 "metrics": _codec.numbers(self.metrics),
             }
         )
-        content = _codec.seal(facts)
+        content = _codec.add_checksum(facts)
         if len(content) > MAX_MARKER_BYTES:
             raise ConfigError(f"{len(self.metrics)} metrics are too many for a commit marker; keep a few")
         return content
@@ -190,9 +190,9 @@ class Marker:
             CorruptCheckpointError: it is malformed.
         """
         # First, lest a flipped bit in the version number passes for a newer format.
-        sealed = _codec.check_seal(content, source=_MARKER)
+        vouched = _codec.has_checksum(content, source=_MARKER)
         with _codec.Fields.parse(content, source=_MARKER) as fields:
-            if not sealed:
+            if not vouched:
                 raise ValueError("it does not name its checksum")
             return cls(
                 format_version=fields.format_version,
