@@ -1,0 +1,242 @@
+"""Where the prepared data loaders are in their epochs, and how they get back there exactly.
+
+Stock Accelerate forgets the epoch a loader is in and what its shuffling started from; and a resumed loop
+makes an iterator, which draws from the global generator after `load_state` has put it back. So that a resumed
+run sees the same data and the same random numbers:
+
+    at the start of every epoch     remember what the shuffling starts from
+    save                            epoch, whether within it, that start, a stateful loader's own state
+    load                            epoch, stateful loader's own state
+    the first epoch after a load    begins from the remembered start, and the generators are put back
+                                    right before the first batch is handed out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from accelerate import Accelerator, data_loader
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderStateMixin
+
+from ckpt_core.state import load_rng_state
+
+# Called once per batch, after it was fetched and before it is handed out.
+_SEAM = "_update_state_dict"
+_DISPATCHER_SEAM = "slice_fn"
+
+
+@final
+class Loaders:
+    """The data loaders of one accelerator. Main thread only."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._tracked: dict[int, TrackedLoader] = {}
+        self._reentry: _Reentry | None = None
+        for loader in accelerator._dataloaders:
+            self.track(loader)
+
+    def track_prepared(self, loader: Any) -> None:
+        """Follow a loader that `prepare` has just made.
+
+        Making it, stock Accelerate starts a stateful loader's first iterator, workers included, before the
+        loader has its sampler: the first epoch would see another order than the one that is restored.
+        """
+        if getattr(loader, "use_stateful_dataloader", False):
+            loader.base_dataloader.load_state_dict({})
+        self.track(loader)
+
+    def track(self, loader: Any) -> None:
+        """Follow a prepared loader from now on; harmless when repeated."""
+        if isinstance(loader, DataLoaderStateMixin) and id(loader) not in self._tracked:
+            self._tracked[id(loader)] = TrackedLoader(loader, lambda: self._reentry)
+
+    def track_copy(self, original: Any, copy: Any) -> None:
+        """Follow what `skip_first_batches` made of `original`: it finishes the same epoch."""
+        tracked = self._tracked.get(id(original))
+        if tracked is not None and isinstance(copy, DataLoaderStateMixin):
+            tracked.watch(copy)
+
+    def positions(self) -> list[dict[str, Any]]:
+        """One plain value for every loader, in the order in which they were prepared."""
+        return [
+            tracked.position() if tracked is not None else {}
+            for tracked in map(self._of, self._accelerator._dataloaders)
+        ]
+
+    def restore(
+        self, positions: Sequence[Mapping[str, Any]], rng: Mapping[str, Any], *, same_ranks: bool
+    ) -> None:
+        """Put every loader back; `rng` is where the generators stood at the save.
+
+        Args:
+            positions: what `positions` gave.
+            rng: states of the generators, to be put back right before the next batch.
+            same_ranks: whether the positions are of this rank, among as many ranks as saved.
+        """
+        within: TrackedLoader | None = None
+        pairs = zip(self._accelerator._dataloaders, positions, strict=False)
+        for tracked, position in ((self._of(loader), position) for loader, position in pairs):
+            if tracked is None or not position:
+                continue
+            tracked.restore(position, same_ranks=same_ranks)
+            within = tracked if position["within"] else within
+        self._reentry = _Reentry(rng, within)
+
+    def release(self) -> None:
+        """Let go of every loader."""
+        for tracked in self._tracked.values():
+            tracked.release()
+        self._tracked.clear()
+
+    def _of(self, loader: Any) -> TrackedLoader | None:
+        return self._tracked.get(id(loader))
+
+
+@final
+class _Reentry:
+    """The way back into training after a load: until the first batch, random numbers are as at the save."""
+
+    def __init__(self, rng: Mapping[str, Any], within: TrackedLoader | None) -> None:
+        self._rng = rng
+        self._within = within
+        self._batches_left: int | None = None
+
+    def begin(self, tracked: TrackedLoader, num_batches: int) -> None:
+        """An epoch begins; the user sees its batch number `num_batches` first."""
+        if self._batches_left == 0:
+            return
+        if self._within is None:
+            # Saved between epochs: making the iterator draws from where the generators stood.
+            load_rng_state(self._rng)
+            self._batches_left = num_batches
+        elif self._within is tracked:
+            tracked.rewind()
+            self._batches_left = num_batches
+
+    def batch(self, tracked: TrackedLoader) -> None:
+        """A batch was fetched and will be handed out, or skipped."""
+        if not self._batches_left or self._within not in {None, tracked}:
+            return
+        if self._within is tracked:
+            load_rng_state(self._rng)
+        self._batches_left -= 1
+
+
+@final
+class TrackedLoader:
+    """One prepared loader, and the copies of it that skip batches."""
+
+    def __init__(self, loader: Any, reentry: Callable[[], _Reentry | None]) -> None:
+        self._loader = loader
+        self._reentry = reentry
+        self._active = loader
+        self._start: Mapping[str, Any] = {}
+        self._rewind_to: Mapping[str, Any] = {}
+        self._watched: list[tuple[Any, dict[str, Any]]] = []
+        self.watch(loader)
+
+    def watch(self, loader: Any) -> None:
+        """Get told when an epoch of `loader` begins and ends, and about every batch."""
+        seam = _DISPATCHER_SEAM if isinstance(loader, DataLoaderDispatcher) else _SEAM
+        begin, end, per_batch = loader.begin, loader.end, getattr(loader, seam)
+        before = {seam: loader.__dict__[seam]} if seam in loader.__dict__ else {}
+
+        def watched_begin() -> None:
+            begin()
+            self._begin(loader)
+
+        def watched_end() -> None:
+            end()
+            # A copy that skips batches finishes the original's epoch.
+            self._loader.iteration = loader.iteration
+
+        def watched_batch(*args: Any, **kwargs: Any) -> Any:
+            self._batch()
+            return per_batch(*args, **kwargs)
+
+        loader.__dict__.update({"begin": watched_begin, "end": watched_end, seam: watched_batch})
+        self._watched.append((loader, before))
+
+    def position(self) -> dict[str, Any]:
+        """Epoch, whether within it, what its shuffling started from, and a stateful loader's own state."""
+        loader = self._active
+        iterating = any(each is loader for each in loader.gradient_state.dataloader_references)
+        ended = bool(loader.end_of_dataloader)
+        within = iterating and not ended
+        return {
+            "iteration": loader.iteration + int(iterating and ended),
+            "within": within,
+            "start": dict(self._start) if within else self._here(),
+            "state": self._loader_state(loader),
+        }
+
+    def restore(self, position: Mapping[str, Any], *, same_ranks: bool) -> None:
+        """Go back to a position; what is another rank's own is left out."""
+        self._active = self._loader
+        self._loader.iteration = position["iteration"]
+        start = position["start"]
+        self._rewind_to = start if same_ranks else {"generator": start.get("generator")}
+        if same_ranks and position["state"] is not None:
+            self._loader.load_state_dict(position["state"])
+            if not position["within"]:
+                # A finished iterator is made first, then the one that will be used: the first one's draw from
+                # the global generator belongs to an epoch that is over.
+                self._loader.base_dataloader.state_dict()
+        if not position["within"]:
+            self._rewind()
+
+    def rewind(self) -> None:
+        """Let shuffling start from where the saved epoch started."""
+        if self._rewind_to.get("torch") is not None:
+            torch.set_rng_state(self._rewind_to["torch"])
+        self._rewind()
+
+    def release(self) -> None:
+        """Take back what `watch` did."""
+        for loader, before in self._watched:
+            for name in ("begin", "end", _SEAM, _DISPATCHER_SEAM):
+                if name in {"begin", "end", _SEAM} or before:
+                    loader.__dict__.pop(name, None)
+            loader.__dict__.update(before)
+        self._watched.clear()
+
+    def _begin(self, loader: Any) -> None:
+        self._active = loader
+        reentry = self._reentry()
+        if reentry is not None:
+            # A dispatcher cuts the first batch once more, to fill up the last one.
+            extra = int(isinstance(loader, DataLoaderDispatcher) and not loader._drop_last)
+            reentry.begin(self, getattr(loader, "skip_batches", 0) + 1 + extra)
+        self._start = self._here()
+
+    def _batch(self) -> None:
+        reentry = self._reentry()
+        if reentry is not None:
+            reentry.batch(self)
+
+    def _rewind(self) -> None:
+        generator, state = self._generator(), self._rewind_to.get("generator")
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
+    def _here(self) -> dict[str, Any]:
+        generator = self._generator()
+        return {
+            "torch": torch.get_rng_state(),
+            "generator": None if generator is None else generator.get_state(),
+        }
+
+    def _generator(self) -> torch.Generator | None:
+        """The generator that a shuffling sampler draws from, if it has one of its own."""
+        synchronized = getattr(self._loader, "synchronized_generator", None)
+        found = synchronized or getattr(_sampler_of(self._loader), "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+
+    def _loader_state(self, loader: Any) -> Any:
+        return loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None
+
+
+_sampler_of: Callable[[Any], Any] = data_loader.get_sampler

@@ -1,0 +1,184 @@
+"""The one line that switches it on, and the one that switches it off."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
+from accelerate_ckpt._settings import Settings
+from accelerate_ckpt._stock import UNSUPPORTED
+from ckpt_core import CheckpointError, ConfigError
+from ckpt_core.cadence import SavePolicy
+from ckpt_core.retention import RetentionPolicy
+from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Sink
+
+_logger = logging.getLogger(__name__)
+
+_ATTACHED = "_ckpt_suite"
+_SHADOWED = (
+    "save_state",
+    "load_state",
+    "end_training",
+    "log",
+    "prepare_optimizer",
+    "prepare_data_loader",
+    "skip_first_batches",
+)
+
+
+def enable(
+    accelerator: Accelerator,
+    root: str | os.PathLike[str] | Storage | None = None,
+    *,
+    save: SavePolicy | Mapping[str, Any] | Sequence[Any] | None = None,
+    keep: RetentionPolicy | Mapping[str, Any] | Sequence[Any] | None = None,
+    sinks: Sequence[Sink] = (),
+    **options: Any,
+) -> Accelerator:
+    """Make this accelerator's `save_state` and `load_state` asynchronous, sharded and committed.
+
+    Collective. What is not given here comes from `CKPT_SUITE_…` in the environment, then from the `ckpt`
+    section of the accelerate configuration, then from the defaults. DeepSpeed, Megatron-LM and XLA keep their
+    own checkpoints: the accelerator comes back unchanged, with a warning.
+
+    Args:
+        accelerator: any accelerator, before or after `prepare`.
+        root: where `save_state()` without a directory saves, as `checkpoint_{n}`.
+        save: which of the `save_state` calls save; every one if None.
+        keep: which checkpoints stay; with automatic naming, `total_limit` if None.
+        sinks: receivers of telemetry events.
+        **options: `stock_files` (whether plain replicas also get `model.safetensors` and `optimizer.bin`,
+            written by the main process, so that stock `load_state` reads them; True), and every other field
+            of `CheckpointOptions`, such as `back_pressure` and `on_error`.
+
+    Raises:
+        ConfigError: an option is wrong, or the accelerator is enabled already.
+    """
+    if checkpoints_or_none(accelerator) is not None:
+        raise ConfigError("this accelerator is enabled already; call accelerate_ckpt.disable() first")
+    explicit = {"root": root, "save": save, "keep": keep, **options}
+    attach(accelerator, Settings.resolve(explicit), sinks)
+    return accelerator
+
+
+def attach(accelerator: Accelerator, settings: Settings, sinks: Sequence[Sink] = ()) -> None:
+    """Shadow the methods of this instance; its class and other instances are left alone."""
+    if accelerator.distributed_type in UNSUPPORTED:
+        _logger.warning(
+            "%s keeps its shards to itself: save_state and load_state stay as they are",
+            accelerator.distributed_type.value,
+        )
+        return
+    attached = AcceleratorCheckpoints(
+        accelerator,
+        settings.root,
+        options=settings.options,
+        stock_files=settings.stock_files,
+        sinks=sinks,
+    )
+    shadows = _shadows(accelerator, attached)
+    accelerator.__dict__.update({**shadows, _ATTACHED: attached})
+    atexit.register(_close_at_exit, weakref.ref(attached))
+
+
+def disable(accelerator: Accelerator) -> Accelerator:
+    """Wait for every save in flight and put the accelerator's own methods back; harmless when repeated.
+
+    Raises:
+        SaveError: a save in flight failed; the methods are back all the same.
+    """
+    attached = checkpoints_or_none(accelerator)
+    if attached is None:
+        return accelerator
+    for name in (*_SHADOWED, _ATTACHED):
+        accelerator.__dict__.pop(name, None)
+    attached.loaders.release()
+    attached.steps.release()
+    attached.close()
+    return accelerator
+
+
+def checkpoints(accelerator: Accelerator) -> AcceleratorCheckpoints:
+    """The checkpoints of an enabled accelerator.
+
+    Raises:
+        ConfigError: it is not enabled.
+    """
+    attached = checkpoints_or_none(accelerator)
+    if attached is None:
+        raise ConfigError("this accelerator is not enabled: call accelerate_ckpt.enable(accelerator) first")
+    return attached
+
+
+def checkpoints_or_none(accelerator: Accelerator) -> AcceleratorCheckpoints | None:
+    """The checkpoints of an accelerator, or None if it is not enabled."""
+    return accelerator.__dict__.get(_ATTACHED)
+
+
+def _shadows(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> dict[str, Callable[..., Any]]:
+    stock = {name: getattr(accelerator, name) for name in _SHADOWED}
+
+    def save_state(
+        output_dir: str | None = None,
+        safe_serialization: bool = True,  # noqa: FBT001, FBT002 - as in stock
+        **_: Any,
+    ) -> Path | str | None:
+        where = attached.directory(output_dir)
+        handle = attached.maybe_save(output_dir, safe_serialization=safe_serialization)
+        return None if handle is None else where if "://" in where else Path(where)
+
+    def end_training() -> None:
+        try:
+            # While the process group is still there.
+            attached.close()
+        finally:
+            stock["end_training"]()
+
+    def log(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        attached.note_metrics(values)
+        return stock["log"](values, *args, **kwargs)
+
+    def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
+        prepared = stock["prepare_optimizer"](*args, **kwargs)
+        attached.steps.count(prepared)
+        return prepared
+
+    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+        prepared = stock["prepare_data_loader"](*args, **kwargs)
+        attached.loaders.track_prepared(prepared)
+        return prepared
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        copy = stock["skip_first_batches"](dataloader, num_batches)
+        attached.loaders.track_copy(dataloader, copy)
+        return copy
+
+    return {
+        "save_state": save_state,
+        "load_state": attached.load,
+        "end_training": end_training,
+        "log": log,
+        "prepare_optimizer": prepare_optimizer,
+        "prepare_data_loader": prepare_data_loader,
+        "skip_first_batches": skip_first_batches,
+    }
+
+
+def _close_at_exit(reference: weakref.ref[AcceleratorCheckpoints]) -> None:
+    """For scripts without `end_training`: the saves have ended by now, the roots are still claimed."""
+    attached = reference()
+    if attached is None:
+        return
+    try:
+        attached.close()
+    except CheckpointError as error:
+        _logger.error("%s", error)  # noqa: TRY400 - the message is all there is to say

@@ -1,0 +1,94 @@
+"""Where checkpoints go: the user's own directories, or the names that stock Accelerate gives."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import final
+
+from accelerate import Accelerator
+
+from ckpt_core.errors import ConfigError
+from ckpt_core.names import MANIFEST, MARKER, SHARED, is_incomplete, is_trash, rank_name
+from ckpt_core.storage import Storage
+
+_AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A checkpoint directory as root and name."""
+
+    root: str
+    name: str
+
+    @classmethod
+    def of(cls, directory: str | os.PathLike[str]) -> Place:
+        """The place of a path or URL.
+
+        Raises:
+            ConfigError: it has no name of its own.
+        """
+        text = os.fspath(directory)
+        if "://" in text:
+            root, _, name = text.rstrip("/").rpartition("/")
+            if root.endswith(("/", ":")):
+                root = ""
+        else:
+            root, name = os.path.split(os.path.abspath(os.path.expanduser(text)))  # noqa: PTH100, PTH111
+        if not root or not name:
+            raise ConfigError(f"{text!r} cannot be a checkpoint: give a directory below the run's own")
+        return cls(root=root, name=name)
+
+
+def automatic_root(accelerator: Accelerator, root: str | None) -> str | None:
+    """Where checkpoints without a name of their own go; None if the user has to name each."""
+    configuration = accelerator.project_configuration
+    if root is not None:
+        return root
+    if configuration.automatic_checkpoint_naming and configuration.project_dir is not None:
+        return os.path.join(configuration.project_dir, "checkpoints")  # noqa: PTH118 - may be a URL
+    return None
+
+
+def automatic_name(iteration: int) -> str:
+    """Stock Accelerate's own name."""
+    return f"checkpoint_{iteration}"
+
+
+def next_iteration(storage: Storage) -> int:
+    """One more than the highest number in use, by whatever there is; stray entries have no number."""
+    names = [_AUTOMATIC.fullmatch(entry.name) for entry in storage.list("")]
+    return max((int(match[1]) + 1 for match in names if match is not None), default=0)
+
+
+def newest_stock(storage: Storage) -> str | None:
+    """The directory with the highest number that stock Accelerate wrote."""
+    numbered = [
+        (int(match[1]), entry.name)
+        for entry in storage.list("")
+        if (match := _AUTOMATIC.fullmatch(entry.name)) is not None and kind_of(storage, entry.name) == "stock"
+    ]
+    return max(numbered)[1] if numbered else None
+
+
+def kind_of(storage: Storage, name: str) -> str:
+    """What a directory is: `committed`, `torn` (ours, but not committed), `stock`, or `missing`."""
+    if is_incomplete(name) or is_trash(name):
+        return "torn"
+    if storage.exists(f"{name}/{MARKER}"):
+        return "committed"
+    names = {entry.name for entry in storage.list(name)}
+    if names & {MANIFEST, SHARED, rank_name(0)}:
+        return "torn"
+    return "stock" if names else "missing"
+
+
+def clear_for(storage: Storage, name: str) -> None:
+    """Remove an empty directory that a script made beforehand, as the stock method allows."""
+    if any(entry.name == name and entry.is_directory for entry in storage.list("")) and not storage.list(
+        name
+    ):
+        storage.delete(name)

@@ -1,0 +1,120 @@
+"""One manager for every directory that checkpoints go to, all with the same coordinator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import final
+
+from accelerate import Accelerator
+
+from accelerate_ckpt._places import Place, automatic_name, automatic_root, next_iteration
+from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepLatest
+from ckpt_core.coordination import Coordinator, coordinator_for_job
+from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Sink
+
+_NO_ROOT = (
+    "give save_state() an output_dir, or enable() a root, or ProjectConfiguration a project_dir with "
+    "automatic_checkpoint_naming=True"
+)
+
+
+@final
+class Roots:
+    """The roots in use by one accelerator. Main thread only; making a manager is collective."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        root: str | os.PathLike[str] | Storage | None,
+        options: CheckpointOptions,
+        sinks: Sequence[Sink],
+    ) -> None:
+        self._accelerator = accelerator
+        self._options = options
+        self._sinks = sinks
+        self._managers: dict[str, CheckpointManager] = {}
+        self._closed = False
+        self._given = root if isinstance(root, Storage) else None
+        self._root = None if root is None else root.url if isinstance(root, Storage) else os.fspath(root)
+        self.coordinator: Coordinator = coordinator_for_job(deadline_seconds=options.deadline_seconds)
+
+    def automatic(self) -> CheckpointManager | None:
+        """The manager of the root for automatic names, if there is one."""
+        root = automatic_root(self._accelerator, self._root)
+        return None if root is None else self.at(root)
+
+    def only(self) -> CheckpointManager:
+        """The manager for automatic names, or of the only root in use.
+
+        Raises:
+            ConfigError: there is neither.
+        """
+        manager = self.automatic()
+        if manager is None and len(self._managers) == 1:
+            (manager,) = self._managers.values()
+        if manager is None:
+            raise ConfigError(f"there is no single root of checkpoints: {_NO_ROOT}")
+        return manager
+
+    def at(self, root: str) -> CheckpointManager:
+        """The manager of a root, made on first use."""
+        key = root if "://" in root else str(Path(root).expanduser().absolute())
+        if key not in self._managers:
+            given = self._given if root == self._root else None
+            self._managers[key] = CheckpointManager(
+                root if given is None else given,
+                options=self._options_for(root),
+                coordinator=self.coordinator,
+                sinks=self._sinks,
+            )
+        return self._managers[key]
+
+    def place(self, output_dir: str | os.PathLike[str] | None) -> Place:
+        """Where a save goes that was given `output_dir`; as in stock, automatic naming overrides it.
+
+        Raises:
+            ConfigError: it was given none, and there is no automatic name.
+        """
+        automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
+        root = automatic_root(self._accelerator, self._root)
+        if root is not None and (automatic or output_dir is None):
+            return Place(root=root, name=automatic_name(self._accelerator.save_iteration))
+        if output_dir is None:
+            raise ConfigError(f"there is no directory to save to: {_NO_ROOT}")
+        return Place.of(output_dir)
+
+    def continue_numbering(self) -> None:
+        """Let the next automatic name follow what is on storage; stock starts at 0 after every restart."""
+        manager = self.automatic()
+        if manager is not None:
+            iteration = self.coordinator.once(lambda: next_iteration(manager.storage))
+            self._accelerator.project_configuration.iteration = iteration
+
+    def wait(self) -> None:
+        """Wait for every save in flight; raises what failed."""
+        for manager in self._managers.values():
+            manager.wait()
+
+    def close(self) -> None:
+        """Close every manager, whatever the others do; harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as closing:
+            closing.callback(self.coordinator.close)
+            for manager in self._managers.values():
+                closing.callback(manager.close)
+
+    def _options_for(self, root: str) -> CheckpointOptions:
+        limit = self._accelerator.project_configuration.total_limit
+        # As in stock, `total_limit` is about automatic names; what a user named is only removed on `keep`.
+        if self._options.keep is not None or limit is None:
+            return self._options
+        if root != automatic_root(self._accelerator, self._root):
+            return self._options
+        return replace(self._options, keep=KeepLatest(limit))

@@ -1,0 +1,143 @@
+"""Where settings come from: explicit arguments, then the environment, then a file, then the defaults.
+
+`accelerate config` exports a fixed list of variables to the workers and knows no plug-ins. So there are three
+carriers, in the idiom of its own plug-ins: `CKPT_SUITE_<NAME>` for one setting, `CKPT_SUITE_CONFIG` for a
+file of ours, and a mapping `ckpt` inside `fsdp_config` of the accelerate configuration, which every
+accelerate command tolerates and keeps there.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self, final
+
+import psutil
+import yaml
+
+from ckpt_core import CheckpointOptions, ConfigError
+from ckpt_core.storage import Storage
+
+PREFIX = "CKPT_SUITE_"
+FILE_VARIABLE = f"{PREFIX}CONFIG"
+SECTION = "ckpt"
+
+_OWN = ("root", "stock_files")
+_NAMES = (*_OWN, *(each.name for each in fields(CheckpointOptions)))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Everything `enable` needs to know.
+
+    Attributes:
+        root: where automatic names go.
+        stock_files: whether plain replicas get single files for the stock loader.
+        options: of the managers.
+    """
+
+    root: str | os.PathLike[str] | Storage | None
+    stock_files: bool
+    options: CheckpointOptions
+
+    @classmethod
+    def resolve(cls, explicit: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Self:
+        """Settings from all carriers; None in `explicit` means not given.
+
+        Raises:
+            ConfigError: one of them is wrong.
+        """
+        given = {name: value for name, value in explicit.items() if value is not None}
+        merged: dict[str, Any] = {**_from_file(environment), **_from_environment(environment), **given}
+        unknown = sorted(set(merged) - set(_NAMES))
+        if unknown:
+            raise ConfigError(f"no such option: {', '.join(unknown)}; there are {', '.join(_NAMES)}")
+        stock_files = merged.pop("stock_files", True)
+        if not isinstance(stock_files, bool):
+            raise ConfigError(f"stock_files must be true or false, not {stock_files!r}")
+        root = merged.pop("root", None)
+        return cls(root=root, stock_files=stock_files, options=CheckpointOptions.from_mapping(merged))
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, text in environment.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
+            continue
+        if name not in _NAMES:
+            known = ", ".join(PREFIX + each.upper() for each in _NAMES)
+            raise ConfigError(f"no such variable: {variable}; there are {known}, {FILE_VARIABLE}")
+        found[name] = _parse(variable, text)
+    return found
+
+
+def _parse(variable: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{variable}={text!r} is not YAML: {error}") from error
+
+
+def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
+    side_file = environment.get(FILE_VARIABLE)
+    if side_file:
+        document = _read(Path(side_file))
+        return _mapping(document.get(SECTION, document), f"{side_file}: {SECTION}")
+    launched_with = launch_configuration()
+    if launched_with is None:
+        return {}
+    plugin = _read(launched_with).get("fsdp_config")
+    if not isinstance(plugin, Mapping) or SECTION not in plugin:
+        return {}
+    return _mapping(plugin[SECTION], f"{launched_with}: fsdp_config.{SECTION}")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot read the checkpoint options: {error}") from error
+    return _mapping({} if document is None else document, str(path))
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be a mapping of options, not {value!r}")
+    return value
+
+
+def launch_configuration() -> Path | None:
+    """The YAML file that `accelerate launch` was started with, or its default one.
+
+    It is not exported to the workers; but the launcher is their parent, so its command line tells.
+    """
+    try:
+        lines = [parent.cmdline() for parent in psutil.Process().parents()[:2]]
+    except psutil.Error:
+        return None
+    for line in lines:
+        if "launch" in line and any("accelerate" in word for word in line):
+            return _named_in(line) or _default_file()
+    return None
+
+
+def _named_in(line: list[str]) -> Path | None:
+    for word, following in zip(line, [*line[1:], ""], strict=True):
+        if word == "--config_file" and following:
+            return Path(following)
+        if word.startswith("--config_file="):
+            return Path(word.partition("=")[2])
+    return None
+
+
+def _default_file() -> Path | None:
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = Path(str(default_config_file))
+    return path if path.suffix in {".yaml", ".yml"} and path.is_file() else None

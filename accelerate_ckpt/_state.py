@@ -1,0 +1,289 @@
+"""The training state of an accelerator, in the layout that stock Accelerate reads.
+
+    pytorch_model_fsdp_{i}/   DCP, {"model": …}          optimizer_{i}/   DCP, {"optimizer": …}
+    scheduler.bin, scaler.pt, random_states_{rank}.pkl, custom_checkpoint_{i}.pkl     written by stock
+    model.safetensors, optimizer.bin                     for the stock loader of plain replicas
+
+Loader positions and random states are our own items: stock has no place for the first, and loses the second
+when there are more ranks than before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+from accelerate_ckpt._hooks import run_load_hooks, run_save_hooks
+from accelerate_ckpt._loaders import Loaders
+from accelerate_ckpt._stock import (
+    StockMethods,
+    fetch_files,
+    fetch_small,
+    files_in,
+    is_stock_layout,
+    optimizer_files,
+    private_directory,
+    small_things_only,
+    torch_bytes,
+    weight_files,
+)
+from ckpt_core.commit import Catalog
+from ckpt_core.coordination import Coordinator
+from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.state import (
+    as_module,
+    derive_rng,
+    load_model_state,
+    load_optimizer_state,
+    load_rng_state,
+    local_buffers,
+    model_state,
+    model_target,
+    optimizer_state,
+    optimizer_target,
+    rng_seed,
+    rng_state,
+)
+from ckpt_core.storage import LocalStorage, Storage
+from ckpt_core.types import CapturedState, SavedEntries, SavedState
+
+_logger = logging.getLogger(__name__)
+
+_SHARED = "accelerate"
+_LOADERS = "dataloaders"
+_RNG = "rng"
+
+
+def model_part(index: int) -> str:
+    """Directory of a model's shards, as stock FSDP names it."""
+    return f"pytorch_model_fsdp_{index}"
+
+
+def optimizer_part(index: int) -> str:
+    """Directory of an optimizer's shards, as stock FSDP names it."""
+    return f"optimizer_{index}"
+
+
+def owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
+    """The model that an optimizer trains, or all of them as one if it trains several."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in models:
+        if trained <= {id(parameter) for parameter in model.parameters()}:
+            return model
+    return as_module(list(models))
+
+
+def inner_entries(saved: SavedState, part: str, key: str) -> SavedEntries:
+    """What a part holds below `key`.
+
+    Raises:
+        IncompatibleCheckpointError: nothing.
+    """
+    found = {path[1:]: entry for path, entry in saved.sharded.get(part, {}).items() if path[0] == key}
+    if not found:
+        there = ", ".join(sorted(saved.sharded)) or "nothing"
+        raise IncompatibleCheckpointError(
+            f"checkpoint {saved.name} has no {part} (it has {there}); prepare as many models and optimizers, "
+            "in the same order, as when it was saved",
+            missing=(part,),
+        )
+    return found
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallArguments:
+    """How to save and load.
+
+    Attributes:
+        safe: whether single files of weights are safetensors.
+        stock_files: whether plain replicas get single files for the stock loader.
+        load: what the user passed to `load_state`, for the stock method.
+    """
+
+    safe: bool = True
+    stock_files: bool = True
+    load: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@final
+class AcceleratorState:
+    """Captures and restores one accelerator; a `StateSource`. Main thread only."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        stock: StockMethods,
+        loaders: Loaders,
+        *,
+        coordinator: Coordinator,
+        storage: Storage,
+        arguments: CallArguments,
+    ) -> None:
+        self._accelerator = accelerator
+        self._stock = stock
+        self._loaders = loaders
+        self._coordinator = coordinator
+        self._storage = storage
+        self._models_left: list[int] = []
+        self._arguments = arguments
+
+    def capture(self) -> CapturedState:
+        """The state as it is now, with live tensors."""
+        accelerator = self._accelerator
+        # First: nothing below may draw random numbers any more.
+        positions = self._loaders.positions()
+        with private_directory() as directory:
+            left, large = self._large_files(directory)
+            with small_things_only(accelerator):
+                self._stock.save_state(str(directory), safe_serialization=self._arguments.safe)
+            files = {**files_in(directory), **large}
+        models = {index: accelerator._models[index] for index in left}
+        states = {index: model_state(model) for index, model in models.items()}
+        rng = rng_state()
+        return CapturedState(
+            sharded={
+                **{model_part(index): {"model": state} for index, state in states.items()},
+                **self._optimizer_parts(),
+            },
+            per_rank={_LOADERS: positions, _RNG: rng},
+            shared={_SHARED: self._shared(positions, rng)},
+            files=files,
+            local={
+                key: value
+                for index, model in models.items()
+                for key, value in local_buffers(model, states[index], part=model_part(index)).items()
+            },
+        )
+
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        """What to load into.
+
+        Raises:
+            IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
+        """
+        accelerator = self._accelerator
+        self._check_counts(saved)
+        self._models_left = self._after_hooks(saved)
+        tree: dict[str, dict[str, Any]] = {}
+        for index in self._models_left:
+            entries = inner_entries(saved, model_part(index), "model")
+            tree[model_part(index)] = {"model": model_target(accelerator._models[index], entries)}
+        for index, optimizer in enumerate(accelerator._optimizers):
+            entries = inner_entries(saved, optimizer_part(index), "optimizer")
+            model = owner(accelerator._models, optimizer)
+            tree[optimizer_part(index)] = {"optimizer": optimizer_target(model, optimizer, entries)}
+        return tree
+
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
+        """Put everything back; returns what could not be restored."""
+        accelerator = self._accelerator
+        for index, optimizer in enumerate(accelerator._optimizers):
+            model = owner(accelerator._models, optimizer)
+            load_optimizer_state(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
+        for index in self._models_left:
+            load_model_state(accelerator._models[index], loaded[model_part(index)]["model"])
+        with private_directory() as directory:
+            fetch_small(self._storage, saved.name, accelerator.process_index, directory)
+            with small_things_only(accelerator):
+                self._stock.load_state(str(directory), **self._arguments.load)
+        notes = self._apply_own(saved)
+        for note in notes:
+            _logger.warning("%s", note)
+        return notes
+
+    def _large_files(self, directory: Path) -> tuple[list[int], dict[str, bytes]]:
+        """The models that no hook took over, and single files of them for the stock loader."""
+        accelerator = self._accelerator
+        replicas = accelerator.distributed_type != DistributedType.FSDP
+        states = [model.state_dict() for model in accelerator._models] if replicas else []
+        weights: list[Mapping[str, Any]] = list(states)
+        left = run_save_hooks(accelerator, weights, directory, self._coordinator)
+        files: dict[str, bytes] = {}
+        if (
+            accelerator.is_main_process
+            and self._arguments.stock_files
+            and is_stock_layout(accelerator, states)
+        ):
+            files |= weight_files(weights, safe=self._arguments.safe)
+            files |= optimizer_files(accelerator._optimizers)
+        for index, loader in enumerate(accelerator._dataloaders):
+            if getattr(loader, "use_stateful_dataloader", False):
+                name = f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
+                files[name] = torch_bytes(loader.state_dict())
+        return left, files
+
+    def _optimizer_parts(self) -> dict[str, dict[str, Any]]:
+        models = self._accelerator._models
+        return {
+            optimizer_part(index): {"optimizer": optimizer_state(owner(models, optimizer), optimizer)}
+            for index, optimizer in enumerate(self._accelerator._optimizers)
+        }
+
+    def _shared(self, positions: Sequence[Mapping[str, Any]], rng: Mapping[str, Any]) -> dict[str, Any]:
+        """What ranks are given that were not there at the save."""
+        return {
+            "step": self._accelerator.step,
+            "rng_seed": rng_seed(rng),
+            # A stateful loader's position is its rank's own.
+            "dataloaders": [{**position, "state": None} if position else {} for position in positions],
+            "optimizers": len(self._accelerator._optimizers),
+            "models": len(self._accelerator._models),
+        }
+
+    def _check_counts(self, saved: SavedState) -> None:
+        own = saved.shared.get(_SHARED, {})
+        for kind, live in (
+            ("models", self._accelerator._models),
+            ("optimizers", self._accelerator._optimizers),
+        ):
+            if own.get(kind, len(live)) != len(live):
+                raise IncompatibleCheckpointError(
+                    f"checkpoint {saved.name} was saved with {own[kind]} {kind}, and {len(live)} are "
+                    "prepared now: call accelerator.prepare() for the same objects before load_state()"
+                )
+
+    def _after_hooks(self, saved: SavedState) -> list[int]:
+        """Let the user's hooks load what they saved; the bytes were verified before."""
+        accelerator = self._accelerator
+        models = [] if accelerator.distributed_type == DistributedType.FSDP else accelerator._models
+        if not accelerator._load_model_state_pre_hook:
+            return list(range(len(accelerator._models)))
+        if isinstance(self._storage, LocalStorage):
+            return run_load_hooks(accelerator, models, self._storage.local_path(saved.name))
+        paths = [entry.path for entry in Catalog(self._storage).manifest(saved.name).files]
+        outside = [path for path in paths if path.partition("/")[0] not in saved.sharded]
+        with private_directory() as directory:
+            fetch_files(self._storage, saved.name, outside, directory)
+            return run_load_hooks(accelerator, models, directory)
+
+    def _apply_own(self, saved: SavedState) -> list[str]:
+        accelerator, shared = self._accelerator, saved.shared.get(_SHARED, {})
+        notes: list[str] = []
+        if "step" in shared:
+            # Ranks that were not there at the save have none of their own, and must synchronise like others.
+            accelerator.step = shared["step"]
+        if _RNG in saved.per_rank:
+            notes += load_rng_state(saved.per_rank[_RNG])
+        elif "rng_seed" in shared:
+            derive_rng(shared["rng_seed"], accelerator.process_index)
+            notes.append(
+                f"rank {accelerator.process_index} was not among the {saved.world_size} that saved: "
+                "its random numbers are derived from rank 0's"
+            )
+        same_ranks = saved.world_size == accelerator.num_processes and _LOADERS in saved.per_rank
+        positions = saved.per_rank[_LOADERS] if same_ranks else shared.get("dataloaders", [])
+        if not same_ranks and any(position.get("within") for position in positions):
+            notes.append(
+                f"saved by {saved.world_size} ranks within an epoch, loaded by {accelerator.num_processes}: "
+                "ranks see other samples of this epoch than they would have"
+            )
+        self._loaders.restore(positions, rng_state(), same_ranks=same_ranks)
+        return notes

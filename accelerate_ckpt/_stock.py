@@ -1,0 +1,133 @@
+"""Accelerate's own methods, called so that they do only the small things.
+
+Under `small_things_only` the accelerator has no models, optimizers and loaders, so that the stock methods
+save and load schedulers, scaler, random states and registered objects, and leave the rest to the core.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from accelerate.utils.other import clean_state_dict_for_safetensors
+from safetensors.torch import save as safetensors_bytes
+from torch.distributed.tensor import DTensor
+
+from ckpt_core.storage import Storage
+
+UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+"""Engines that keep their shards to themselves; their checkpoints stay what they are."""
+
+_SMALL = ("scheduler*.bin", "scaler.pt", "custom_checkpoint_*.pkl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StockMethods:
+    """The methods as they were before `enable`."""
+
+    save_state: Callable[..., Any]
+    load_state: Callable[..., Any]
+    end_training: Callable[..., Any]
+
+
+@contextmanager
+def small_things_only(accelerator: Accelerator) -> Generator[None]:
+    """An accelerator without anything large, whose save goes exactly where it is told."""
+    configuration = accelerator.project_configuration
+    replaced: dict[str, Any] = {
+        "_models": [],
+        "_optimizers": [],
+        "_dataloaders": [],
+        "_save_model_state_pre_hook": OrderedDict(),
+        "_load_model_state_pre_hook": OrderedDict(),
+    }
+    kept = {name: accelerator.__dict__[name] for name in replaced}
+    naming, iteration = configuration.automatic_checkpoint_naming, configuration.iteration
+    accelerator.__dict__.update(replaced)
+    # The stock rotation deletes before anything is written.
+    configuration.automatic_checkpoint_naming = False
+    try:
+        yield
+    finally:
+        accelerator.__dict__.update(kept)
+        configuration.automatic_checkpoint_naming, configuration.iteration = naming, iteration
+
+
+@contextmanager
+def private_directory() -> Generator[Path]:
+    """A directory of this rank alone: stock Accelerate lets ranks write to the same file."""
+    with tempfile.TemporaryDirectory(prefix="accelerate-") as path:
+        yield Path(path)
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    """Content of every file at or below `directory`, by POSIX-relative path."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def fetch_small(storage: Storage, name: str, rank: int, into: Path) -> None:
+    """Copy what the stock `load_state` reads of a checkpoint, apart from anything large."""
+    wanted = (*_SMALL, f"random_states_{rank}.pkl")
+    for entry in storage.list(name):
+        if not entry.is_directory and any(fnmatchcase(entry.name, pattern) for pattern in wanted):
+            (into / entry.name).write_bytes(storage.read_bytes(f"{name}/{entry.name}"))
+
+
+def fetch_files(storage: Storage, name: str, paths: Sequence[str], into: Path) -> None:
+    """Copy some files of a checkpoint, for hooks that read from a directory."""
+    for path in paths:
+        target = into / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(storage.read_bytes(f"{name}/{path}"))
+
+
+def is_stock_layout(accelerator: Accelerator, states: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the stock loader wants single files: plain replicas, nothing sharded."""
+    if accelerator.distributed_type in {*UNSUPPORTED, DistributedType.FSDP}:
+        return False
+    return not any(isinstance(value, DTensor) for state in states for value in state.values())
+
+
+def weight_files(weights: Sequence[Mapping[str, Any]], *, safe: bool) -> dict[str, bytes]:
+    """`model.safetensors` and its like, as the stock `load_state` of plain replicas expects them."""
+    names = ["model" if safe else "pytorch_model"] * len(weights)
+    suffix = "safetensors" if safe else "bin"
+    return {
+        f"{name}_{index}.{suffix}" if index else f"{name}.{suffix}": _weights(state, safe=safe)
+        for index, (name, state) in enumerate(zip(names, weights, strict=True))
+    }
+
+
+def _weights(state: Mapping[str, Any], *, safe: bool) -> bytes:
+    if not safe:
+        return torch_bytes(dict(state))
+    return safetensors_bytes(clean_state_dict_for_safetensors(dict(state)), metadata={"format": "pt"})
+
+
+def optimizer_files(optimizers: Sequence[Any]) -> dict[str, bytes]:
+    """`optimizer.bin` and its like."""
+    return {
+        f"optimizer_{index}.bin" if index else "optimizer.bin": torch_bytes(optimizer.state_dict())
+        for index, optimizer in enumerate(optimizers)
+    }
+
+
+def torch_bytes(value: Any) -> bytes:
+    """What `torch.save` writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,258 @@
+"""Training jobs under Accelerate for tests: module level, because ranks are spawned processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import accelerate_ckpt
+
+STEPS_PER_EPOCH = 6
+_SAMPLES = 48
+_WIDTH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run."""
+
+    strategy: str = "ddp"
+    root: str = ""
+    steps: int = 14
+    save_at: tuple[int, ...] = ()
+    load: str | None = None
+    resume: bool = False
+    data: str = "skip"
+    num_workers: int = 0
+    seedable: bool = False
+    set_epoch: bool = False
+    dropout: float = 0.1
+    accumulation: int = 1
+    automatic: bool = False
+    total_limit: int | None = None
+    enabled: bool = True
+    stock_save_to: str | None = None
+    world: int = 2
+
+    def but(self, **changes: Any) -> Job:
+        return replace(self, **changes)
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.sin(torch.arange(_WIDTH, dtype=torch.float32) * (index + 1))
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        samples, worker = Samples(), torch.utils.data.get_worker_info()
+        first, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        return iter([samples[index] for index in range(first, _SAMPLES, of)])
+
+
+def model(dropout: float = 0.1) -> nn.Module:
+    torch.manual_seed(0)
+    # The last bias has one element: fewer than there are ranks.
+    return nn.Sequential(
+        nn.Linear(_WIDTH, 16), nn.LayerNorm(16), nn.Dropout(dropout), nn.GELU(), nn.Linear(16, 1)
+    )
+
+
+def accelerator(job: Job) -> Any:
+    """An accelerator on the CPU; accelerate itself never selects FSDP there."""
+    os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_TORCH_DEVICE="cpu")
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+        ProjectConfiguration,
+    )
+
+    made = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=job.accumulation,
+        project_config=ProjectConfiguration(
+            project_dir=job.root, automatic_checkpoint_naming=job.automatic, total_limit=job.total_limit
+        ),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=job.seedable,
+            use_stateful_dataloader=job.data == "stateful",
+            dispatch_batches=job.data == "dispatch",
+        ),
+    )
+    if job.strategy in {"fsdp1", "fsdp2"}:
+        fsdp2 = job.strategy == "fsdp2"
+        made.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2 if fsdp2 else 1,
+            reshard_after_forward=True if fsdp2 else "FULL_SHARD",
+            state_dict_type="SHARDED_STATE_DICT",
+            use_orig_params=None if fsdp2 else True,
+            sync_module_states=None if fsdp2 else False,
+        )
+        made.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    return made
+
+
+def loader(job: Job) -> Any:
+    batch = _SAMPLES // STEPS_PER_EPOCH // job.world
+    dataset: Any = Stream() if job.data == "iterable" else Samples()
+    shuffle = None if job.data == "iterable" else True
+    return torch.utils.data.DataLoader(
+        dataset, batch_size=batch, shuffle=shuffle, num_workers=job.num_workers
+    )
+
+
+def prepare(job: Job, made: Any) -> tuple[Any, ...]:
+    net = model(job.dropout)
+    if job.strategy == "tp":
+        return _prepare_tensor_parallel(job, made, net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    return made.prepare(net, optimizer, scheduler, loader(job))
+
+
+def _prepare_tensor_parallel(job: Job, made: Any, net: nn.Module) -> tuple[Any, ...]:
+    from torch.distributed import device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = device_mesh.init_device_mesh("cpu", (job.world,))
+    parallelize_module(
+        net,
+        mesh,
+        {"0": ColwiseParallel(output_layouts=Replicate()), "4": RowwiseParallel(input_layouts=Replicate())},
+    )
+    # Accelerate refuses its own tensor parallelism on the CPU, and DDP around DTensors fails.
+    net = made.prepare_model(net, evaluation_mode=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    return net, *made.prepare(optimizer, scheduler, loader(job))
+
+
+def full_state(net: nn.Module, optimizer: Any) -> dict[str, list[float]]:
+    """Every parameter and moment, gathered, so that strategies can be compared."""
+    from ckpt_core.state import model_state, optimizer_state
+
+    tree = {"model": model_state(net), "optimizer": optimizer_state(net, optimizer)["state"]}
+    found: dict[str, list[float]] = {}
+    for name, value in tree["model"].items():
+        found[name] = _whole(value)
+    for name, of_parameter in sorted(tree["optimizer"].items()):
+        for key, value in of_parameter.items():
+            found[f"{name}.{key}"] = _whole(value)
+    return found
+
+
+def _whole(value: Any) -> list[float]:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    elif isinstance(value, ShardedTensor):
+        out = torch.zeros(value.size())
+        value.gather(0, out if torch.distributed.get_rank() == 0 else None)
+        torch.distributed.broadcast(out, 0)
+        value = out
+    return torch.as_tensor(value).detach().flatten().tolist()
+
+
+def enable(job: Job, made: Any, **options: Any) -> Any:
+    return (
+        accelerate_ckpt.enable(made, None if job.automatic else job.root, **options) if job.enabled else made
+    )
+
+
+def train(job: Job, **options: Any) -> dict[str, Any]:
+    """Train, save where told, and tell what every step saw and computed."""
+    # Ranks are daemons, which may have no children; loaders with workers need some.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    made = accelerator(job)
+    tensor_parallel = job.strategy == "tp"
+    torch.manual_seed(1 if tensor_parallel else 1 + made.process_index)
+    enable(job, made, **options)
+    net, optimizer, scheduler, batches = prepare(job, made)
+    if job.load is not None or job.resume:
+        made.load_state(job.load)
+    trace = list(_steps(job, made, (net, optimizer, scheduler, batches)))
+    if job.stock_save_to is not None:
+        made.save_state(job.stock_save_to)
+    state = full_state(net, optimizer)
+    made.end_training()
+    return {"trace": trace, "state": state, "step": made.step, "iteration": made.save_iteration}
+
+
+def _steps(job: Job, made: Any, prepared: tuple[Any, ...]) -> Iterator[tuple[int, float, float]]:
+    net, optimizer, scheduler, batches = prepared
+    done = _batches_done(job, made)
+    first_epoch, within = divmod(done, STEPS_PER_EPOCH)
+    for epoch in range(first_epoch, 1 + job.steps // STEPS_PER_EPOCH):
+        active = batches
+        if epoch == first_epoch and within and job.data != "stateful":
+            # Stock counts the batches that the dispatching process fetches.
+            fetched = within * made.num_processes if job.data == "dispatch" else within
+            active = made.skip_first_batches(batches, fetched)
+        if job.set_epoch and hasattr(active, "set_epoch"):
+            active.set_epoch(epoch)
+        for batch in active:
+            if job.strategy == "tp":
+                torch.distributed.broadcast(batch, 0)
+            with made.accumulate(net):
+                loss = net(batch).pow(2).mean()
+                made.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            done += 1
+            yield done, loss.item(), float(batch.sum())
+            if done in job.save_at:
+                made.save_state(None if job.automatic else f"{job.root}/checkpoint_{done}")
+            if done >= job.steps:
+                return
+
+
+def _batches_done(job: Job, made: Any) -> int:
+    if job.load is None and not job.resume:
+        return 0
+    return accelerate_ckpt.checkpoints(made).steps.step * job.accumulation
+
+
+def in_turn(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Several jobs one after another in the same processes, each with an accelerator of its own."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    results = []
+    for job in jobs:
+        results.append(_without_goodbye(lambda job=job: train(job)))
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        PartialState._reset_state()
+    return results
+
+
+def _without_goodbye(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`end_training` without the end of the process group, which the next job needs."""
+    from accelerate.state import PartialState
+
+    destroy = PartialState.destroy_process_group
+    PartialState.destroy_process_group = lambda self, group=None: None  # type: ignore[method-assign]
+    try:
+        return run()
+    finally:
+        PartialState.destroy_process_group = destroy  # type: ignore[method-assign]
+
+
+def committed(root: str | Path) -> list[str]:
+    return sorted(path.parent.name for path in Path(root).glob("*/COMMITTED"))

@@ -1,0 +1,160 @@
+"""The Lightning adapter on several ranks: every strategy, every pair of strategies, signals and errors."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from ckpt_core import EverySteps, OnPreemption
+from ckpt_core.testing import RanksFailedError, run_ranks
+from tests.adapters.lightning_jobs import Job, Outcome, committed, fit_all
+
+pytestmark = pytest.mark.distributed
+
+STRATEGIES = ("ddp", "fsdp", "fsdp2")
+PLACES = (("single", 1), *((strategy, 2) for strategy in STRATEGIES))
+UNSAVED = {"save": None, "save_last": False}
+
+
+def on_ranks(world: int, *jobs: Job, **options) -> list[list[Outcome]]:
+    """The outcomes by rank, then by job."""
+    return run_ranks(fit_all, world, *jobs, process_group=False, timeout_seconds=240, **options)
+
+
+def assert_exact(full: Outcome, resumed: Outcome, *, first: int) -> None:
+    assert sorted(resumed.losses) == list(range(first, len(full.losses)))
+    assert resumed.losses == {batch: full.losses[batch] for batch in resumed.losses}
+    assert resumed.weights == full.weights
+
+
+def exact_resume(root: Path, strategy: str) -> None:
+    cut = {"root": str(root / "cut"), "strategy": strategy, "options": {"save": EverySteps(4)}}
+    per_rank = on_ranks(
+        2,
+        Job(root=str(root / "full"), strategy=strategy, max_steps=11, options=UNSAVED),
+        Job(max_steps=8, **cut),
+        Job(max_steps=11, ckpt_path="last", plugin=True, **cut),
+    )
+
+    assert per_rank[0][0].losses != per_rank[1][0].losses
+    for full, _, resumed in per_rank:
+        assert_exact(full, resumed, first=8)
+
+
+def test_two_ranks_of_ddp_resume_exactly_in_the_second_epoch(tmp_path):
+    exact_resume(tmp_path, "ddp")
+
+
+def test_a_signal_to_one_rank_saves_and_stops_them_all(tmp_path):
+    job = {"root": str(tmp_path / "cut"), "strategy": "ddp", "max_steps": 9}
+    per_rank = on_ranks(
+        2,
+        Job(options={"save": OnPreemption()}, model={"signal_at": (1, 3)}, **job),
+        Job(options={"save": OnPreemption()}, ckpt_path="last", **job),
+        Job(root=str(tmp_path / "full"), strategy="ddp", max_steps=9, options=UNSAVED),
+    )
+
+    assert committed(tmp_path / "cut" / "run")[0] == "step-000000004"
+    for stopped, resumed, full in per_rank:
+        assert stopped.preempted
+        assert stopped.step == 4
+        assert_exact(full, resumed, first=4)
+
+
+def test_an_error_on_one_rank_is_the_one_that_is_seen(tmp_path):
+    job = Job(root=str(tmp_path), strategy="ddp", max_steps=9, model={"raise_at": (1, 4)})
+
+    with pytest.raises(RanksFailedError) as failed:
+        on_ranks(2, job)
+
+    assert "rank 1 broke at step 4" in failed.value.reports[1]
+    assert committed(tmp_path / "run") == ["step-000000003"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_sharded_ranks_resume_exactly(tmp_path, strategy):
+    exact_resume(tmp_path, strategy)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, tuple[Path, str]]:
+    """A checkpoint of step 4 from every strategy, with the weights it holds."""
+    found: dict[str, tuple[Path, str]] = {}
+    for world, strategies in ((1, ("single",)), (2, STRATEGIES)):
+        root = tmp_path_factory.mktemp(f"from-{world}")
+        jobs = [
+            Job(root=str(root / strategy), strategy=strategy, max_steps=4, options={"save": EverySteps(4)})
+            for strategy in strategies
+        ]
+        outcomes = on_ranks(world, *jobs)[0]
+        found |= {
+            strategy: (root / strategy / "run", outcome.weights)
+            for strategy, outcome in zip(strategies, outcomes, strict=True)
+        }
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place[0])
+def test_every_strategy_and_world_size_reads_every_other(tmp_path, checkpoints, place):
+    """Weights arrive bit for bit, and all that load the same checkpoint train on alike."""
+    strategy, world = place
+    loads = [
+        Job(
+            root=str(tmp_path / source / str(steps)),
+            strategy=strategy,
+            ckpt_path=str(path),
+            max_steps=steps,
+            options=UNSAVED,
+        )
+        for (source, (path, _)), steps in product(checkpoints.items(), (4, 7))
+    ]
+    outcomes = on_ranks(world, *loads)[0]
+
+    weights = [outcome.weights for outcome in outcomes[::2]]
+    assert weights == [weights for _, weights in checkpoints.values()]
+    assert all(outcome.step == 7 for outcome in outcomes[1::2])
+    # What two ranks saved is the same training whatever the strategy was.
+    sharded = {outcome.weights for outcome in outcomes[3::2]}
+    assert len(sharded) == 1
+
+
+@pytest.mark.slow
+def test_the_launchers_own_processes_leave_plain_files_alone(tmp_path):
+    import subprocess
+    import sys
+
+    script = tmp_path / "train.py"
+    script.write_text(FORKED)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "run"], capture_output=True, text=True, timeout=200, check=False
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert committed(tmp_path / "run") == ["step-000000002", "step-000000004"]
+    assert "weights came home: True" in done.stdout
+
+
+FORKED = """
+import sys
+import lightning as pl
+import torch
+from torch.utils.data import DataLoader
+from ckpt_core import EverySteps
+from lightning_ckpt import ShardedCheckpointIO
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+if __name__ == "__main__":
+    model = BoringModel()
+    before = model.layer.weight.detach().clone()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp_fork", max_steps=4, logger=False, limit_val_batches=0,
+        enable_progress_bar=False, enable_checkpointing=False,
+        plugins=[ShardedCheckpointIO(sys.argv[1], save=EverySteps(2))],
+    )
+    trainer.fit(model)
+    print("weights came home:", not torch.equal(before, model.layer.weight))
+"""
