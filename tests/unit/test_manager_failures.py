@@ -103,7 +103,7 @@ def test_training_goes_on_after_a_failed_save_if_errors_are_to_be_warnings(tmp_p
     "fault",
     [
         Fault(method="create", key="*.incomplete-*/__0_0.distcp", error=NO_SPACE),
-        Fault(method="write", key="*.distcp", error=NO_SPACE, nth=2),
+        Fault(method="write", key="*.distcp", error=NO_SPACE, nth=0),
         Fault(method="close", key="*.distcp", error=OSError(errno.EIO, "Input/output error")),
         Fault(method="create", key="*/rank-00000.json", error=NO_SPACE),
         Fault(method="create", key="*/.metadata", error=NO_SPACE),

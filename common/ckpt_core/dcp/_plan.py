@@ -30,8 +30,9 @@ class PartPlanner:
         self._planner.set_up_planner(dict(state_dict), None, is_coordinator=False)
 
     def fingerprint(self) -> Hashable:
-        """Equal for states that are planned alike: the same keys, kinds, dtypes, shapes and placements."""
-        return tuple((fqn, _describe(value)) for fqn, value in self._planner.state_dict.items())
+        """Equal for states that are planned alike: the same paths, kinds, dtypes, shapes and placements."""
+        paths = self._planner.mappings
+        return tuple((fqn, paths[fqn], _describe(value)) for fqn, value in self._planner.state_dict.items())
 
     def local_plan(self) -> SavePlan:
         """What this rank could write.

@@ -241,9 +241,9 @@ def _stage(prepared: PreparedSave, local: _Local, workshop: Workshop) -> Prepare
         for part, plan in workshop.plans.own.items()
         if part in local.planners
     }
-    staged = workshop.stager.stage(resolved)
     files = {**prepared.files, **encode_local(prepared.rank, local.local, prepared.assignment.divergent)}
-    return replace(prepared, staged=staged, files=files)
+    # Last: from here on the memory is taken, and only the prepared save knows to give it back.
+    return replace(prepared, staged=workshop.stager.stage(resolved), files=files)
 
 
 def save_error(url: str, step: int, phase: str, error: CoordinationError) -> SaveError:

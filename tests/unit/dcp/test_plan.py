@@ -115,8 +115,14 @@ def test_states_that_are_planned_alike_have_equal_fingerprints():
         {"w": torch.ones(2, 3), "m": 5},
         {"w": torch.ones(2, 3)},
         {"w": torch.ones(2, 3).to_sparse(), "n": 5},
+        {"n": 5, "w": torch.ones(2, 3)},
     ],
-    ids=["shape", "dtype", "kind", "key", "fewer", "layout"],
+    ids=["shape", "dtype", "kind", "key", "fewer", "layout", "order"],
 )
 def test_states_that_are_planned_differently_have_other_fingerprints(other):
     assert PartPlanner(other).fingerprint() != PartPlanner({"w": torch.ones(2, 3), "n": 5}).fingerprint()
+
+
+def test_equal_names_from_other_paths_are_planned_anew():
+    flat, nested = PartPlanner({"a.b": torch.ones(1)}), PartPlanner({"a": {"b": torch.ones(1)}})
+    assert flat.fingerprint() != nested.fingerprint()
