@@ -102,8 +102,11 @@ class Roots:
         else:
             self._newest.committed.add_done_callback(ended)
 
-    def close(self) -> None:
+    def close(self, *, farewell: bool = True) -> None:
         """Wait for every save in flight and let go of everything; managers are made anew when needed.
+
+        Args:
+            farewell: whether the other ranks are closing, too, and may be waited for.
 
         Raises:
             SaveError: a save failed; all managers are closed all the same.
@@ -116,7 +119,7 @@ class Roots:
                 manager.close()
             except CheckpointError as error:
                 failure = failure or error
-        if coordinator is not None:
+        if coordinator is not None and farewell:
             coordinator.close()
         if failure is not None:
             raise failure

@@ -146,7 +146,8 @@ class Session:
             if pacing is not None:
                 self.preempted = pacing.preempted
                 pacing.finish()
-            self._roots.close()
+            # Ranks that have not failed are still training; they would be waited for in vain.
+            self._roots.close(farewell=self._error is None)
         except CheckpointError as failure:
             if self._error is None:
                 raise

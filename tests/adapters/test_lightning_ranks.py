@@ -29,35 +29,45 @@ def assert_exact(full: Outcome, resumed: Outcome, *, first: int) -> None:
     assert resumed.weights == full.weights
 
 
-def exact_resume(root: Path, strategy: str) -> None:
+def resumed_in_between(root: Path, strategy: str) -> list[Job]:
     cut = {"root": str(root / "cut"), "strategy": strategy, "options": {"save": EverySteps(4)}}
-    per_rank = on_ranks(
-        2,
+    return [
         Job(root=str(root / "full"), strategy=strategy, max_steps=11, options=UNSAVED),
         Job(max_steps=8, **cut),
         Job(max_steps=11, ckpt_path="last", plugin=True, **cut),
-    )
+    ]
 
+
+def assert_resumed_exactly(per_rank: list[list[Outcome]]) -> None:
     assert per_rank[0][0].losses != per_rank[1][0].losses
     for full, _, resumed in per_rank:
         assert_exact(full, resumed, first=8)
 
 
-def test_two_ranks_of_ddp_resume_exactly_in_the_second_epoch(tmp_path):
-    exact_resume(tmp_path, "ddp")
-
-
-def test_a_signal_to_one_rank_saves_and_stops_them_all(tmp_path):
-    job = {"root": str(tmp_path / "cut"), "strategy": "ddp", "max_steps": 9}
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory) -> tuple[Path, list[list[Outcome]]]:
+    """Several trainings in one pair of processes, for starting them is what takes long."""
+    root = tmp_path_factory.mktemp("ddp")
+    stopped = {"root": str(root / "stopped"), "strategy": "ddp", "max_steps": 11}
+    preemption = {"save": OnPreemption()}
     per_rank = on_ranks(
         2,
-        Job(options={"save": OnPreemption()}, model={"signal_at": (1, 3)}, **job),
-        Job(options={"save": OnPreemption()}, ckpt_path="last", **job),
-        Job(root=str(tmp_path / "full"), strategy="ddp", max_steps=9, options=UNSAVED),
+        *resumed_in_between(root, "ddp"),
+        Job(options=preemption, model={"signal_at": (1, 3)}, **stopped),
+        Job(options=preemption, ckpt_path="last", **stopped),
     )
+    return root, per_rank
 
-    assert committed(tmp_path / "cut" / "run")[0] == "step-000000004"
-    for stopped, resumed, full in per_rank:
+
+def test_two_ranks_of_ddp_resume_exactly_in_the_second_epoch(ddp):
+    assert_resumed_exactly([outcomes[:3] for outcomes in ddp[1]])
+
+
+def test_a_signal_to_one_rank_saves_and_stops_them_all(ddp):
+    root, per_rank = ddp
+
+    assert committed(root / "stopped" / "run")[0] == "step-000000004"
+    for full, _, _, stopped, resumed in per_rank:
         assert stopped.preempted
         assert stopped.step == 4
         assert_exact(full, resumed, first=4)
@@ -76,7 +86,7 @@ def test_an_error_on_one_rank_is_the_one_that_is_seen(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_sharded_ranks_resume_exactly(tmp_path, strategy):
-    exact_resume(tmp_path, strategy)
+    assert_resumed_exactly(on_ranks(2, *resumed_in_between(tmp_path, strategy)))
 
 
 @pytest.fixture(scope="module")
