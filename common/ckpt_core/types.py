@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -69,6 +69,9 @@ class CapturedState:
         local: (part, DCP's flattened key) -> live tensor that is also in `sharded`, of a kind that nothing
             keeps equal over ranks (module buffers such as batch-norm statistics). The lowest rank's value is
             the checkpoint's; ranks whose value differs keep theirs beside it, for an exact resume.
+        stable: live tensors in `sharded` that change only in a step of one of `optimizers`, so that they may
+            be copied while forward and backward run.
+        optimizers: torch optimizers; their steps wait for copies that are not done.
     """
 
     sharded: Mapping[str, StateDict] = field(default_factory=dict[str, StateDict])
@@ -76,6 +79,8 @@ class CapturedState:
     shared: Mapping[str, Any] = field(default_factory=dict[str, Any])
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     local: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
+    stable: Sequence[Any] = ()
+    optimizers: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ hands the image to storage in large aligned pieces.
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -99,11 +99,33 @@ class Image:
         self._crcs: list[int] = []
         self.file_crc = 0
 
-    def copy(self, shards: Mapping[MetadataIndex, torch.Tensor]) -> None:
-        """Copy every shard into its slot; for CUDA shards the copies are only enqueued on its stream."""
-        sources = [shards[slot.index].detach() for slot in self.layout.slots]
-        if sources:
-            torch._foreach_copy_(self._targets, sources, non_blocking=True)
+    def copy(
+        self, shards: Mapping[MetadataIndex, torch.Tensor], *, later: Collection[int] | None = None
+    ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Copy shards into their slots; for CUDA shards the copies are only enqueued on their stream.
+
+        Args:
+            shards: all of them.
+            later: addresses of storages whose shards are left out. If not None, other CUDA shards are cloned
+                on their device, and the clones left out, so that the host need not wait for the device.
+
+        Returns:
+            Name, source and slot of those left out.
+        """
+        left: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for slot, target in zip(self.layout.slots, self._targets, strict=True):
+            source = shards[slot.index].detach()
+            if later is not None and source.untyped_storage().data_ptr() in later:
+                left.append((slot.index.fqn, source, target))
+            elif later is not None and source.is_cuda:
+                left.append((slot.index.fqn, source.clone(), target))
+            else:
+                now[0].append(target)
+                now[1].append(source)
+        if now[0]:
+            torch._foreach_copy_(*now, non_blocking=True)
+        return left
 
     def pieces(self) -> Generator[memoryview]:
         """Fill in the checksums and give the file, piece by piece."""
@@ -114,11 +136,11 @@ class Image:
             end = min(start + PIECE_BYTES, self.layout.size_bytes)
             # A header may lie in this piece and its payload end in a later one.
             while following is not None and following.start < end:
-                self._seal(following)
+                self._fill_in(following)
                 following = next(slots, None)
             yield self._bytes[start:end]
 
-    def _seal(self, slot: Slot) -> None:
+    def _fill_in(self, slot: Slot) -> None:
         payload = self._bytes[slot.payload : slot.payload + slot.payload_bytes]
         crc = crc32(payload)
         for field in slot.crc_fields:

@@ -83,6 +83,7 @@ class PreparedSave:
         items: item -> kind, for the manifest.
         staged: the copies, to be released after the write.
         rank: this rank.
+        optimizers: whose steps wait for copies that are still being made.
         error: what kept this rank from staging; it takes the error to the meeting instead of files.
     """
 
@@ -93,15 +94,20 @@ class PreparedSave:
     items: Mapping[str, str]
     staged: StagedParts
     rank: int
+    optimizers: Sequence[Any] = ()
     error: BaseException | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workshop:
-    """What one rank keeps from save to save: the agreed plans, and the memory for the copies."""
+    """What one rank keeps from save to save: the agreed plans, and the memory for the copies.
+
+    `overlapped` says whether copies may go on while the training computes.
+    """
 
     plans: AgreedPlans = field(default_factory=AgreedPlans)
     stager: Stager = field(default_factory=Stager)
+    overlapped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +116,8 @@ class _Local:
     files: Mapping[str, bytes]
     items: Mapping[str, str]
     local: Mapping[LocalKey, Any]
+    stable: Sequence[Any]
+    optimizers: Sequence[Any]
     proposal: _Proposal
 
 
@@ -157,6 +165,7 @@ def prepare(
         items=local.items,
         staged=NOTHING_STAGED,
         rank=coordinator.rank,
+        optimizers=local.optimizers,
     )
     try:
         return _stage(prepared, local, workshop)
@@ -192,7 +201,15 @@ def _plan_local(request: SaveRequest, state: CapturedState, coordinator: Coordin
         files=tuple(files),
         digests=digests(state.local),
     )
-    return _Local(planners=planners, files=files, items=_kinds(state), local=state.local, proposal=proposal)
+    return _Local(
+        planners=planners,
+        files=files,
+        items=_kinds(state),
+        local=state.local,
+        stable=state.stable,
+        optimizers=state.optimizers,
+        proposal=proposal,
+    )
 
 
 def _kinds(state: CapturedState) -> dict[str, str]:
@@ -242,8 +259,9 @@ def _stage(prepared: PreparedSave, local: _Local, workshop: Workshop) -> Prepare
         if part in local.planners
     }
     files = {**prepared.files, **encode_local(prepared.rank, local.local, prepared.assignment.divergent)}
+    stable = local.stable if workshop.overlapped and local.optimizers else ()
     # Last: from here on the memory is taken, and only the prepared save knows to give it back.
-    return replace(prepared, staged=workshop.stager.stage(resolved), files=files)
+    return replace(prepared, staged=workshop.stager.stage(resolved, stable=stable), files=files)
 
 
 def save_error(url: str, step: int, phase: str, error: CoordinationError) -> SaveError:

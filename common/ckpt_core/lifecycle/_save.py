@@ -36,6 +36,7 @@ from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
+_VERBS = {"stage": "staging", "write": "writing"}
 
 
 @final
@@ -70,8 +71,7 @@ class SaveRun:
             check: called on the coordinator right before the commit; raises to refuse it.
             prune: called on the coordinator after the commit.
         """
-        error = self._prepared.error
-        self._events.append(Failed(error) if error is not None else Staged())
+        self._events.append(self._staged())
         phase = Phase.PLANNED
         while self._events:
             phase, commands = reduce(phase, self._events.popleft())
@@ -95,6 +95,21 @@ class SaveRun:
                     prune()
             case _:
                 assert_never(command)
+
+    def _staged(self) -> Event:
+        error, deferred = self._prepared.error, self._prepared.staged.deferred
+        if error is None and deferred is not None:
+            step, rank = self._prepared.request.step, self._coordinator.rank
+            try:
+                with self._telemetry.span("save.copy", step=step, rank=rank):
+                    deferred.finish()
+            except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
+                error = SaveError(f"while staging: {type(caught).__name__}: {caught}")
+        if error is not None:
+            self._handle.staged.set_exception(error)
+            return Failed(error)
+        self._handle.staged.set_result(None)
+        return Staged()
 
     def _write(self) -> None:
         prepared = self._prepared
@@ -133,8 +148,7 @@ class SaveRun:
         if self._coordinator.is_coordinator:
             self._abandon(check)
         if isinstance(error, CoordinationError):
-            written = any("while writing" in text for text in error.failures.values())
-            phase = "write" if written else "commit"
+            phase = _phase_of(error)
             failed = save_error(self._storage.url, self._prepared.request.step, phase, error)
             failed.__cause__ = error
             self._events.append(Failed(failed))
@@ -151,3 +165,9 @@ class SaveRun:
             _logger.warning("what was written to %s/%s is left: %s", self._storage.url, working, error)
         else:
             abandon(self._storage, working)
+
+
+def _phase_of(error: CoordinationError) -> str:
+    """Only the text of an error travels between ranks; it begins with what the rank was doing."""
+    told = " ".join(error.failures.values())
+    return next((phase for phase, verb in _VERBS.items() if f"while {verb}" in told), "commit")

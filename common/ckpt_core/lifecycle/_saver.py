@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import final
+from typing import Any, final
+
+from torch.utils.hooks import RemovableHandle
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CheckpointError, SaveError
@@ -37,7 +39,8 @@ class Saver:
         self._coordinator = coordinator
         self._options = options
         self._telemetry = telemetry
-        self._workshop = Workshop()
+        self._workshop = Workshop(overlapped=options.staging == "overlapped")
+        self._step_hooks: list[RemovableHandle] = []
         self._ownership = Ownership(storage, coordinator)
         self._flight = Flight(coordinator, back_pressure=options.back_pressure, on_error=options.on_error)
 
@@ -90,16 +93,15 @@ class Saver:
         try:
             self._flight.close()
         finally:
+            for hook in self._step_hooks:
+                hook.remove()
             self._workshop.stager.close()
             self._ownership.release()
 
     def _launch(self, prepared: PreparedSave) -> SaveHandle:
         request = prepared.request
         handle = SaveHandle(request.step, request.name, prepared.assignment.created)
-        if prepared.error is None:
-            handle.staged.set_result(None)
-        else:
-            handle.staged.set_exception(prepared.error)
+        self._guard_steps(prepared)
         run = SaveRun(
             prepared,
             handle,
@@ -110,6 +112,19 @@ class Saver:
         )
         self._flight.start(handle, lambda: run.run(check=self._ownership.check, prune=self._prune))
         return handle
+
+    def _guard_steps(self, prepared: PreparedSave) -> None:
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = []
+        deferred = prepared.staged.deferred
+        if deferred is None:
+            return
+
+        def wait(*_: Any) -> None:
+            deferred.wait()
+
+        self._step_hooks = [each.register_step_pre_hook(wait) for each in prepared.optimizers]
 
     def _prune(self) -> None:
         if self._options.keep is None:

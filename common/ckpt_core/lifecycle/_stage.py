@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
 
 from ckpt_core.dcp import Image, ImageLayout, ResolvedPlan, ShardSpec, spec_of
-from ckpt_core.staging import Arena
+from ckpt_core.staging import Arena, Copy, DeferredCopies
 
 _Key: TypeAlias = tuple[tuple[str, tuple[ShardSpec, ...]], ...]
 
@@ -25,11 +26,13 @@ class StagedParts:
         images: part -> image of its data file.
         values: part -> byte entries.
         arena: the memory behind the images; None if nothing was staged.
+        deferred: copies still to be made; until then the images are not whole.
     """
 
     images: Mapping[str, Image]
     values: Mapping[str, Mapping[MetadataIndex, bytes]]
     arena: Arena | None
+    deferred: DeferredCopies | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -55,8 +58,10 @@ class Stager:
         self._memory_at = 0
         self._images: dict[str, Image] = {}
 
-    def stage(self, plans: Mapping[str, ResolvedPlan]) -> StagedParts:
-        """Copy every shard of the plans; returns when the training may change them.
+    def stage(self, plans: Mapping[str, ResolvedPlan], *, stable: Sequence[Any] = ()) -> StagedParts:
+        """Copy every shard of the plans but those that share memory with `stable` tensors.
+
+        When it returns, the training may change what was copied; the rest is in `deferred`.
 
         Raises:
             CheckpointError: the save before is still being written.
@@ -68,16 +73,19 @@ class Stager:
         )
         devices = {shard.device for plan in plans.values() for shard in plan.shards.values() if shard.is_cuda}
         self._lay_out(key, pinned=bool(devices))
+        later = frozenset(_address(tensor) for tensor in stable) if stable else None
+        left: list[Copy] = []
         try:
             for part, plan in plans.items():
-                self._images[part].copy(plan.shards)
-            for device in devices:
+                left += [Copy(*each) for each in self._images[part].copy(plan.shards, later=later)]
+            for device in devices if later is None else ():
                 torch.cuda.current_stream(device).synchronize()
+            deferred = DeferredCopies(left) if left else None
         except BaseException:
             self._arena.release()
             raise
         values = {part: plan.values for part, plan in plans.items()}
-        return StagedParts(images=self._images, values=values, arena=self._arena)
+        return StagedParts(images=self._images, values=values, arena=self._arena, deferred=deferred)
 
     def close(self) -> None:
         """Give the memory back to the system."""
@@ -102,6 +110,11 @@ class Stager:
 
     def _total(self) -> int:
         return sum(_whole_pages(image.layout.size_bytes) for image in self._images.values())
+
+
+def _address(tensor: Any) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage().data_ptr())
 
 
 def _whole_pages(size_bytes: int) -> int:

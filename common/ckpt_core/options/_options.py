@@ -18,6 +18,7 @@ from ckpt_core.validation import boolean, one_of, positive, require
 
 BackPressure = Literal["wait", "skip"]
 OnError = Literal["raise", "warn"]
+Staging = Literal["blocking", "overlapped"]
 
 SECTION = "checkpoint"
 """The top-level key under which a file that also holds other things keeps our options."""
@@ -32,6 +33,9 @@ class CheckpointOptions:
         save: when to save; None leaves every save to explicit calls.
         keep: which checkpoints a prune spares; None never prunes.
         back_pressure: what a save that is due does while another is in flight: `wait` for it, or `skip`.
+        staging: whether a save returns when the state is copied (`blocking`), or before, so that parameters
+            and optimizer state are copied while forward and backward run (`overlapped`): then nothing but
+            the optimizers' steps may change them until the handle's `staged` is done.
         on_error: whether a failed background save stops the training or is only reported.
         verify: whether a checkpoint's checksums are verified before it is loaded.
         allow_pickle: whether loading may execute pickles, which can run any code.
@@ -42,6 +46,7 @@ class CheckpointOptions:
     save: SavePolicy | None = None
     keep: RetentionPolicy | None = None
     back_pressure: BackPressure = "wait"
+    staging: Staging = "blocking"
     on_error: OnError = "raise"
     verify: bool = True
     allow_pickle: bool = False
@@ -54,6 +59,7 @@ class CheckpointOptions:
             _optional("save", self.save, SavePolicy),
             _optional("keep", self.keep, RetentionPolicy),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
+            one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
             boolean("verify", self.verify),
             boolean("allow_pickle", self.allow_pickle),

@@ -6,7 +6,7 @@ Own extraction instead of torch's `get_optimizer_state_dict`, which steps an opt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,3 +176,14 @@ def _uncast(live: Any, loaded: Any, cast_to: torch.dtype) -> Any:
         return [_uncast(one, other, cast_to) for one, other in zip(live, loaded, strict=False)]
     # It also turns a string into the repr of a generator.
     return loaded if isinstance(loaded, str) else live
+
+
+def stable_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """What changes only in a step of the optimizers: the model's parameters and the optimizers' state.
+
+    For `CapturedState.stable`; empty without optimizers, for then nothing tells when a parameter changes.
+    """
+    if not optimizers:
+        return []
+    state = (value for each in optimizers for values in each.state.values() for value in values.values())
+    return [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]

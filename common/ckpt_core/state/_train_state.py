@@ -23,7 +23,7 @@ from ckpt_core.state._model import (
     model_target,
 )
 from ckpt_core.state._nested import get, put, under
-from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, unwrap_optimizer
+from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, stable_tensors, unwrap_optimizer
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template
@@ -142,6 +142,8 @@ class TrainState:
             per_rank=per_rank,
             shared=shared,
             local=local_buffers(self._model, tree["model"]) if self._with_model else {},
+            stable=stable_tensors(self._model, self.optimizers),
+            optimizers=self.optimizers,
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
