@@ -194,6 +194,22 @@ def train(job: Job, **options: Any) -> dict[str, Any]:
     return {"trace": trace, "state": state, "step": made.step, "iteration": made.save_iteration}
 
 
+def load_only(job: Job) -> dict[str, Any]:
+    """Load, and tell what is there then."""
+    made = accelerator(job)
+    enable(job, made)
+    net, optimizer, scheduler, _ = prepare(job, made)
+    made.load_state(job.load)
+    found = {
+        "state": full_state(net, optimizer),
+        "rate": scheduler.get_last_lr(),
+        "step": made.step,
+        "done": accelerate_ckpt.checkpoints(made).step if job.enabled else None,
+    }
+    made.end_training()
+    return found
+
+
 def _steps(job: Job, made: Any, prepared: tuple[Any, ...]) -> Iterator[tuple[int, float, float]]:
     net, optimizer, scheduler, batches = prepared
     done = _batches_done(job, made)
@@ -226,20 +242,25 @@ def _steps(job: Job, made: Any, prepared: tuple[Any, ...]) -> Iterator[tuple[int
 def _batches_done(job: Job, made: Any) -> int:
     if job.load is None and not job.resume:
         return 0
-    return accelerate_ckpt.checkpoints(made).steps.step * job.accumulation
+    return accelerate_ckpt.checkpoints(made).step * job.accumulation
 
 
-def in_turn(jobs: list[Job]) -> list[dict[str, Any]]:
+def in_turn(jobs: list[Job], run: Callable[[Job], dict[str, Any]] = train) -> list[dict[str, Any]]:
     """Several jobs one after another in the same processes, each with an accelerator of its own."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     results = []
     for job in jobs:
-        results.append(_without_goodbye(lambda job=job: train(job)))
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        PartialState._reset_state()
+        results.append(_without_goodbye(lambda job=job: run(job)))
+        forget_accelerators()
     return results
+
+
+def forget_accelerators() -> None:
+    """Let the next accelerator of this process be the first."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._reset_state()
 
 
 def _without_goodbye(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
