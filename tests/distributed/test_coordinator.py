@@ -162,7 +162,8 @@ def one_dies(who: int) -> tuple[str, str, dict[str, Any]]:
     return found[0]
 
 
-@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_dies_is_named_to_the_survivor(who):
     kind, text, attributes = run_ranks(one_dies, 2, who, expect_death=[who])[1 - who]
     assert kind == DeadlineError.__name__

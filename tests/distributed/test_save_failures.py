@@ -110,7 +110,7 @@ def resumes(root: str) -> dict[str, Any]:
 def test_a_rank_killed_in_flight_is_named_and_a_new_job_resumes_from_the_checkpoint_before(tmp_path, who):
     survivor = run_ranks(dies_in_flight, 2, str(tmp_path), who, expect_death=[who])[1 - who]
     assert survivor["after"] == [1]
-    assert f"rank(s) {who} did not arrive within 3 s" in survivor["error"]["text"]
+    assert f"rank(s) {who} did not arrive within" in survivor["error"]["text"]
     assert survivor["error"]["step"] == 2
     first, second = run_ranks(resumes, 2, str(tmp_path))
     for found in (first, second):
