@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
 from accelerate_ckpt._patch import checkpoints, disable, enable
 
-__all__ = ["AcceleratorCheckpoints", "checkpoints", "disable", "enable"]
+if TYPE_CHECKING:
+    from accelerate_ckpt._trainer import (
+        TrainerCheckpoints,
+        disable_trainer,
+        enable_trainer,
+        trainer_checkpoints,
+    )
+
+__all__ = [
+    "AcceleratorCheckpoints",
+    "TrainerCheckpoints",
+    "checkpoints",
+    "disable",
+    "disable_trainer",
+    "enable",
+    "enable_trainer",
+    "trainer_checkpoints",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Accelerate users need not have transformers, which takes seconds to import.
+    if name not in __all__:
+        raise AttributeError(f"module 'accelerate_ckpt' has no attribute {name!r}")
+    from accelerate_ckpt import _trainer
+
+    return getattr(_trainer, name)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from accelerate_ckpt._loaders import Loaders
 from accelerate_ckpt._places import Place, clear_for, kind_of, newest_stock
+from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._roots import Roots
 from accelerate_ckpt._state import AcceleratorState, CallArguments
-from accelerate_ckpt._steps import StepCounter, steps_made
+from accelerate_ckpt._steps import steps_made
 from accelerate_ckpt._stock import StockMethods
 from ckpt_core import (
     CheckpointInfo,
@@ -40,10 +40,12 @@ class AcceleratorCheckpoints:
       on the main one.
 
     Attributes:
-        steps: counts optimizer steps: the step of a checkpoint, and what the save policy sees.
-        loaders: follows the prepared data loaders.
+        progress: follows optimizers and data loaders.
         stock: the accelerator's own methods.
+        implicit: whether nobody asked for it in the script, so that `enable` may still be called.
     """
+
+    implicit = False
 
     def __init__(
         self,
@@ -54,8 +56,7 @@ class AcceleratorCheckpoints:
         stock_files: bool = True,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self.steps = StepCounter()
-        self.loaders = Loaders(accelerator)
+        self.progress = Progress.of(accelerator)
         self.stock = StockMethods(
             save_state=accelerator.save_state,
             load_state=accelerator.load_state,
@@ -66,9 +67,7 @@ class AcceleratorCheckpoints:
         self._stock_files = stock_files
         self._metrics: dict[str, float] = {}
         self._roots = Roots(accelerator, root, options, sinks)
-        for optimizer in accelerator._optimizers:
-            self.steps.count(optimizer)
-        self._roots.continue_numbering()
+        self._ahead = self._roots.continue_numbering()
 
     @property
     def manager(self) -> CheckpointManager:
@@ -78,6 +77,11 @@ class AcceleratorCheckpoints:
             ConfigError: there is neither.
         """
         return self._roots.only()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, those before the last load included."""
+        return self.progress.steps.step
 
     def directory(self, output_dir: str | os.PathLike[str] | None = None) -> str:
         """Path or URL that `save(output_dir)` would save to now.
@@ -121,7 +125,7 @@ class AcceleratorCheckpoints:
         place = self._roots.place(output_dir)
         reason: str | None = "call"
         if self._gated:
-            reason = self._roots.at(place.root).due(self.steps.step, total_steps=total_steps)
+            reason = self._roots.at(place.root).due(self.step + self._ahead, total_steps=total_steps)
         if reason is None:
             return None
         return self._save(place, metrics or {}, reason, safe=safe_serialization)
@@ -150,7 +154,10 @@ class AcceleratorCheckpoints:
             self._load_newest(arguments)
         else:
             self._load_place(Place.of(input_dir), arguments)
-        self._roots.continue_numbering()
+        newest = self._roots.continue_numbering()
+        # Who goes back to an older one on purpose leaves newer ones behind, which must not count as newer
+        # than what is saved from now on. Who got an older one because newer ones are damaged does not.
+        self._ahead = 0 if input_dir is None else max(0, newest - self.step)
 
     def latest(self) -> CheckpointInfo | None:
         """The newest committed checkpoint of `manager`; it is not verified here."""
@@ -191,7 +198,7 @@ class AcceleratorCheckpoints:
             )
         self._roots.coordinator.once(lambda: clear_for(manager.storage, place.name))
         handle = manager.save(
-            self.steps.step,
+            self.step + self._ahead,
             self._state(manager, CallArguments(safe=safe, stock_files=self._stock_files)),
             metrics={**self._metrics, **metrics},
             annotations={
@@ -207,9 +214,7 @@ class AcceleratorCheckpoints:
 
     def _load_newest(self, arguments: Mapping[str, Any]) -> None:
         manager = self.manager
-        step = manager.resume(self._state(manager, CallArguments(load=arguments)))
-        if step is not None:
-            self.steps.restore(step)
+        if manager.resume(self._state(manager, CallArguments(load=arguments))) is not None:
             return
         name = self._roots.coordinator.once(lambda: newest_stock(manager.storage))
         if name is None:
@@ -230,19 +235,18 @@ class AcceleratorCheckpoints:
         if kind == "stock":
             self._load_stock(where, arguments)
             return
-        saved = manager.load(self._state(manager, CallArguments(load=arguments)), name=place.name)
-        self.steps.restore(saved.step or 0)
+        manager.load(self._state(manager, CallArguments(load=arguments)), name=place.name)
 
     def _load_stock(self, directory: str, arguments: Mapping[str, Any]) -> None:
         _logger.info("%s was written by stock Accelerate, which loads it", directory)
         self.stock.load_state(directory, **arguments)
-        self.steps.restore(steps_made(self._accelerator._optimizers))
+        self.progress.steps.restore(steps_made(self._accelerator._optimizers))
 
     def _state(self, manager: CheckpointManager, arguments: CallArguments) -> AcceleratorState:
         return AcceleratorState(
             self._accelerator,
             self.stock,
-            self.loaders,
+            self.progress,
             coordinator=self._roots.coordinator,
             storage=manager.storage,
             arguments=arguments,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate import Accelerator
 
@@ -41,8 +41,10 @@ def run_save_hooks(
     except Exception as failure:  # noqa: BLE001 - the exchange carries it to every rank
         error = failure
     left = [index for index, state in enumerate(offered) if any(state is each for each in weights)]
-    brought: list[int] | BaseException = error or (left if offered else every)
-    return coordinator.exchange(brought, lambda of: [of[0]] * len(of))
+    own = left if offered else every
+    return coordinator.exchange(
+        own if error is None else cast("list[int]", error), lambda of: [of[0]] * len(of)
+    )
 
 
 def run_load_hooks(accelerator: Accelerator, models: Sequence[Any], directory: Path) -> list[int]:

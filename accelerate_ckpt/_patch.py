@@ -63,14 +63,22 @@ def enable(
     Raises:
         ConfigError: an option is wrong, or the accelerator is enabled already.
     """
-    if checkpoints_or_none(accelerator) is not None:
+    attached = checkpoints_or_none(accelerator)
+    if attached is not None and not attached.implicit:
         raise ConfigError("this accelerator is enabled already; call accelerate_ckpt.disable() first")
-    explicit = {"root": root, "save": save, "keep": keep, **options}
-    attach(accelerator, Settings.resolve(explicit), sinks)
+    disable(accelerator)
+    attach(accelerator, Settings.resolve({"root": root, "save": save, "keep": keep, **options}), sinks)
     return accelerator
 
 
-def attach(accelerator: Accelerator, settings: Settings, sinks: Sequence[Sink] = ()) -> None:
+def enable_implicitly(accelerator: Accelerator) -> None:
+    """What the runner does for scripts that do not call `enable`; a later `enable` takes its place."""
+    attach(accelerator, Settings.resolve({}), implicit=True)
+
+
+def attach(
+    accelerator: Accelerator, settings: Settings, sinks: Sequence[Sink] = (), *, implicit: bool = False
+) -> None:
     """Shadow the methods of this instance; its class and other instances are left alone."""
     if accelerator.distributed_type in UNSUPPORTED:
         _logger.warning(
@@ -85,6 +93,7 @@ def attach(accelerator: Accelerator, settings: Settings, sinks: Sequence[Sink] =
         stock_files=settings.stock_files,
         sinks=sinks,
     )
+    attached.implicit = implicit
     shadows = _shadows(accelerator, attached)
     accelerator.__dict__.update({**shadows, _ATTACHED: attached})
     atexit.register(_close_at_exit, weakref.ref(attached))
@@ -101,8 +110,7 @@ def disable(accelerator: Accelerator) -> Accelerator:
         return accelerator
     for name in (*_SHADOWED, _ATTACHED):
         accelerator.__dict__.pop(name, None)
-    attached.loaders.release()
-    attached.steps.release()
+    attached.progress.release()
     attached.close()
     return accelerator
 
@@ -148,18 +156,14 @@ def _shadows(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> dict
         return stock["log"](values, *args, **kwargs)
 
     def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
-        prepared = stock["prepare_optimizer"](*args, **kwargs)
-        attached.steps.count(prepared)
-        return prepared
+        return attached.progress.prepared_optimizer(stock["prepare_optimizer"](*args, **kwargs))
 
     def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
-        prepared = stock["prepare_data_loader"](*args, **kwargs)
-        attached.loaders.track_prepared(prepared)
-        return prepared
+        return attached.progress.prepared_loader(stock["prepare_data_loader"](*args, **kwargs))
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         copy = stock["skip_first_batches"](dataloader, num_batches)
-        attached.loaders.track_copy(dataloader, copy)
+        attached.progress.loaders.track_copy(dataloader, copy)
         return copy
 
     return {

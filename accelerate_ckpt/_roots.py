@@ -88,12 +88,23 @@ class Roots:
             raise ConfigError(f"there is no directory to save to: {_NO_ROOT}")
         return Place.of(output_dir)
 
-    def continue_numbering(self) -> None:
-        """Let the next automatic name follow what is on storage; stock starts at 0 after every restart."""
+    def continue_numbering(self) -> int:
+        """Let the next automatic name follow what is on storage; stock starts at 0 after every restart.
+
+        Returns:
+            The step of the newest checkpoint there; 0 if there is none.
+        """
         manager = self.automatic()
-        if manager is not None:
-            iteration = self.coordinator.once(lambda: next_iteration(manager.storage))
-            self._accelerator.project_configuration.iteration = iteration
+        if manager is None:
+            return 0
+
+        def there() -> tuple[int, int]:
+            latest = manager.latest()
+            return next_iteration(manager.storage), 0 if latest is None else latest.step
+
+        iteration, step = self.coordinator.once(there)
+        self._accelerator.project_configuration.iteration = iteration
+        return step
 
     def wait(self) -> None:
         """Wait for every save in flight; raises what failed."""

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from accelerate_ckpt._hooks import run_load_hooks, run_save_hooks
-from accelerate_ckpt._loaders import Loaders
+from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._stock import (
     StockMethods,
     fetch_files,
@@ -121,7 +121,7 @@ class AcceleratorState:
         self,
         accelerator: Accelerator,
         stock: StockMethods,
-        loaders: Loaders,
+        progress: Progress,
         *,
         coordinator: Coordinator,
         storage: Storage,
@@ -129,7 +129,7 @@ class AcceleratorState:
     ) -> None:
         self._accelerator = accelerator
         self._stock = stock
-        self._loaders = loaders
+        self._progress = progress
         self._coordinator = coordinator
         self._storage = storage
         self._models_left: list[int] = []
@@ -139,7 +139,7 @@ class AcceleratorState:
         """The state as it is now, with live tensors."""
         accelerator = self._accelerator
         # First: nothing below may draw random numbers any more.
-        positions = self._loaders.positions()
+        positions = self._progress.loaders.positions()
         with private_directory() as directory:
             left, large = self._large_files(directory)
             with small_things_only(accelerator):
@@ -231,6 +231,7 @@ class AcceleratorState:
         """What ranks are given that were not there at the save."""
         return {
             "step": self._accelerator.step,
+            "optimizer_steps": self._progress.steps.step,
             "rng_seed": rng_seed(rng),
             # A stateful loader's position is its rank's own.
             "dataloaders": [{**position, "state": None} if position else {} for position in positions],
@@ -270,6 +271,7 @@ class AcceleratorState:
         if "step" in shared:
             # Ranks that were not there at the save have none of their own, and must synchronise like others.
             accelerator.step = shared["step"]
+            self._progress.steps.restore(shared["optimizer_steps"])
         if _RNG in saved.per_rank:
             notes += load_rng_state(saved.per_rank[_RNG])
         elif "rng_seed" in shared:
@@ -285,5 +287,5 @@ class AcceleratorState:
                 f"saved by {saved.world_size} ranks within an epoch, loaded by {accelerator.num_processes}: "
                 "ranks see other samples of this epoch than they would have"
             )
-        self._loaders.restore(positions, rng_state(), same_ranks=same_ranks)
+        self._progress.loaders.restore(positions, rng_state(), same_ranks=same_ranks)
         return notes

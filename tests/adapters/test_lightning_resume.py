@@ -44,6 +44,15 @@ def test_a_resume_goes_on_at_the_very_next_batch(tmp_path, loader, at):
     assert_same(full, resumed, first=at)
 
 
+def test_overlapped_staging_saves_the_same(tmp_path):
+    full = fit(Job(root=str(tmp_path / "full"), max_steps=9, options=UNSAVED))
+    cut = {"root": str(tmp_path / "cut"), "options": {"save": EverySteps(1), "staging": "overlapped"}}
+    fit(Job(max_steps=5, validate=True, trainer={"val_check_interval": 2}, **cut))
+    resumed = fit(Job(max_steps=9, ckpt_path="last", **cut))
+
+    assert_same(full, resumed, first=5)
+
+
 def test_a_plain_loader_resumes_exactly_between_epochs(tmp_path):
     full, resumed = cut_and_resume(tmp_path, EPOCH, 2 * EPOCH, loader="plain")
 

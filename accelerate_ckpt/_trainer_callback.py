@@ -1,0 +1,61 @@
+"""When the Trainer saves, and that it waits at the end: all that a callback can do."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ckpt_core import CheckpointManager
+
+
+@final
+class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Lets the save policy decide, stops after a save for a preemption, and drains at the end of training.
+
+    Attributes:
+        reason: why the save that is due is due.
+    """
+
+    def __init__(self, manager: CheckpointManager, *, gated: bool) -> None:
+        self._manager = manager
+        self._gated = gated
+        self._limit: int | None = None
+        self.reason = "trainer"
+
+    def take_over_rotation(self, args: TrainingArguments) -> None:
+        """Keep the Trainer from deleting: its limit has become a retention policy."""
+        self._limit, args.save_total_limit = args.save_total_limit, None
+
+    def give_back_rotation(self, args: TrainingArguments) -> None:
+        """Undo `take_over_rotation`."""
+        args.save_total_limit = self._limit
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Decide about this step, after the Trainer's own flow has."""
+        del args, kwargs
+        if not self._gated:
+            return
+        reason = self._manager.due(state.global_step, total_steps=state.max_steps)
+        last = state.global_step >= state.max_steps and control.should_save
+        self.reason = reason or "end of training"
+        control.should_save = reason is not None or last
+        if self._manager.preempted:
+            control.should_training_stop = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The save policy has decided at the epoch's last step."""
+        del args, state, kwargs
+        if self._gated:
+            control.should_save = False
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Training ends when its last checkpoint is committed."""
+        del args, state, control, kwargs
+        self._manager.wait()

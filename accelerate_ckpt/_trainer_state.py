@@ -1,0 +1,170 @@
+"""The training state of a Hugging Face Trainer, in the layout that the Trainer itself reads.
+
+The Trainer's own `_save_checkpoint` runs into a directory of this rank alone; what it writes there (config,
+tokenizer, scheduler, random states, `trainer_state.json`) becomes files of the checkpoint. Model and
+optimizer go through the core.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+
+from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
+from accelerate_ckpt._stock import files_in, private_directory
+from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.state import (
+    load_model_state,
+    load_optimizer_state,
+    local_buffers,
+    model_state,
+    model_target,
+    optimizer_state,
+    optimizer_target,
+)
+from ckpt_core.types import CapturedState, SavedState
+
+# The stock Trainer takes any `pytorch_model_fsdp…` directory as a sign of FSDP and refuses without it.
+_PLAIN_MODEL_PART = "model_0"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StockTrainer:
+    """The Trainer's methods as they were before `enable_trainer`."""
+
+    train: Callable[..., Any]
+    save_checkpoint: Callable[..., None]
+    load_from_checkpoint: Callable[..., None]
+    load_optimizer_and_scheduler: Callable[..., None]
+    load_best_model: Callable[..., None]
+
+
+@final
+class TrainingState:
+    """Captures and restores one Trainer; a `StateSource`. Main thread only."""
+
+    def __init__(
+        self, trainer: Trainer, stock: StockTrainer, *, stock_files: bool, with_optimizer: bool = True
+    ) -> None:
+        self._trainer: Any = trainer  # its own annotations allow None where there is none while it trains
+        self._stock = stock
+        self._stock_files = stock_files
+        self._with_optimizer = with_optimizer and not trainer.args.save_only_model
+
+    def capture(self) -> CapturedState:
+        """The state as it is now, with live tensors."""
+        trainer, model = self._trainer, self._trainer.model_wrapped
+        files = self._files()
+        part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
+        state = model_state(model)
+        sharded: dict[str, dict[str, Any]] = {part: {"model": state}}
+        if self._with_optimizer:
+            sharded[optimizer_part(0)] = {"optimizer": optimizer_state(model, trainer.optimizer)}
+        return CapturedState(sharded=sharded, files=files, local=local_buffers(model, state, part=part))
+
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        """What to load into.
+
+        Raises:
+            IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
+        """
+        trainer, part = self._trainer, _model_part_of(saved)
+        tree: dict[str, dict[str, Any]] = {}
+        entries = inner_entries(saved, part, "model")
+        tree[part] = {"model": model_target(trainer.model_wrapped, entries)}
+        if self._with_optimizer and optimizer_part(0) in saved.sharded:
+            entries = inner_entries(saved, optimizer_part(0), "optimizer")
+            tree[optimizer_part(0)] = {
+                "optimizer": optimizer_target(trainer.model_wrapped, trainer.optimizer, entries)
+            }
+        return tree
+
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
+        """Put model and optimizer back; the Trainer's own methods read the rest."""
+        trainer = self._trainer
+        if optimizer_part(0) in loaded:
+            optimizer = loaded[optimizer_part(0)]["optimizer"]
+            load_optimizer_state(trainer.model_wrapped, trainer.optimizer, optimizer)
+        load_model_state(trainer.model_wrapped, loaded[_model_part_of(saved)]["model"])
+        return []
+
+    def _files(self) -> dict[str, bytes]:
+        """What the Trainer writes beside model and optimizer, and single files of both for its own loader."""
+        trainer = self._trainer
+        run_directory = trainer._get_output_dir(trial=None)
+        with private_directory() as directory, self._writing_to(directory):
+            self._stock.save_checkpoint(trainer.model, None)
+            folder = directory / f"checkpoint-{trainer.state.global_step}"
+            self._correct_best(folder, run_directory)
+            files = files_in(folder)
+        if not self._stock_files:
+            files.pop(SAFE_WEIGHTS_NAME, None)
+            files.pop(WEIGHTS_NAME, None)
+        return files
+
+    def _correct_best(self, folder: Path, run_directory: str) -> None:
+        """The Trainer looked for its best checkpoint where it was writing: not where it will be."""
+        trainer = self._trainer
+        best = trainer.state.best_global_step
+        if not best:
+            return
+        final = os.path.join(run_directory, f"checkpoint-{best}")  # noqa: PTH118 - as the Trainer spells it
+        if best == trainer.state.global_step or Path(final).exists():
+            trainer.state.best_model_checkpoint = final
+        if trainer.args.should_save:
+            trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    @contextmanager
+    def _writing_to(self, directory: Path) -> Generator[None]:
+        """The Trainer with another output directory, that leaves the large things to us."""
+        trainer = self._trainer
+        replaced: dict[str, Any] = {
+            "_get_output_dir": lambda trial: str(directory),  # noqa: ARG005 - the Trainer's own signature
+            "save_model": self._save_model,
+            "_save_optimizer_and_scheduler": self._save_optimizer_and_scheduler,
+        }
+        before = {name: trainer.__dict__[name] for name in replaced if name in trainer.__dict__}
+        trainer.__dict__.update(replaced)
+        try:
+            yield
+        finally:
+            for name in replaced:
+                trainer.__dict__.pop(name)
+            trainer.__dict__.update(before)
+
+    def _save_model(self, output_dir: str, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
+        trainer = self._trainer
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        if trainer.args.should_save:
+            # Under FSDP, and without stock files, only config and tokenizer: the weights are in the shards.
+            plain = self._stock_files and not trainer.is_fsdp_enabled
+            trainer._save(output_dir, state_dict=None if plain else {})
+        if trainer.is_fsdp_enabled:
+            for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+                (Path(output_dir) / name).unlink(missing_ok=True)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer = self._trainer
+        if not trainer.args.should_save:
+            return
+        if self._stock_files and not trainer.is_fsdp_enabled:
+            torch.save(trainer.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
+        torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+
+def _model_part_of(saved: SavedState) -> str:
+    for part in (model_part(0), _PLAIN_MODEL_PART):
+        if part in saved.sharded:
+            return part
+    raise IncompatibleCheckpointError(
+        f"checkpoint {saved.name} holds no model: it was not saved by enable_trainer()"
+    )

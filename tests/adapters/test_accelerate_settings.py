@@ -1,0 +1,162 @@
+"""Where settings come from, and the seams of accelerate that the adapter stands on."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelerate_ckpt._runner import main
+from accelerate_ckpt._settings import Settings
+from ckpt_core import ConfigError, EverySteps, KeepLatest
+
+_SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(32, 4), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for number, batch in enumerate(loader):
+    accelerator.backward(model(batch).pow(2).mean())
+    optimizer.step()
+    accelerator.save_state(f"{sys.argv[1]}/checkpoint_{number}")
+"""
+_YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_processes: 2
+num_machines: 1
+machine_rank: 0
+mixed_precision: 'no'
+main_process_port: 0
+fsdp_config:
+  ckpt:
+    save: {every_steps: 2}
+    keep: {latest: 1}
+"""
+
+
+def test_explicit_arguments_win_over_the_environment_and_that_over_a_file(tmp_path: Path) -> None:
+    side_file = tmp_path / "checkpoints.yaml"
+    side_file.write_text("ckpt: {save: {every_steps: 1}, keep: {latest: 1}, back_pressure: skip}")
+    environment = {
+        "CKPT_SUITE_CONFIG": str(side_file),
+        "CKPT_SUITE_KEEP": "{latest: 2}",
+        "CKPT_SUITE_ROOT": "r",
+    }
+    settings = Settings.resolve({"save": EverySteps(7), "keep": None}, environment)
+    assert settings.options.save == EverySteps(7)
+    assert settings.options.keep == KeepLatest(2)
+    assert settings.options.back_pressure == "skip"
+    assert settings.root == "r"
+    assert settings.stock_files
+
+
+def test_a_toml_side_file_is_read_too(tmp_path: Path) -> None:
+    side_file = tmp_path / "checkpoints.toml"
+    side_file.write_text("stock_files = false\n[save]\nevery_steps = 5\n")
+    settings = Settings.resolve({}, {"CKPT_SUITE_CONFIG": str(side_file)})
+    assert settings.options.save == EverySteps(5)
+    assert not settings.stock_files
+
+
+@pytest.mark.parametrize(
+    ("explicit", "environment", "told"),
+    [
+        ({"kep": 1}, {}, "kep"),
+        ({}, {"CKPT_SUITE_KEP": "1"}, "CKPT_SUITE_KEP"),
+        ({}, {"CKPT_SUITE_KEEP": "{"}, "CKPT_SUITE_KEEP"),
+        ({}, {"CKPT_SUITE_CONFIG": "nowhere.yaml"}, "nowhere.yaml"),
+        ({"stock_files": "no"}, {}, "stock_files"),
+    ],
+)
+def test_what_is_wrong_is_named(explicit: dict[str, object], environment: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Settings.resolve(explicit, environment)
+
+
+def test_the_runner_says_how_it_is_used() -> None:
+    with pytest.raises(ConfigError, match="usage"):
+        main([])
+
+
+def run(command: list[str], folder: Path, **environment: str) -> None:
+    (folder / "train.py").write_text(_SCRIPT)
+    (folder / "run.yaml").write_text(_YAML)
+    inherited = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR"}
+    kept = {name: value for name, value in os.environ.items() if name in inherited}
+    settings = {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **environment,
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=kept | settings,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def committed(root: Path) -> list[str]:
+    return sorted(path.parent.name for path in root.glob("*/COMMITTED"))
+
+
+@pytest.mark.slow
+def test_an_unchanged_script_gets_it_from_the_runner_and_the_environment(tmp_path: Path) -> None:
+    run(["-m", "accelerate_ckpt", "train.py", "out"], tmp_path, CKPT_SUITE_KEEP="{latest: 2}")
+    assert committed(tmp_path / "out") == ["checkpoint_6", "checkpoint_7"]
+    assert not (tmp_path / "out" / "writer.json").exists(), "given back at exit, without end_training"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_an_unchanged_script_gets_it_from_accelerate_launch_and_its_configuration(tmp_path: Path) -> None:
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "run.yaml"]
+    run([*launch, "-m", "accelerate_ckpt", "train.py", "out"], tmp_path)
+    assert committed(tmp_path / "out") == ["checkpoint_3"]
+    assert len(list((tmp_path / "out" / "checkpoint_3").glob("random_states_*.pkl"))) == 2
+
+
+def test_the_configuration_keeps_our_section_and_knows_no_top_level_key(tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = tmp_path / "run.yaml"
+    path.write_text(_YAML)
+    assert load_config_from_file(str(path)).fsdp_config["ckpt"]["keep"] == {"latest": 1}
+    path.write_text(_YAML + "ckpt: {}\n")
+    with pytest.raises(ValueError, match="unknown keys"):
+        load_config_from_file(str(path))
+
+
+def test_accelerate_still_has_the_seams_that_are_used() -> None:
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+
+    held = inspect.getsource(Accelerator.__init__)
+    for name in ("_models", "_optimizers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook"):
+        assert f"self.{name}" in held
+    saves, loads = inspect.getsource(Accelerator.save_state), inspect.getsource(Accelerator.load_state)
+    assert "self._models" in saves
+    assert "self._load_model_state_pre_hook" in loads
+    prepares = inspect.getsource(Accelerator._prepare_one)
+    assert "self.prepare_optimizer(" in prepares
+    assert "self.prepare_data_loader(" in prepares
+    shard, dispatcher = inspect.getsource(DataLoaderShard), inspect.getsource(DataLoaderDispatcher)
+    for seam in ("self.begin()", "self._update_state_dict()", "self.skip_batches", "self.end()"):
+        assert seam in shard
+    assert shard.index("self.begin()") < shard.index("self.base_dataloader.__iter__()")
+    for seam in ("self.begin()", "self.slice_fn(", "self.skip_batches", "self.end()"):
+        assert seam in dispatcher

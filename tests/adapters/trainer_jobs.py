@@ -1,0 +1,95 @@
+"""Hugging Face Trainer runs for tests: module level, because ranks are spawned processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerJob:
+    """One run of a tiny Llama; an epoch has 6 steps."""
+
+    root: str
+    steps: int = 14
+    save_steps: int = 3
+    resume: str | bool | None = None
+    enabled: bool = True
+    arguments: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    world: int = 1
+    strategy: str = "ddp"
+
+    def but(self, **changes: Any) -> TrainerJob:
+        return replace(self, **changes)
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(8) * 7 + index) % 32
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(job: TrainerJob) -> Any:
+    os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_TORCH_DEVICE="cpu")
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+    )
+    arguments = {
+        "output_dir": job.root,
+        "max_steps": job.steps,
+        "save_steps": job.save_steps,
+        "per_device_train_batch_size": 4 // job.world,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "learning_rate": 1e-2,
+        **job.arguments,
+    }
+    tokens = Tokens()
+    made = Trainer(
+        model=LlamaForCausalLM(config),
+        args=TrainingArguments(**arguments),
+        train_dataset=tokens,
+        eval_dataset=torch.utils.data.Subset(tokens, range(4)),
+    )
+    if job.enabled:
+        import accelerate_ckpt
+
+        accelerate_ckpt.enable_trainer(made, **job.options)
+    return made
+
+
+def run(job: TrainerJob) -> dict[str, Any]:
+    """Train, and tell every loss and the weights at the end."""
+    made = trainer(job)
+    made.train(resume_from_checkpoint=job.resume)
+    losses = {entry["step"]: entry["loss"] for entry in made.state.log_history if "loss" in entry}
+    weights = {name: value.flatten().tolist() for name, value in made.model.state_dict().items()}
+    best = made.state.best_model_checkpoint
+    if job.enabled:
+        import accelerate_ckpt
+
+        accelerate_ckpt.disable_trainer(made)
+    return {"losses": losses, "weights": weights, "best": best, "step": made.state.global_step}
+
+
+def in_turn(jobs: list[TrainerJob]) -> list[dict[str, Any]]:
+    """Several runs one after another in the same processes."""
+    return [run(job) for job in jobs]
