@@ -6,7 +6,6 @@ import pickle
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Protocol, final
 
 import torch.distributed as dist
@@ -14,8 +13,9 @@ import torch.distributed as dist
 from ckpt_core.coordination._base import failure_text
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError
 
-_SLICE_SECONDS = 2.0  # so that Ctrl-C is heard while waiting
-_SHORTEST = timedelta(milliseconds=1)  # stores count in these, and zero of them means for ever
+_SHORTEST_PAUSE = 0.0005
+_LONGEST_PAUSE = 0.25
+_PAUSE_GROWTH = 1.25
 _GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing, arrives first
 
 
@@ -25,8 +25,6 @@ class MessageStore(Protocol):
     def set(self, key: str, value: bytes, /) -> None: ...
 
     def get(self, key: str, /) -> bytes: ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
 
     def check(self, keys: list[str], /) -> bool: ...
 
@@ -103,7 +101,7 @@ class Channel:
             failures[0] = failure_text(value)
         keys = {rank: f"{topic}/arrive/{rank}" for rank in range(1, self._world_size)}
         for rank, key in keys.items():
-            if not self._wait([key], deadline):
+            if not self._wait(key, deadline):
                 missing = [r for r, k in keys.items() if r >= rank and not self._has([k])]
                 raise _missing(topic, missing or [rank], deadline_seconds, failures)
             message = pickle.loads(self._get(key))  # noqa: S301
@@ -115,21 +113,21 @@ class Channel:
         return values
 
     def _await(self, key: str, awaited: Sequence[int], topic: str, deadline_seconds: float) -> bytes:
-        if not self._wait([key], time.monotonic() + deadline_seconds):
+        if not self._wait(key, time.monotonic() + deadline_seconds):
             raise _missing(topic, awaited, deadline_seconds, {})
         return self._get(key)
 
-    def _wait(self, keys: list[str], deadline: float) -> bool:
-        while True:
+    def _wait(self, key: str, deadline: float) -> bool:
+        # Asked again and again: a store that waits for us cannot be interrupted by Ctrl-C, and writes a line
+        # to stderr whenever its time is up. The longer it takes, the less a moment more matters.
+        pause = _SHORTEST_PAUSE
+        while not self._has([key]):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                return self._has(keys)
-            try:
-                with _told_if_gone():
-                    self._store.wait(keys, max(timedelta(seconds=min(remaining, _SLICE_SECONDS)), _SHORTEST))
-            except dist.DistStoreError:
-                continue
-            return True
+                return False
+            time.sleep(min(pause, remaining))
+            pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE)
+        return True
 
     def _set(self, key: str, value: bytes) -> None:
         with _told_if_gone():
