@@ -22,9 +22,13 @@ class Hold:
         self._announcement = announcement
 
     def __call__(self, operation: Operation) -> None:
+        held = threading.Event()
+        # At `close` every byte has been handed over, but the threads that write may not have written any.
+        while operation.method == "close" and not self._storage.size(operation.key):
+            held.wait(0.01)
         if self._storage.size(operation.key):
             self._announcement.write_text(operation.key)
-            threading.Event().wait()
+            held.wait()
 
 
 def open_root(task: Task, rank: int, held_directory: str | None) -> Storage:
