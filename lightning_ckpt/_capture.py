@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from ckpt_core.state import NotEncodableError, encode, local_buffers, rng_seed, rng_state
+from ckpt_core.state import (
+    NotEncodableError,
+    encode,
+    local_buffers,
+    rng_seed,
+    rng_state,
+    stable_tensors,
+)
 from ckpt_core.types import CapturedState
 from lightning_ckpt._hoist import hoist
 
@@ -52,11 +59,14 @@ def capture(trainer: Any, checkpoint: Mapping[str, Any]) -> CapturedState:
     per_rank |= {key: value for key, value in small.items() if key in own}
     # Last: a loader may draw from the global generator when asked for its state.
     per_rank[RNG] = rng_state()
+    strategy = trainer.strategy
     return CapturedState(
         sharded={PART: tree},
         per_rank=per_rank,
         shared={**small, SEED: rng_seed(per_rank[RNG])},
-        local=local_buffers(trainer.strategy.model, tree[MODEL]),
+        local=local_buffers(strategy.model, tree[MODEL]),
+        stable=stable_tensors(strategy.model, strategy.optimizers),
+        optimizers=strategy.optimizers,
     )
 
 

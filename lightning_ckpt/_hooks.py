@@ -77,6 +77,12 @@ class LifeCycle:
         if self._session is not None and self._session.pacing is not None:
             self._session.pacing.after_batch()
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Averaging callbacks exchange the weights for a validation: let a copy in the making end first."""
+        del trainer, pl_module
+        if self._session is not None:
+            self._session.settle()
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time."""
         del pl_module

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import BackPressure, CheckpointOptions, OnError
+from ckpt_core.options import BackPressure, CheckpointOptions, OnError, Staging
 from ckpt_core.retention import AllOf, AnyOf, KeepBest, RetentionPolicy
 from lightning_ckpt._places import real_root
 
@@ -65,6 +65,8 @@ class Configured:
         keep: what to keep; a policy, or plain values such as `{latest: 3, best: {metric: val_loss}}`.
         save_last: whether to save the last step of a training, too.
         back_pressure: what a save that is due does while another is in flight: `wait` for it, or `skip`.
+        staging: whether training waits for the copy (`blocking`), or only the next optimizer step does
+            (`overlapped`): then no hook may change weights during the batch after a save.
         on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
         verify: whether a checkpoint's checksums are verified before it is loaded.
         allow_pickle: whether loading may execute pickles, which can run any code.
@@ -84,6 +86,7 @@ class Configured:
         keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
         save_last: bool = True,
         back_pressure: BackPressure = "wait",
+        staging: Staging = "blocking",
         on_error: OnError = "raise",
         verify: bool = True,
         allow_pickle: bool = False,
@@ -96,6 +99,7 @@ class Configured:
             "save": save,
             "keep": keep,
             "back_pressure": back_pressure,
+            "staging": staging,
             "on_error": on_error,
             "verify": verify,
             "allow_pickle": allow_pickle,

@@ -77,6 +77,11 @@ class Roots:
             self._written.add(place.root)
         return handle
 
+    def settle(self) -> None:
+        """Return when the save in flight has its copy, so that weights may change by whatever means."""
+        if self._newest is not None:
+            self._newest.staged.exception()  # waits; a failure is told by the save itself
+
     def remove(self, place: Place, remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint once the save in flight is committed; keep it if that save fails.
 

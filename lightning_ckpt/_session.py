@@ -120,6 +120,10 @@ class Session:
             before_iterators(self.trainer, loader, self.loaded)
             self._iterators_are_new = True
 
+    def settle(self) -> None:
+        """Weights may be changed by other means than an optimizer step from now on."""
+        self._roots.settle()
+
     def begin_training(self) -> None:
         """Last thing before the first batch is drawn."""
         for optimizer in self.trainer.strategy.optimizers:

@@ -76,11 +76,6 @@ class LightningState:
         self._checkpoint = checkpoint
         self.loaded: Loaded | None = None
 
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers; their steps are what changes the model."""
-        return tuple(self._trainer.strategy.optimizers)
-
     def capture(self) -> CapturedState:
         """The state as it is now, with live tensors."""
         checkpoint = self._checkpoint

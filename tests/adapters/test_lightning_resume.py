@@ -45,9 +45,10 @@ def test_a_resume_goes_on_at_the_very_next_batch(tmp_path, loader, at):
 
 
 def test_overlapped_staging_saves_the_same(tmp_path):
-    full = fit(Job(root=str(tmp_path / "full"), max_steps=9, options=UNSAVED))
-    cut = {"root": str(tmp_path / "cut"), "options": {"save": EverySteps(1), "staging": "overlapped"}}
-    fit(Job(max_steps=5, validate=True, trainer={"val_check_interval": 2}, **cut))
+    job = {"validate": True, "trainer": {"val_check_interval": 2}}
+    full = fit(Job(root=str(tmp_path / "full"), max_steps=9, options=UNSAVED, **job))
+    cut = {"root": str(tmp_path / "cut"), "options": {"save": EverySteps(1), "staging": "overlapped"}, **job}
+    fit(Job(max_steps=5, **cut))
     resumed = fit(Job(max_steps=9, ckpt_path="last", **cut))
 
     assert_same(full, resumed, first=5)

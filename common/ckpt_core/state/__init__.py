@@ -7,7 +7,7 @@ from ckpt_core.state._items import Counters
 from ckpt_core.state._model import as_module, load_model_state, local_buffers, model_state, model_target
 from ckpt_core.state._names import parameter_names
 from ckpt_core.state._nested import under
-from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, unwrap_optimizer
+from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, stable_tensors, unwrap_optimizer
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._source import StateSource
 from ckpt_core.state._template import optimizer_target
@@ -39,6 +39,7 @@ __all__ = [
     "parameter_names",
     "rng_seed",
     "rng_state",
+    "stable_tensors",
     "template",
     "under",
     "unwrap_optimizer",
