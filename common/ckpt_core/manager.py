@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias, final
 
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job
-from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.lifecycle import CadenceKeeper, Loader, LoadRequest, SaveHandle, Saver, SaveRequest, prune
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -150,6 +150,7 @@ class CheckpointManager:
             RootBusyError: another live job writes to this root.
         """
         self._check_open()
+        self._saver.rewound()
         self._saver.own_root()
         info, damaged = self._loader.newest(verified=self.options.verify)
         self._saver.note_damaged(damaged)
@@ -182,7 +183,7 @@ class CheckpointManager:
             UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
         """
         self._check_open()
-        self._saver.wait()
+        self._saver.rewound()
         directory = self._loader.directory(step=step, name=name, verified=self.options.verify)
         source = as_source(state, items)
         # A TrainState has narrowed itself, by names of its own; others are narrowed by top-level key.
@@ -211,8 +212,9 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
-        latest = self._catalog.latest() if step is None else None
-        info = latest or self._catalog.find(step=step)
+        info = self._catalog.latest() if step is None else self._catalog.find(step=step)
+        if info is None:
+            raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
         return verify(self.storage, info.name)
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:

@@ -181,7 +181,7 @@ def test_unknown_options_in_yaml_are_all_named_with_the_nearest_known(tmp_path):
         ({"step": True}, "step must be a whole number"),
         ({"metrics": {"loss": "low"}}, "metrics of step 3 must be numbers"),
         ({"metrics": {"loss": torch.ones(2)}}, "metrics of step 3 must be numbers"),
-        ({"annotations": {"model": object()}}, "annotations of step 3 must be plain JSON"),
+        ({"annotations": {"model": {1}}}, "annotations of step 3 must be plain JSON"),
         ({"annotations": {"x": float("nan")}}, "annotations of step 3 must be plain JSON"),
         ({"name": "../outside"}, "'../outside' cannot be the name of a checkpoint"),
         ({"name": ""}, "'' cannot be the name"),

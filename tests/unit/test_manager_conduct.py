@@ -16,6 +16,7 @@ from ckpt_core import (
     OnPreemption,
 )
 from ckpt_core.errors import (
+    CheckpointExistsError,
     ConfigError,
     RootBusyError,
     SaveError,
@@ -172,3 +173,14 @@ def test_a_root_that_is_a_file_is_refused_with_the_reason(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written to"):
         CheckpointManager(tmp_path / "file").save(1, {"a": 1})
+
+
+def test_a_step_saved_again_after_a_rewind_is_not_taken_for_the_first_save(tmp_path):
+    state = {"w": torch.zeros(2)}
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        first = checkpoints.save(2, state)
+        assert checkpoints.save(2, state) is first
+        checkpoints.load(state, step=1)
+        with pytest.raises(CheckpointExistsError):
+            checkpoints.save(2, state)

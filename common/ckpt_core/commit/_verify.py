@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import heapq
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None)
 
     Raises:
         ConfigError: one of `paths` is not in the manifest.
+        OSError: storage is unwell; that says nothing about the checkpoint.
     """
     try:
         manifest = Catalog(storage).manifest(name)
@@ -93,8 +95,13 @@ def _problem(storage: Storage, name: str, entry: FileEntry) -> str | None:
             found.update(block)
     except FileNotFoundError:
         return "missing"
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return f"cannot be verified: {error}"
+    except OSError as error:
+        # A block that the device cannot read is lost; any other error may be gone at the next try.
+        if error.errno != errno.EIO:
+            raise
+        return f"cannot be read: {error}"
     return None if str(found) == entry.checksum else f"checksum is {found}, {entry.checksum} was committed"
 
 

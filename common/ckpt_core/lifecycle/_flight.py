@@ -85,6 +85,10 @@ class Flight:
             raise error
         _logger.error("training goes on without the checkpoint of step %d: %s", handle.step, error)
 
+    def forget(self) -> None:
+        """The training has moved to another step: a save of a name seen before is not the same save again."""
+        self.latest = None
+
     def close(self) -> None:
         """Wait for the save in flight and stop the thread; same errors as `wait`."""
         try:

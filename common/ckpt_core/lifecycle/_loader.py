@@ -9,9 +9,11 @@ from ckpt_core.commit import Catalog, Survey, share, verify, verify_stock
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
     CheckpointNotFoundError,
+    CoordinationError,
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
+    LoadError,
 )
 from ckpt_core.lifecycle._load import LoadRequest, load
 from ckpt_core.lifecycle._open import is_stock
@@ -86,7 +88,13 @@ class Loader:
     def failures(self, name: str) -> list[FileFailure]:
         """What is wrong with a checkpoint. The bytes to read are shared among the ranks."""
         with self._telemetry.span("load.verify", name=name, rank=self._coordinator.rank):
-            found = self._coordinator.gather(self._own_failures(name))
+            try:
+                found = self._coordinator.gather(self._own_failures(name))
+            except CoordinationError as error:
+                raise LoadError(
+                    f"{self._storage.url}/{name} could not be read back ({error}). That is no damage, so no "
+                    "older checkpoint was tried and nothing was loaded; see to the storage, try again"
+                ) from error
         # Every rank looks at the manifest, so that one flaw may be reported many times.
         return list(dict.fromkeys(failure for of_rank in found for failure in of_rank))
 

@@ -88,6 +88,11 @@ class Saver:
         """Wait for the save in flight and deliver its failure; see `Flight.wait`."""
         self._flight.wait()
 
+    def rewound(self) -> None:
+        """A checkpoint is being loaded: what was saved before it says nothing about steps to come."""
+        self._flight.wait()
+        self._flight.forget()
+
     def close(self) -> None:
         """Wait for the save in flight and give the root back; same errors as `wait`."""
         try:

@@ -39,12 +39,13 @@ class DeferredCopies:
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        self._copies = copies
+        self._copies: Sequence[Copy] = copies
         self._versions = [_version(copy.source) for copy in copies]
         self._guard = threading.Lock()
         self._checked = False
         self._changed: list[str] = []
         self._done = threading.Event()
+        self._on_host = any(not copy.source.is_cuda for copy in copies)
         self._cuda: dict[torch.device, Any] = {}
         for device in {copy.source.device for copy in copies if copy.source.is_cuda}:
             self._cuda[device] = self._enqueue(device)
@@ -64,6 +65,8 @@ class DeferredCopies:
             self._check()
         finally:
             self._done.set()
+            # Clones and slots are not needed any more, and this object may live until the next save.
+            self._copies = ()
         if self._changed:
             raise CheckpointError(
                 f"{len(self._changed)} tensor(s) changed while they were being copied, first "
@@ -73,7 +76,7 @@ class DeferredCopies:
 
     def wait(self) -> None:
         """Let what the calling thread does next come after the copies."""
-        if len(self._cuda) < len({copy.source.device for copy in self._copies}):
+        if self._on_host:
             self._done.wait()
         self._check()
         for device, event in self._cuda.items():
