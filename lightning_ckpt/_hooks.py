@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from ckpt_core.commit import Catalog
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage import open_storage
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._options import Configured, Settings
 from lightning_ckpt._session import Session
@@ -146,8 +145,7 @@ def committed_of(settings: Settings) -> Sequence[CheckpointInfo]:
     """The committed checkpoints of the run's own root, oldest first."""
     if settings.root is None:
         return []
-    options = settings.for_root(settings.root)
-    return Catalog(open_storage(settings.root, options.storage_options)).committed()
+    return Catalog(settings.storage_at(settings.root)).committed()
 
 
 def best_of(settings: Settings) -> CheckpointInfo | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -11,6 +11,8 @@ from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import BackPressure, CheckpointOptions, OnError, Staging
 from ckpt_core.retention import AllOf, AnyOf, KeepBest, RetentionPolicy
+from ckpt_core.storage import Storage, open_storage
+from ckpt_core.telemetry import Sink
 from lightning_ckpt._places import real_root
 
 
@@ -23,11 +25,15 @@ class Settings:
         root: where the run's own checkpoints go; None if only Lightning's own callers save.
         options: of the manager of that root.
         save_last: whether the last step of a training is saved whatever the save policy says.
+        storage: what was given as the root, if not a path or URL.
+        sinks: receivers of telemetry events.
     """
 
     root: str | None
     options: CheckpointOptions
     save_last: bool
+    storage: Storage | None = None
+    sinks: Sequence[Sink] = ()
 
     @property
     def best(self) -> KeepBest | None:
@@ -43,6 +49,14 @@ class Settings:
         options = self.options if root == self.root else _without_policies(self.options)
         return options if "://" in root else replace(options, storage_options={})
 
+    def given(self, root: str) -> str | Storage:
+        """The root as it was given."""
+        return self.storage if self.storage is not None and root == self.root else root
+
+    def storage_at(self, root: str) -> Storage:
+        """The bytes at a root or path."""
+        return open_storage(self.given(root), self.for_root(root).storage_options)
+
 
 def _without_policies(options: CheckpointOptions) -> CheckpointOptions:
     return replace(options, save=None, keep=None, back_pressure="wait")
@@ -56,11 +70,15 @@ def _bests(policy: RetentionPolicy | None) -> Iterator[KeepBest]:
             yield from _bests(member)
 
 
+def _path_of(dirpath: str | Path | Storage) -> str | Path:
+    return dirpath.url if isinstance(dirpath, Storage) else dirpath
+
+
 class Configured:
     """Something that takes our options.
 
     Args:
-        dirpath: directory or fsspec URL (`s3://bucket/run`) of the run's checkpoints.
+        dirpath: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run's checkpoints.
         save: when to save; a policy, or plain values such as `{every_steps: 500, on_preemption: true}`.
         keep: what to keep; a policy, or plain values such as `{latest: 3, best: {metric: val_loss}}`.
         save_last: whether to save the last step of a training, too.
@@ -72,6 +90,7 @@ class Configured:
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
+        sinks: receivers of telemetry events.
 
     Raises:
         ConfigError: an option is wrong; the message lists every offender.
@@ -80,7 +99,7 @@ class Configured:
     # Every argument is one that LightningCLI shows and YAML may set.
     def __init__(  # noqa: PLR0913
         self,
-        dirpath: str | Path | None = None,
+        dirpath: str | Path | Storage | None = None,
         *,
         save: SavePolicy | dict[str, Any] | list[Any] | None = None,
         keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
@@ -92,6 +111,7 @@ class Configured:
         allow_pickle: bool = False,
         deadline_seconds: float = 1800.0,
         storage_options: dict[str, Any] | None = None,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         if dirpath is None and not (save is None and keep is None):
             raise ConfigError("save= and keep= need dirpath=, the directory or URL of the run's checkpoints")
@@ -106,8 +126,11 @@ class Configured:
             "deadline_seconds": deadline_seconds,
             "storage_options": storage_options or {},
         }
+        storage = dirpath if isinstance(dirpath, Storage) else None
         self.settings = Settings(
-            root=None if dirpath is None else real_root(dirpath),
+            root=None if dirpath is None else real_root(_path_of(dirpath)),
             options=CheckpointOptions.from_mapping(values),
             save_last=save_last,
+            storage=storage,
+            sinks=sinks,
         )

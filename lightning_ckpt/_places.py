@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, final
+from typing import final
 
 from ckpt_core.commit import Catalog
 from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.names import MARKER, METADATA
-from ckpt_core.storage import open_storage
+from ckpt_core.storage import Storage
 
 _LIGHTNINGS_OWN = "meta.pt"
 """The file by which Lightning tells the directories that its sharded strategies write."""
@@ -46,22 +46,21 @@ class Place:
         return cls(real_root(root or ("/" if slash else ".")), name)
 
 
-def kind_of(path: str, storage_options: Mapping[str, Any]) -> Kind:
+def kind_of(path: str, storage_at: Callable[[str], Storage]) -> Kind:
     """Whether `path` is a checkpoint of ours, a root of such, or something that stock Lightning wrote.
 
     Raises:
         CheckpointNotFoundError: it is none of these.
     """
     place = Place.of(path)
-    options = storage_options if "://" in path else {}
-    parent = open_storage(place.root, options)
+    parent = storage_at(place.root)
     if parent.exists(f"{place.name}/{MARKER}"):
         return Kind.CHECKPOINT
     if parent.exists(place.name) or parent.exists(f"{place.name}/{_LIGHTNINGS_OWN}"):
         return Kind.STOCK
     if parent.exists(f"{place.name}/{METADATA}"):
         return Kind.CHECKPOINT
-    if Catalog(open_storage(path, options)).committed():
+    if Catalog(storage_at(real_root(path))).committed():
         return Kind.ROOT
     raise CheckpointNotFoundError(
         f"{path} is neither a committed checkpoint ({MARKER} is missing), nor a directory that holds some, "

@@ -13,7 +13,7 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.lifecycle import SaveHandle
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.state import StateSource
-from ckpt_core.storage import Storage, open_storage
+from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._options import Settings
 from lightning_ckpt._places import Place
@@ -43,7 +43,12 @@ class Roots:
         """The manager of `root`."""
         if root not in self._managers:
             options = self._settings.for_root(root)
-            self._managers[root] = CheckpointManager(root, options=options, coordinator=self._agreement())
+            self._managers[root] = CheckpointManager(
+                self._settings.given(root),
+                options=options,
+                coordinator=self._agreement(),
+                sinks=self._settings.sinks,
+            )
         return self._managers[root]
 
     def once(self, decide: Callable[[], T]) -> T:
@@ -94,7 +99,7 @@ class Roots:
                 place.root, place.name, place.root,
             )  # fmt: skip
             return
-        storage = open_storage(place.root, self._settings.for_root(place.root).storage_options)
+        storage = self._settings.storage_at(place.root)
 
         def ended(saved: Future[CheckpointInfo]) -> None:
             if saved.exception() is None:

@@ -108,7 +108,7 @@ class Session:
         self.pacing.resumed(step, later=[info.step for info in committed if info.step > step])
 
     def _kind(self, path: str) -> Kind:
-        return kind_of(path, self.settings.options.storage_options)
+        return kind_of(path, self.settings.storage_at)
 
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint or a stock file, but not before its successor is committed."""

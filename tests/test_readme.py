@@ -56,8 +56,8 @@ def test_the_lightning_example_saves_keeps_three_and_resumes(tmp_path: Path) -> 
 
 def test_the_yaml_example_saves_without_a_change_to_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CLI_SCRIPT)
-    (tmp_path / "config.yaml").write_text(_block("yaml", "ShardedCheckpoint"))
-    _run(tmp_path, "train.py", "fit", "--config", "config.yaml")
+    (tmp_path / "run.yaml").write_text(_block("yaml", "ShardedCheckpoint"))
+    _run(tmp_path, "train.py", "fit", "--config", "run.yaml")
     assert len(_committed(tmp_path / "runs/cli")) >= 3
 
 

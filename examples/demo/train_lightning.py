@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import lightning_ckpt
-from ckpt_core import CheckpointManager, EverySteps, KeepLatest
+from ckpt_core import EverySteps, KeepLatest
 from ckpt_core.names import step_name
 from ckpt_core.telemetry import JsonLinesSink
 from examples.demo.data import Batch, make_loader, make_sampler
@@ -20,7 +20,6 @@ from examples.demo.hold import open_root
 from examples.demo.model import make_deterministic, make_model, make_optimizer, make_scheduler
 from examples.demo.plan import RESHARDED, Task
 from examples.demo.record import LossLog, write_state
-from lightning_ckpt import _roots
 
 
 class Training(LightningModule):
@@ -109,22 +108,15 @@ def checkpointing(task: Task, rank: int) -> list[Callback]:
     """The one callback that makes the run survive."""
     if not task.saves:
         return []
-    instrument(task, rank)
-    save, keep = EverySteps(task.plan.save_every), KeepLatest(3)
-    callback: Callback = lightning_ckpt.ShardedCheckpoint(task.root, save=save, keep=keep)
-    return [callback]
-
-
-def instrument(task: Task, rank: int) -> None:
-    """For this experiment only: writes that can be held, and telemetry; the callback takes neither."""
     held = None if task.held_step is None else step_name(task.held_step)
-
-    def manager(root: str, **options: Any) -> CheckpointManager:
-        del root
-        sinks = [JsonLinesSink(task.file("telemetry", rank))]
-        return CheckpointManager(open_root(task, rank, held), sinks=sinks, **options)
-
-    _roots.CheckpointManager = manager  # type: ignore[misc,assignment]
+    callback: Callback = lightning_ckpt.ShardedCheckpoint(
+        # For this experiment the root is a storage whose writes can be held; a path is what one gives.
+        open_root(task, rank, held),
+        save=EverySteps(task.plan.save_every),
+        keep=KeepLatest(3),
+        sinks=[JsonLinesSink(task.file("telemetry", rank))],
+    )
+    return [callback]
 
 
 if __name__ == "__main__":
