@@ -18,7 +18,7 @@ MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 MAX_MODULE_LINES = 350
 MAX_BODY_LINES = 50
 MAX_METHODS = 15
-# What a storage must do is one contract: split, every backend and wrapper would have to be put together again.
+# What a storage must do is one contract: split, every backend would have to be put together again.
 WIDE = {"Storage", "FaultyStorage"}
 MAX_PARAMETERS = 6
 MODULES_NAMED_AFTER_NOTHING = {
