@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate_ckpt._places import Place, clear_for, kind_of, newest_stock
 from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._roots import Roots
-from accelerate_ckpt._state import AcceleratorState, CallArguments
+from accelerate_ckpt._state import AcceleratorState, CallArguments, model_part
 from accelerate_ckpt._steps import steps_made
 from accelerate_ckpt._stock import StockMethods
 from ckpt_core import (
@@ -25,6 +25,7 @@ from ckpt_core import (
     CorruptCheckpointError,
     SaveHandle,
 )
+from ckpt_core.names import METADATA
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 
@@ -219,7 +220,7 @@ class AcceleratorCheckpoints:
         name = self._roots.coordinator.once(lambda: newest_stock(manager.storage))
         if name is None:
             raise CheckpointNotFoundError(f"nothing has been committed to {manager.storage.url} yet")
-        self._load_stock(f"{manager.storage.url}/{name}", arguments)
+        self._load_stock(manager, name, arguments)
 
     def _load_place(self, place: Place, arguments: Mapping[str, Any]) -> None:
         manager = self._roots.at(place.root)
@@ -233,13 +234,17 @@ class AcceleratorCheckpoints:
                 "another one, or call load_state() without a directory to get the newest that is whole"
             )
         if kind == "stock":
-            self._load_stock(where, arguments)
+            self._load_stock(manager, place.name, arguments)
             return
         manager.load(self._state(manager, CallArguments(load=arguments)), name=place.name)
 
-    def _load_stock(self, directory: str, arguments: Mapping[str, Any]) -> None:
-        _logger.info("%s was written by stock Accelerate, which loads it", directory)
-        self.stock.load_state(directory, **arguments)
+    def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
+        """Load what stock Accelerate wrote: its shards ourselves, for it loses FSDP1's optimizer state."""
+        _logger.info("%s/%s was written by stock Accelerate", manager.storage.url, name)
+        if manager.storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
+            manager.load(self._state(manager, CallArguments(load=arguments)), name=name)
+        else:
+            self.stock.load_state(f"{manager.storage.url}/{name}", **arguments)
         self.progress.steps.restore(steps_made(self._accelerator._optimizers))
 
     def _state(self, manager: CheckpointManager, arguments: CallArguments) -> AcceleratorState:

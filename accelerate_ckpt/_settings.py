@@ -122,7 +122,8 @@ def launch_configuration() -> Path | None:
     except psutil.Error:
         return None
     for line in lines:
-        if "launch" in line and any("accelerate" in word for word in line):
+        launching = any(word == "launch" or word.endswith((".launch", "/launch.py")) for word in line)
+        if launching and any("accelerate" in word for word in line):
             return _named_in(line) or _default_file()
     return None
 

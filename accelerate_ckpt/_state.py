@@ -234,7 +234,7 @@ class AcceleratorState:
             "optimizer_steps": self._progress.steps.step,
             "rng_seed": rng_seed(rng),
             # A stateful loader's position is its rank's own.
-            "dataloaders": [{**position, "state": None} if position else {} for position in positions],
+            _LOADERS: [{**position, "state": None} if position else {} for position in positions],
             "optimizers": len(self._accelerator._optimizers),
             "models": len(self._accelerator._models),
         }
@@ -281,7 +281,7 @@ class AcceleratorState:
                 "its random numbers are derived from rank 0's"
             )
         same_ranks = saved.world_size == accelerator.num_processes and _LOADERS in saved.per_rank
-        positions = saved.per_rank[_LOADERS] if same_ranks else shared.get("dataloaders", [])
+        positions = saved.per_rank[_LOADERS] if same_ranks else shared.get(_LOADERS, [])
         if not same_ranks and any(position.get("within") for position in positions):
             notes.append(
                 f"saved by {saved.world_size} ranks within an epoch, loaded by {accelerator.num_processes}: "

@@ -277,3 +277,32 @@ def _without_goodbye(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def committed(root: str | Path) -> list[str]:
     return sorted(path.parent.name for path in Path(root).glob("*/COMMITTED"))
+
+
+def train_with_hooks(job: Job) -> dict[str, Any]:
+    """Hooks as diffusers' scripts have them: they write, and take weights out, on the main process only."""
+    made = accelerator(job)
+    enable(job, made)
+    net, optimizer, *_ = prepare(job, made)
+
+    def save_adapter(models: list[nn.Module], states: list[Any], output_dir: str) -> None:
+        if made.is_main_process:
+            for each in models:
+                torch.save(made.unwrap_model(each).state_dict(), Path(output_dir) / "adapter.bin")
+                states.pop()
+
+    def load_adapter(models: list[nn.Module], input_dir: str) -> None:
+        while models:
+            made.unwrap_model(models.pop()).load_state_dict(torch.load(Path(input_dir) / "adapter.bin"))
+
+    made.register_save_state_pre_hook(save_adapter)
+    made.register_load_state_pre_hook(load_adapter)
+    made.backward(net(torch.ones(2, _WIDTH)).pow(2).mean())
+    optimizer.step()
+    made.save_state(f"{job.root}/checkpoint_0")
+    saved = full_state(net, optimizer)
+    optimizer.step()
+    made.load_state(f"{job.root}/checkpoint_0")
+    loaded = full_state(net, optimizer)
+    made.end_training()
+    return {"saved": saved, "loaded": loaded}

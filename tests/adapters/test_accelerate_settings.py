@@ -101,6 +101,7 @@ def run(command: list[str], folder: Path, **environment: str) -> None:
     }
     done = subprocess.run(
         [sys.executable, *command],
+        check=False,
         cwd=folder,
         env=kept | settings,
         capture_output=True,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.testing import run_ranks
-from tests.adapters.accelerate_jobs import Job, committed, in_turn, load_only
+from tests.adapters.accelerate_jobs import Job, committed, in_turn, load_only, train_with_hooks
 
 pytestmark = pytest.mark.distributed
 
@@ -63,6 +63,29 @@ def test_two_ranks_save_sharded_and_load_under_another_strategy(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_what_hooks_take_over_on_the_main_process_is_taken_over_on_every_rank(tmp_path: Path) -> None:
+    for result in run_ranks(train_with_hooks, 2, Job(root=str(tmp_path))):
+        assert result["loaded"] == result["saved"]
+    inside = {path.name for path in (tmp_path / "checkpoint_0").iterdir()}
+    assert {"adapter.bin", "optimizer_0"} <= inside
+    assert not inside & {"pytorch_model_fsdp_0", "model.safetensors"}
+
+
+@pytest.mark.slow
+def test_accelerate_merges_our_shards_into_one_file(tmp_path: Path) -> None:
+    from accelerate.utils import merge_fsdp_weights
+    from safetensors.torch import load_file
+
+    ((saved,), *_) = run_ranks(in_turn, 2, [Job(root=str(tmp_path), strategy="fsdp2", steps=3, save_at=(3,))])
+    merge_fsdp_weights(f"{tmp_path}/checkpoint_3/pytorch_model_fsdp_0", f"{tmp_path}/merged")
+    merged = load_file(f"{tmp_path}/merged/model.safetensors")
+    assert {name: value.flatten().tolist() for name, value in merged.items()} == {
+        name: value for name, value in saved["state"].items() if name in merged
+    }
+    assert "4.bias" in merged
+
+
+@pytest.mark.slow
 def test_every_strategy_loads_what_every_other_saved_also_on_fewer_and_more_ranks(tmp_path: Path) -> None:
     saves = [
         Job(root=f"{tmp_path}/{strategy}", strategy=strategy, steps=3, save_at=(3,), dropout=0.0)
@@ -74,7 +97,7 @@ def test_every_strategy_loads_what_every_other_saved_also_on_fewer_and_more_rank
     for world, targets in ((1, ("single",)), (2, _STRATEGIES), (3, ("ddp", "fsdp2"))):
         pairs = [(source, target) for source in saved for target in targets]
         loads = [
-            Job(strategy=target, world=world, load=f"{tmp_path}/{source}/checkpoint_3")
+            Job(root=str(tmp_path), strategy=target, world=world, load=f"{tmp_path}/{source}/checkpoint_3")
             for source, target in pairs
         ]
         results = run_ranks(in_turn, world, loads, load_only, timeout_seconds=200)
@@ -93,11 +116,13 @@ def test_stock_accelerate_loads_what_ranks_saved(tmp_path: Path, strategy: str) 
     stock = job.but(enabled=False, load=f"{tmp_path}/checkpoint_3")
     ((saved,), *_) = run_ranks(in_turn, 2, [job])
     ((loaded,), *_) = run_ranks(in_turn, 2, [stock], load_only)
-    assert loaded["state"] == saved["state"]
+    # Stock loads no optimizer state into an FSDP1 optimizer that has made no step, whoever saved it.
+    names = [name for name in saved["state"] if strategy != "fsdp1" or name in loaded["state"]]
+    assert loaded["state"] == {name: saved["state"][name] for name in names}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
 def test_ranks_load_what_stock_accelerate_saved(tmp_path: Path, strategy: str) -> None:
     stock = Job(
         root=str(tmp_path),

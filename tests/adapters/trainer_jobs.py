@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,8 @@ def trainer(job: TrainerJob) -> Any:
         train_dataset=tokens,
         eval_dataset=torch.utils.data.Subset(tokens, range(4)),
     )
+    if job.strategy == "fsdp2":
+        _choose_fsdp2(made)
     if job.enabled:
         import accelerate_ckpt
 
@@ -76,12 +79,25 @@ def trainer(job: TrainerJob) -> Any:
     return made
 
 
+def _choose_fsdp2(made: Any) -> None:
+    """What the Trainer does for `fsdp=…` on a GPU; on the CPU accelerate never selects it."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    made.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT"
+    )
+    made.accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    made.is_fsdp_enabled = True
+
+
 def run(job: TrainerJob) -> dict[str, Any]:
     """Train, and tell every loss and the weights at the end."""
     made = trainer(job)
     made.train(resume_from_checkpoint=job.resume)
     losses = {entry["step"]: entry["loss"] for entry in made.state.log_history if "loss" in entry}
-    weights = {name: value.flatten().tolist() for name, value in made.model.state_dict().items()}
+    weights = {name: _whole(value) for name, value in made.model.state_dict().items()}
     best = made.state.best_model_checkpoint
     if job.enabled:
         import accelerate_ckpt
@@ -90,6 +106,17 @@ def run(job: TrainerJob) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "best": best, "step": made.state.global_step}
 
 
+def _whole(value: torch.Tensor) -> list[float]:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.flatten().tolist()
+
+
 def in_turn(jobs: list[TrainerJob]) -> list[dict[str, Any]]:
     """Several runs one after another in the same processes."""
-    return [run(job) for job in jobs]
+    from tests.adapters.accelerate_jobs import forget_accelerators
+
+    results = []
+    for job in jobs:
+        results.append(run(job))
+        forget_accelerators()
+    return results

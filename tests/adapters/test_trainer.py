@@ -1,0 +1,214 @@
+"""The Hugging Face Trainer: what users of `enable_trainer` may rely on."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import accelerate_ckpt
+from ckpt_core import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    EverySteps,
+    IncompatibleCheckpointError,
+    SaveError,
+)
+from ckpt_core.testing import run_ranks
+from tests.adapters.accelerate_jobs import forget_accelerators
+from tests.adapters.trainer_jobs import TrainerJob, in_turn, run, trainer
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    forget_accelerators()
+    yield
+    forget_accelerators()
+
+
+def committed(root: Path) -> list[str]:
+    return sorted((path.parent.name for path in root.glob("*/COMMITTED")), key=lambda name: int(name[11:]))
+
+
+def after(step: int, losses: dict[int, float]) -> dict[int, float]:
+    return {at: loss for at, loss in losses.items() if at > step}
+
+
+def test_a_resume_is_exact_and_training_is_as_without_us(tmp_path: Path) -> None:
+    ours = TrainerJob(root=f"{tmp_path}/ours")
+    stock = TrainerJob(root=f"{tmp_path}/stock", enabled=False)
+    whole, without = run(ours), run(stock)
+    assert whole["losses"] == without["losses"]
+    assert whole["weights"] == without["weights"]
+    for step in (3, 9):
+        resumed = run(ours.but(root=f"{tmp_path}/from-{step}", resume=f"{tmp_path}/ours/checkpoint-{step}"))
+        assert after(step, resumed["losses"]) == after(step, whole["losses"])
+        assert resumed["weights"] == whole["weights"]
+    read_by_stock = run(stock.but(root=f"{tmp_path}/read", resume=f"{tmp_path}/ours/checkpoint-9"))
+    assert read_by_stock["weights"] == whole["weights"]
+
+
+def test_resume_true_takes_the_newest_that_verifies_and_never_a_half_written_one(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=9)
+    whole = run(job)
+    assert committed(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    shutil.rmtree(tmp_path / "checkpoint-9")
+    # What the stock Trainer leaves when it is killed while it saves for a preemption.
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-8" / "checkpoint-is-incomplete.txt").write_text("in progress")
+    damaged = next((tmp_path / "checkpoint-6" / "model_0").glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    resumed = run(job.but(resume=True))
+    assert resumed["weights"] == whole["weights"]
+    assert committed(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert not (tmp_path / "checkpoint-8").exists()
+    accelerate_ckpt.enable_trainer(made := trainer(job.but(enabled=False)))
+    assert not accelerate_ckpt.trainer_checkpoints(made).manager.verify(6), "saved anew in its place"
+    accelerate_ckpt.disable_trainer(made)
+
+
+def test_resume_true_takes_a_whole_checkpoint_of_the_stock_trainer(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=6)
+    whole = run(job.but(enabled=False))
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    resumed = run(job.but(resume=True))
+    assert resumed["weights"] == whole["weights"]
+    assert committed(tmp_path) == ["checkpoint-6"]
+
+
+def test_nothing_to_resume_from_and_a_torn_checkpoint_are_told(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=3)
+    with pytest.raises(CheckpointNotFoundError):
+        run(job.but(resume=True))
+    forget_accelerators()
+    run(job.but(root=f"{tmp_path}/other"))
+    torn = tmp_path / "other" / "checkpoint-3"
+    (torn / "COMMITTED").unlink()
+    with pytest.raises(CorruptCheckpointError, match="never committed"):
+        run(job.but(resume=str(torn)))
+
+
+def test_save_total_limit_removes_only_after_the_commit_and_spares_the_best(tmp_path: Path) -> None:
+    job = TrainerJob(
+        root=str(tmp_path),
+        steps=9,
+        arguments={
+            "save_total_limit": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "metric_for_best_model": "loss",
+            "load_best_model_at_end": True,
+            # Later checkpoints are worse.
+            "learning_rate": 5.0,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 100.0,
+        },
+    )
+    result = run(job)
+    best = Path(result["best"])
+    assert best.parent == tmp_path
+    assert set(committed(tmp_path)) == {best.name, "checkpoint-9"}
+    told = json.loads((tmp_path / "checkpoint-9" / "trainer_state.json").read_text())
+    assert told["best_model_checkpoint"] == str(best)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=6, arguments={"save_total_limit": 1})
+    made = trainer(job)
+    storage = accelerate_ckpt.trainer_checkpoints(made).manager.storage
+    create = storage.create
+
+    def full(key: str) -> object:
+        if key.startswith("checkpoint-6"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(key)
+
+    monkeypatch.setattr(storage, "create", full)
+    with pytest.raises(SaveError, match="No space left"):
+        made.train()
+    accelerate_ckpt.disable_trainer(made)
+    assert committed(tmp_path) == ["checkpoint-3"]
+
+
+def test_the_save_policy_takes_the_place_of_the_save_strategy(tmp_path: Path) -> None:
+    run(TrainerJob(root=str(tmp_path), steps=9, save_steps=100, options={"save": EverySteps(4)}))
+    assert committed(tmp_path) == ["checkpoint-4", "checkpoint-8", "checkpoint-9"]
+
+
+def test_without_stock_files_only_shards_are_written(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=6, options={"stock_files": False})
+    whole = run(job)
+    inside = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
+    assert {"config.json", "trainer_state.json", "scheduler.pt", "model_0", "optimizer_0"} <= inside
+    assert not inside & {"model.safetensors", "optimizer.pt"}
+    resumed = run(job.but(resume=str(tmp_path / "checkpoint-3")))
+    assert resumed["weights"] == whole["weights"]
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    run(TrainerJob(root=str(tmp_path), steps=3))
+    forget_accelerators()
+    made = trainer(TrainerJob(root=str(tmp_path), steps=6))
+    made.model.lm_head = made.model.model.layers[0].mlp.up_proj
+    with pytest.raises(IncompatibleCheckpointError):
+        made.train(resume_from_checkpoint=True)
+    accelerate_ckpt.disable_trainer(made)
+
+
+def test_what_cannot_work_is_refused_and_disable_puts_everything_back(tmp_path: Path) -> None:
+    made = trainer(TrainerJob(root=str(tmp_path), arguments={"save_total_limit": 2}))
+    with pytest.raises(ConfigError, match="enabled already"):
+        accelerate_ckpt.enable_trainer(made)
+    accelerate_ckpt.disable_trainer(made)
+    for name in ("train", "_save_checkpoint", "_load_from_checkpoint", "_load_best_model"):
+        assert getattr(made, name).__func__ is getattr(type(made), name)
+    assert made.args.save_total_limit == 2
+    made.args.push_to_hub = True
+    with pytest.raises(ConfigError, match="push_to_hub"):
+        accelerate_ckpt.enable_trainer(made)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_resume_is_exact_on_two_ranks(tmp_path: Path, strategy: str) -> None:
+    job = TrainerJob(root=f"{tmp_path}/ours", world=2, strategy=strategy)
+    resumed = [
+        job.but(root=f"{tmp_path}/from-{step}", resume=f"{tmp_path}/ours/checkpoint-{step}")
+        for step in (3, 9)
+    ]
+    for whole, *others in run_ranks(in_turn, 2, [job, *resumed]):
+        for other in others:
+            assert other["weights"] == whole["weights"]
+
+
+def test_the_trainer_still_has_the_seams_that_are_used() -> None:
+    from transformers import Trainer
+
+    saves = inspect.getsource(Trainer._save_checkpoint)
+    for seam in (
+        "self._get_output_dir(trial=trial)",
+        "self.save_model(output_dir, _internal_call=True)",
+        "self._save_optimizer_and_scheduler(output_dir)",
+        "self._save_rng_state(output_dir)",
+    ):
+        assert seam in saves
+    whole = inspect.getsource(Trainer)
+    for seam in (
+        "self._load_from_checkpoint(resume_from_checkpoint",
+        "self._load_optimizer_and_scheduler(resume_from_checkpoint)",
+        "self._load_best_model()",
+        "self._save_checkpoint(model, trial)",
+    ):
+        assert seam in whole
+    assert list(inspect.signature(Trainer._save).parameters)[1:] == ["output_dir", "state_dict"]
