@@ -72,7 +72,7 @@ def train(accelerator: Accelerator, task: Task) -> None:
     step = 0
     if task.resumes:
         accelerator.load_state()
-        step = accelerate_ckpt.checkpoints(accelerator).steps.step
+        step = accelerate_ckpt.checkpoints(accelerator).step
     if task.phase == RESHARDED:
         write_state(task.folder, model, optimizer.optimizer, rank=rank)
     losses = LossLog(task.file("losses", rank))
