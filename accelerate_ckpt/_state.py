@@ -50,6 +50,8 @@ from ckpt_core.state import (
     optimizer_target,
     rng_seed,
     rng_state,
+    stable_tensors,
+    unwrap_optimizer,
 )
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
@@ -69,6 +71,14 @@ def model_part(index: int) -> str:
 def optimizer_part(index: int) -> str:
     """Directory of an optimizer's shards, as stock FSDP names it."""
     return f"optimizer_{index}"
+
+
+def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[nn.Module]:
+    """The models that optimizers train; others, such as averages of weights, may change at any time."""
+    trained = {
+        id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
+    }
+    return [model for model in models if any(id(each) in trained for each in model.parameters())]
 
 
 def owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
@@ -148,6 +158,7 @@ class AcceleratorState:
         models = {index: accelerator._models[index] for index in left}
         states = {index: model_state(model) for index, model in models.items()}
         rng = rng_state()
+        optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
         return CapturedState(
             sharded={
                 **{model_part(index): {"model": state} for index, state in states.items()},
@@ -161,6 +172,8 @@ class AcceleratorState:
                 for index, model in models.items()
                 for key, value in local_buffers(model, states[index], part=model_part(index)).items()
             },
+            stable=stable_tensors(nn.ModuleList(trained_by(optimizers, accelerator._models)), optimizers),
+            optimizers=optimizers,
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:

@@ -30,6 +30,8 @@ from ckpt_core.state import (
     model_target,
     optimizer_state,
     optimizer_target,
+    stable_tensors,
+    unwrap_optimizer,
 )
 from ckpt_core.types import CapturedState, SavedState
 
@@ -69,7 +71,14 @@ class TrainingState:
         sharded: dict[str, dict[str, Any]] = {part: {"model": state}}
         if self._with_optimizer:
             sharded[optimizer_part(0)] = {"optimizer": optimizer_state(model, trainer.optimizer)}
-        return CapturedState(sharded=sharded, files=files, local=local_buffers(model, state, part=part))
+        optimizers = [unwrap_optimizer(trainer.optimizer)]
+        return CapturedState(
+            sharded=sharded,
+            files=files,
+            local=local_buffers(model, state, part=part),
+            stable=stable_tensors(model, optimizers),
+            optimizers=optimizers,
+        )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         """What to load into.

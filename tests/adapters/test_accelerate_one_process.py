@@ -424,6 +424,14 @@ def test_a_resume_is_exact_with_dropout_and_a_shuffling_sampler(tmp_path: Path, 
     assert resumed["state"] == whole["state"]
 
 
+def test_copies_that_overlap_with_training_are_of_the_step_that_was_saved(tmp_path: Path) -> None:
+    job = JOB.but(root=str(tmp_path), save_at=(3, 4, 5))
+    whole = train(job, staging="overlapped")
+    for at in job.save_at:
+        forget_accelerators()
+        assert train(job.but(save_at=(), load=f"{tmp_path}/checkpoint_{at}"))["trace"] == whole["trace"][at:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["skip", "stateful", "iterable"])
 def test_a_resume_is_exact_with_workers(tmp_path: Path, data: str) -> None:
