@@ -58,7 +58,7 @@ def automatic_name(iteration: int) -> str:
     return f"checkpoint_{iteration}"
 
 
-def next_iteration(storage: Storage) -> int:
+def next_number(storage: Storage) -> int:
     """One more than the highest number in use, by whatever there is; stray entries have no number."""
     names = [_AUTOMATIC.fullmatch(entry.name) for entry in storage.list("")]
     return max((int(match[1]) + 1 for match in names if match is not None), default=0)

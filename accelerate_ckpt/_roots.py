@@ -11,7 +11,7 @@ from typing import final
 
 from accelerate import Accelerator
 
-from accelerate_ckpt._places import Place, automatic_name, automatic_root, next_iteration
+from accelerate_ckpt._places import Place, automatic_name, automatic_root, next_number
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepLatest
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.storage import Storage
@@ -100,10 +100,10 @@ class Roots:
 
         def there() -> tuple[int, int]:
             latest = manager.latest()
-            return next_iteration(manager.storage), 0 if latest is None else latest.step
+            return next_number(manager.storage), 0 if latest is None else latest.step
 
-        iteration, step = self.coordinator.once(there)
-        self._accelerator.project_configuration.iteration = iteration
+        number, step = self.coordinator.once(there)
+        self._accelerator.project_configuration.iteration = number
         return step
 
     def wait(self) -> None:

@@ -30,7 +30,8 @@ def main(root: str) -> None:
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
-    data = torch.utils.data.DataLoader(list(torch.randn(512, 16)), batch_size=8, shuffle=True)
+    samples = torch.utils.data.TensorDataset(torch.randn(512, 16))
+    data = torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True)
     model, optimizer, scheduler, data = accelerator.prepare(model, optimizer, scheduler, data)
 
     try:
@@ -43,7 +44,7 @@ def main(root: str) -> None:
     for epoch in range(done // len(data), EPOCHS):
         rest = accelerator.skip_first_batches(data, done % len(data)) if done % len(data) else data
         data.set_epoch(epoch)
-        for batch in rest:
+        for (batch,) in rest:
             loss = model(batch).pow(2).mean()
             accelerator.backward(loss)
             optimizer.step()
