@@ -44,9 +44,11 @@ class Loaders:
         Making it, stock Accelerate starts a stateful loader's first iterator, workers included, before the
         loader has its sampler: the first epoch would see another order than the one that is restored.
         """
-        if getattr(loader, "use_stateful_dataloader", False):
-            loader.base_dataloader.load_state_dict({})
         self.track(loader)
+        tracked = self._tracked.get(id(loader))
+        if tracked is not None and getattr(loader, "use_stateful_dataloader", False):
+            loader.base_dataloader.load_state_dict({})
+            tracked.begins_anew = True
 
     def track(self, loader: Any) -> None:
         """Follow a prepared loader from now on; harmless when repeated."""
@@ -127,11 +129,17 @@ class _Reentry:
 
 @final
 class TrackedLoader:
-    """One prepared loader, and the copies of it that skip batches."""
+    """One prepared loader, and the copies of it that skip batches.
+
+    `begins_anew` says that its next iterator takes the place of one that is made already, as is the case in
+    the first epoch of a stateful loader. Making it must not draw from the global generator once more.
+    """
 
     def __init__(self, loader: Any, reentry: Callable[[], _Reentry | None]) -> None:
         self._loader = loader
         self._reentry = reentry
+        self.begins_anew = False
+        self._lent_to: Any = None
         self._active = loader
         self._start: Mapping[str, Any] = {}
         self._rewind_to: Mapping[str, Any] = {}
@@ -178,6 +186,7 @@ class TrackedLoader:
         self._active = self._loader
         self._loader.iteration = position["iteration"]
         start = position["start"]
+        self.begins_anew = bool(start.get("anew"))
         self._rewind_to = start if same_ranks else {"generator": start.get("generator")}
         if same_ranks and position["state"] is not None:
             self._loader.load_state_dict(position["state"])
@@ -196,6 +205,7 @@ class TrackedLoader:
 
     def release(self) -> None:
         """Take back what `watch` did."""
+        self._take_generator_back()
         for loader, before in self._watched:
             for name in ("begin", "end", _SEAM, _DISPATCHER_SEAM):
                 if name in {"begin", "end", _SEAM} or before:
@@ -211,8 +221,23 @@ class TrackedLoader:
             extra = int(isinstance(loader, DataLoaderDispatcher) and not loader._drop_last)
             reentry.begin(self, getattr(loader, "skip_batches", 0) + 1 + extra)
         self._start = self._here()
+        if self.begins_anew:
+            self._lend_generator(loader.base_dataloader)
+
+    def _lend_generator(self, base: Any) -> None:
+        if base.generator is None:
+            base.generator = torch.Generator()
+            base.generator.set_state(torch.get_rng_state())
+            self._lent_to = base
+
+    def _take_generator_back(self) -> None:
+        if self._lent_to is not None:
+            self._lent_to.generator = None
+            self._lent_to = None
+        self.begins_anew = False
 
     def _batch(self) -> None:
+        self._take_generator_back()
         reentry = self._reentry()
         if reentry is not None:
             reentry.batch(self)
@@ -227,6 +252,7 @@ class TrackedLoader:
         return {
             "torch": torch.get_rng_state(),
             "generator": None if generator is None else generator.get_state(),
+            "anew": self.begins_anew,
         }
 
     def _generator(self) -> torch.Generator | None:

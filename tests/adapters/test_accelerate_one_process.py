@@ -441,3 +441,13 @@ def test_a_resume_is_exact_with_workers(tmp_path: Path, data: str) -> None:
         forget_accelerators()
         resumed = train(job.but(save_at=(), load=str(tmp_path / f"checkpoint_{at}")))
         assert resumed["trace"] == whole["trace"][at:]
+
+
+@pytest.mark.parametrize("data", ["skip", "stateful"])
+def test_a_training_is_the_same_with_checkpoints_and_without(tmp_path: Path, data: str) -> None:
+    job = JOB.but(root=str(tmp_path), data=data, save_at=(3, 6))
+    saved = train(job)
+    forget_accelerators()
+    stock = train(job.but(enabled=False, save_at=()))
+    assert saved["trace"] == stock["trace"]
+    assert saved["state"] == stock["state"]
