@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # whole trainings, each in a process of its own
+
 README = Path(__file__).parent.parent / "README.md"
 CLI_SCRIPT = """
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel, BoringDataModule
-
-pytestmark = pytest.mark.slow  # whole trainings, each in a process of its own
 LightningCLI(BoringModel, BoringDataModule)
 """
 
