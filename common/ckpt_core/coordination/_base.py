@@ -14,7 +14,8 @@ class Coordinator(ABC):
     """Lets the ranks of a job agree.
 
     Main thread only, the same call in the same order on every rank: `agree`, `gather`, `exchange`, `combine`.
-    Any thread: `meet`, which never uses a collective, so that it cannot deadlock against training.
+    Any one thread: `announce` and `meet`, which never use a collective, so that they cannot deadlock against
+    training.
     Every wait has a deadline; when it passes, `DeadlineError` names the ranks awaited.
     """
 
@@ -53,6 +54,19 @@ class Coordinator(ABC):
     @abstractmethod
     def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
         """Element-wise maximum over the ranks of a few small integers; cheap enough for every step."""
+
+    @abstractmethod
+    def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+        """What `make`, called on the coordinator alone, returned, on every rank; it must be picklable.
+
+        One message, however many ranks there are. `name` must be unique per announcement and equal on all
+        ranks; a rank that has failed need not listen.
+
+        Raises:
+            CheckpointError: `make` raised it; of the same type on every rank.
+            CoordinationError: `make` raised something else; the same on every rank.
+            DeadlineError: the coordinator has said nothing.
+        """
 
     @abstractmethod
     def meet(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, final
 
@@ -28,6 +28,8 @@ class MessageStore(Protocol):
 
     def check(self, keys: list[str], /) -> bool: ...
 
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+
     def delete_key(self, key: str, /) -> bool: ...
 
 
@@ -35,7 +37,9 @@ class MessageStore(Protocol):
 class Channel:
     """One rank's end of a line of exchanges; used by one thread at a time.
 
-    Messages are pickles between the ranks of one job, which trust each other already.
+    Messages are pickles between the ranks of one job, which trust each other already. The coordinator reads
+    all messages of an exchange in one request, and every rank deletes its own: with thousands of ranks the
+    coordinator would otherwise be busy with the store alone.
     """
 
     def __init__(self, store: MessageStore, rank: int, world_size: int) -> None:
@@ -53,75 +57,128 @@ class Channel:
             return value
         return pickle.loads(self._await(key, [0], topic, deadline_seconds + _GRACE_SECONDS))  # noqa: S301
 
+    def announce(self, topic: str, make: Callable[[], Any], deadline_seconds: float) -> Any:
+        """What the coordinator alone makes, or the error of making it; see `Coordinator.announce`."""
+        key = f"{topic}/said"
+        if self._rank != 0:
+            return self._opened(self._await(key, [0], topic, deadline_seconds + _GRACE_SECONDS), None)
+        self._stale.append(key)
+
+        def answer() -> tuple[Any, dict[str, bytes]]:
+            made = make()
+            return made, {key: _pack_answer(made)}
+
+        return self._decided(answer, [key], None)
+
     def exchange(
         self, topic: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline_seconds: float
     ) -> Any:
-        """Values to the coordinator, answers back; see `Coordinator.exchange`."""
-        if self._rank == 0:
-            return self._lead(topic, value, decide, deadline_seconds)
+        """Values to the coordinator, to each rank its answer; see `Coordinator.exchange`."""
+        if self._rank:
+            return self._follow(topic, value, f"{topic}/depart/{self._rank}", deadline_seconds)
+        keys = [f"{topic}/depart/{rank}" for rank in range(1, self._world_size)]
+
+        def answer() -> tuple[Any, dict[str, bytes]]:
+            answers = decide(self._collect(topic, value, deadline_seconds))
+            # Packed before the first is sent: what cannot be sent must not leave ranks waiting.
+            return answers[0], {key: _pack_answer(answers[rank]) for rank, key in enumerate(keys, start=1)}
+
+        return self._decided(answer, keys, value)
+
+    def meet(
+        self, topic: str, value: Any, commit: Callable[[list[Any]], Any], deadline_seconds: float
+    ) -> Any:
+        """Values to the coordinator, one answer to all; see `Coordinator.meet`."""
+        key = f"{topic}/depart"
+        if self._rank:
+            return self._follow(topic, value, key, deadline_seconds)
+
+        def answer() -> tuple[Any, dict[str, bytes]]:
+            committed = commit(self._collect(topic, value, deadline_seconds))
+            return committed, {key: _pack_answer(committed)}
+
+        try:
+            return self._decided(answer, [key], value)
+        finally:
+            self._stale.append(key)
+
+    def _follow(self, topic: str, value: Any, reply_key: str, deadline_seconds: float) -> Any:
         message, cause = _pack(value)
-        self._set(f"{topic}/arrive/{self._rank}", message)
-        reply = self._await(f"{topic}/depart/{self._rank}", [0], topic, deadline_seconds + _GRACE_SECONDS)
+        own = f"{topic}/arrive/{self._rank}"
+        self._set(own, message)
+        reply = self._await(reply_key, [0], topic, deadline_seconds + _GRACE_SECONDS)
+        # Answered, so it has been read.
+        self._delete([own] if reply_key.endswith("/depart") else [own, reply_key])
+        return self._opened(reply, cause)
+
+    def _opened(self, reply: bytes, cause: BaseException | None) -> Any:
         answer = pickle.loads(reply)  # noqa: S301
         if "error" in answer:
             raise answer["error"] from cause
         return answer["value"]
 
-    def _lead(
-        self, topic: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline_seconds: float
+    def _decided(
+        self, decide: Callable[[], tuple[Any, dict[str, bytes]]], reply_keys: Sequence[str], value: Any
     ) -> Any:
+        """Decide, and send the replies; an error goes to every rank before it is raised."""
         cause = value if isinstance(value, BaseException) else None
         try:
-            values = self._collect(topic, value, deadline_seconds)
-            self._forget()
-            answers = decide(values)
-            # Packed before the first is sent: what cannot be sent must not leave ranks waiting.
-            replies = [pickle.dumps({"value": answers[rank]}) for rank in range(1, self._world_size)]
+            answer, replies = decide()
         except CheckpointError as error:
-            self._answer(topic, [_pack_error(error)] * (self._world_size - 1))
+            self._refuse(reply_keys, error)
             raise error from cause or error.__cause__
         except Exception as error:
             text = failure_text(error)
             refusal = CoordinationError(f"rank 0: {text}", failures={0: text})
-            self._answer(topic, [_pack_error(refusal)] * (self._world_size - 1))
+            self._refuse(reply_keys, refusal)
             raise refusal from error
-        self._answer(topic, replies)
-        return answers[0]
+        for key, reply in replies.items():
+            self._set(key, reply)
+        return answer
 
-    def _answer(self, topic: str, replies: Sequence[bytes]) -> None:
-        for rank, reply in enumerate(replies, start=1):
-            self._set(f"{topic}/depart/{rank}", reply)
-            self._stale += [f"{topic}/depart/{rank}", f"{topic}/arrive/{rank}"]
+    def _refuse(self, reply_keys: Sequence[str], error: CheckpointError) -> None:
+        reply = _pack_error(error)
+        for key in reply_keys:
+            self._set(key, reply)
 
     def _collect(self, topic: str, value: Any, deadline_seconds: float) -> list[Any]:
         deadline = time.monotonic() + deadline_seconds
-        failures: dict[int, str] = {}
-        values = [value]
-        if isinstance(value, BaseException):
-            failures[0] = failure_text(value)
-        keys = {rank: f"{topic}/arrive/{rank}" for rank in range(1, self._world_size)}
-        for rank, key in keys.items():
-            if not self._wait(key, deadline):
-                missing = [r for r, k in keys.items() if r >= rank and not self._has([k])]
-                raise _missing(topic, missing or [rank], deadline_seconds, failures)
-            message = pickle.loads(self._get(key))  # noqa: S301
-            if "failure" in message:
-                failures[rank] = message["failure"]
-            values.append(message.get("value"))
+        failures = {0: failure_text(value)} if isinstance(value, BaseException) else dict[int, str]()
+        keys = [f"{topic}/arrive/{rank}" for rank in range(1, self._world_size)]
+        if keys and not self._wait(keys, deadline):
+            missing = [rank for rank, key in enumerate(keys, start=1) if not self._has([key])]
+            for rank, message in enumerate(self._arrived(keys, missing), start=1):
+                if message is not None and "failure" in message:
+                    failures[rank] = message["failure"]
+            raise _missing(topic, missing or [len(keys)], deadline_seconds, failures)
+        messages = self._arrived(keys, ())
+        self._forget()
+        failures |= {
+            rank: message["failure"]
+            for rank, message in enumerate(messages, start=1)
+            if message is not None and "failure" in message
+        }
         if failures:
             raise CoordinationError(_list_failures(failures), failures=failures)
-        return values
+        return [value, *(message.get("value") for message in messages if message is not None)]
+
+    def _arrived(self, keys: Sequence[str], missing: Collection[int]) -> list[dict[str, Any] | None]:
+        """The messages in rank order, None for a rank that is missing."""
+        there = [key for rank, key in enumerate(keys, start=1) if rank not in missing]
+        with _told_if_gone():
+            found = dict(zip(there, self._store.multi_get(there) if there else [], strict=True))
+        return [pickle.loads(found[key]) if key in found else None for key in keys]  # noqa: S301
 
     def _await(self, key: str, awaited: Sequence[int], topic: str, deadline_seconds: float) -> bytes:
-        if not self._wait(key, time.monotonic() + deadline_seconds):
+        if not self._wait([key], time.monotonic() + deadline_seconds):
             raise _missing(topic, awaited, deadline_seconds, {})
         return self._get(key)
 
-    def _wait(self, key: str, deadline: float) -> bool:
+    def _wait(self, keys: list[str], deadline: float) -> bool:
         # Asked again and again: a store that waits for us cannot be interrupted by Ctrl-C, and writes a line
         # to stderr whenever its time is up. The longer it takes, the less a moment more matters.
         pause = _SHORTEST_PAUSE
-        while not self._has([key]):
+        while not self._has(keys):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return False
@@ -142,11 +199,14 @@ class Channel:
             return self._store.check(keys)
 
     def _forget(self) -> None:
-        """Delete the keys of earlier exchanges: all ranks have arrived at a later one, so they are read."""
-        with _told_if_gone():
-            for key in self._stale:
-                self._store.delete_key(key)
+        """Delete what all ranks have read, for all of them have arrived at a later exchange."""
+        self._delete(self._stale)
         self._stale.clear()
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        with _told_if_gone():
+            for key in keys:
+                self._store.delete_key(key)
 
 
 @contextmanager
@@ -171,6 +231,10 @@ def _pack(value: Any) -> tuple[bytes, BaseException | None]:
         except Exception as error:  # noqa: BLE001 - every rank is told through the message below
             value = error
     return pickle.dumps({"failure": failure_text(value)}), value
+
+
+def _pack_answer(answer: Any) -> bytes:
+    return pickle.dumps({"value": answer})
 
 
 def _pack_error(error: CheckpointError) -> bytes:

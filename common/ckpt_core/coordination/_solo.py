@@ -31,6 +31,10 @@ class Solo(Coordinator):
         return tuple(flags)
 
     @override
+    def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+        return _alone(None, lambda _: make())
+
+    @override
     def meet(
         self,
         name: str,

@@ -62,6 +62,10 @@ class StoreCoordinator(Coordinator):
         return tuple(int(flag) for flag in tensor.tolist())
 
     @override
+    def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+        return cast("T", self._background.announce(name, make, deadline_seconds))
+
+    @override
     def meet(
         self,
         name: str,
@@ -70,10 +74,7 @@ class StoreCoordinator(Coordinator):
         *,
         deadline_seconds: float,
     ) -> bytes:
-        def decide(payloads: list[bytes]) -> list[bytes]:
-            return [commit(payloads)] * self.world_size
-
-        return cast("bytes", self._background.exchange(name, payload, decide, deadline_seconds))
+        return cast("bytes", self._background.meet(name, payload, commit, deadline_seconds))
 
     @override
     def close(self) -> None:
