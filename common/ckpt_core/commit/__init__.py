@@ -7,7 +7,7 @@ torch, so that listing and verifying stay fast.
 from ckpt_core.commit._catalog import Catalog, Survey
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
-from ckpt_core.commit._protocol import abandon, begin, commit
+from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
 from ckpt_core.commit._prune import collect_orphans, remove
 from ckpt_core.commit._quarantine import quarantine
 from ckpt_core.commit._stock import verify_stock
@@ -25,9 +25,12 @@ __all__ = [
     "begin",
     "collect_orphans",
     "commit",
+    "is_name",
     "quarantine",
     "remove",
+    "require_free",
     "share",
     "verify",
     "verify_stock",
+    "working_name",
 ]

@@ -36,6 +36,19 @@ from ckpt_core.types import CheckpointInfo
 _logger = logging.getLogger(__name__)
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may be called `name`: one plain directory name, none of those we use ourselves."""
+    return "/" not in name and name not in {"", ".", "..", PINS, WRITER} and can_count(name)
+
+
+def working_name(storage: Storage, name: str, save_id: str) -> str:
+    """The directory that checkpoint `name` is written into by the save of that id: 8 to 32 lower-case hex digits.
+
+    Beside `name` where the storage can rename; in place on an object store.
+    """
+    return incomplete_name(name, save_id) if storage.supports_rename else name
+
+
 def begin(storage: Storage, name: str, save_id: str, *, replace: bool = False) -> str:
     """Prepare the directory that checkpoint `name` is written into, and return its name.
 
@@ -45,17 +58,12 @@ def begin(storage: Storage, name: str, save_id: str, *, replace: bool = False) -
         CheckpointExistsError: `name` is committed, or occupied by something that is not ours to remove.
         ConfigError: `name` cannot be the name of a checkpoint.
     """
-    if "/" in name or name in {"", ".", "..", PINS, WRITER} or not can_count(name):
-        raise ConfigError(f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed")
-    if storage.supports_rename:
-        if not (replace and storage.exists(f"{name}/{MARKER}")):
-            _require_unoccupied(storage, name)
-        return _begin_beside(storage, name, save_id)
-    return _begin_in_place(storage, name)
-
-
-def _begin_beside(storage: Storage, name: str, save_id: str) -> str:
-    working = incomplete_name(name, save_id)
+    require_free(storage, name, replace=replace)
+    working = working_name(storage, name, save_id)
+    if not storage.supports_rename:
+        if storage.list(name):
+            storage.delete(name)  # what a torn save of ours left
+        return working
     if not is_incomplete(working):
         raise ConfigError(f"save id {save_id!r} is not 8 to 32 lower-case hex digits")
     try:
@@ -67,21 +75,19 @@ def _begin_beside(storage: Storage, name: str, save_id: str) -> str:
     return working
 
 
-def _require_unoccupied(storage: Storage, name: str) -> None:
-    if any(entry.name == name for entry in storage.list("")):
-        _refuse(storage, name)
-
-
-def _begin_in_place(storage: Storage, name: str) -> str:
-    if storage.exists(f"{name}/{MARKER}"):
-        _refuse(storage, name)
+def require_free(storage: Storage, name: str, *, replace: bool = False) -> None:
+    """Refuse a name that a save could not take; see `begin` for the arguments and what is raised."""
+    if not is_name(name):
+        raise ConfigError(f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed")
+    committed = storage.exists(f"{name}/{MARKER}")
+    if storage.supports_rename:
+        if not (replace and committed) and any(entry.name == name for entry in storage.list("")):
+            _refuse(storage, name)
+        return
     # A name that `step_name` makes is ours, so what lies there without a marker is a torn save of ours.
     # Any other name may hold a checkpoint that a host framework wrote without us.
-    if storage.list(name):
-        if parse_step_name(name) is None:
-            _refuse(storage, name)
-        storage.delete(name)
-    return name
+    if committed or (parse_step_name(name) is None and storage.list(name)):
+        _refuse(storage, name)
 
 
 def commit(

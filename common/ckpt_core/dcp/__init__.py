@@ -2,15 +2,14 @@
 
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._metadata import entries, load_metadata
-from ckpt_core.dcp._plan import PartPlanner, ResolvedPlan, decide, lowest_rank_only
+from ckpt_core.dcp._plan import Part, decide, lowest_rank_only
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
 from ckpt_core.dcp._writer import ShardWriter
 
 __all__ = [
     "Image",
     "ImageLayout",
-    "PartPlanner",
-    "ResolvedPlan",
+    "Part",
     "SafeLoadPlanner",
     "ShardReader",
     "ShardSpec",

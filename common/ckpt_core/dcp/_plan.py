@@ -1,38 +1,61 @@
-"""Who writes what: DCP's planner, driven so that the collective part is one exchange on the main thread."""
+"""Who writes what: DCP's planner, asked only when the make-up of the state has changed."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, final
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.utils import find_tensor_shard
 
+from ckpt_core.dcp._image import ShardSpec
+from ckpt_core.dcp._leaves import PLAIN, Kinds, Leaves
 from ckpt_core.errors import ConfigError
+
+_Item: TypeAlias = tuple[int, MetadataIndex]
 
 
 @final
-class PartPlanner:
-    """Plans one DCP part of a save on one rank.
+class Part:
+    """One DCP part of the state on one rank, from save to save.
 
-    Who calls what: 1. (all ranks) `local_plan`. 2. (coordinator) `decide` over all local plans.
-    3. (all ranks) `resolve` for the plan that came back.
+    Who calls what: 1. (all ranks, every save) `look`. 2. (all ranks, if any rank's part has changed)
+    `local_plan`; (coordinator) `decide` over all local plans; (all ranks) `accept` the plan that came back.
+    3. (all ranks, every save) `shards` and `values`, then `forget`.
+
+    Attributes:
+        specs: what a layout needs to know of the shards, in the order of `shards`.
+        value_indices: the entries of `values`.
     """
 
-    def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        self._planner = DefaultSavePlanner()
-        self._planner.set_up_planner(dict(state_dict), None, is_coordinator=False)
+    def __init__(self) -> None:
+        self._paths: list[str] = []
+        self._kinds = Kinds([])
+        self._leaves: Sequence[Any] = ()
+        self._tree: Mapping[str, Any] = {}
+        self._shard_items: list[_Item] = []
+        self._value_items: list[_Item] = []
+        self._serialised: dict[MetadataIndex, tuple[str, bytes]] = {}
+        self.specs: list[ShardSpec] = []
+        self.value_indices: list[MetadataIndex] = []
 
-    def fingerprint(self) -> Hashable:
-        """Equal for states that are planned alike: the same paths, kinds, dtypes, shapes and placements."""
-        paths = self._planner.mappings
-        return tuple((fqn, paths[fqn], _describe(value)) for fqn, value in self._planner.state_dict.items())
+    def look(self, tree: Mapping[str, Any]) -> bool:
+        """Take the live state of a save; whether it is planned like the one before."""
+        leaves = Leaves(tree)
+        self._tree, self._leaves = tree, leaves.values
+        if any(isinstance(value, ShardedTensor) for value in leaves.values):
+            # DCP takes those apart that hold other sharded tensors.
+            self._leaves = list(_set_up(tree).state_dict.values())
+        same = leaves.paths == self._paths and self._kinds.fit(self._leaves)
+        if not same:
+            self._paths, self._kinds = leaves.paths, Kinds(self._leaves)
+        return same
 
     def local_plan(self) -> SavePlan:
         """What this rank could write.
@@ -40,31 +63,59 @@ class PartPlanner:
         Raises:
             ConfigError: a tensor is of a kind that no checkpoint can hold.
         """
-        for fqn, value in self._planner.state_dict.items():
+        planner = _set_up(self._tree)
+        for fqn, value in planner.state_dict.items():
             if isinstance(value, torch.Tensor):
                 _check_kind(value, fqn)
-        return self._planner.create_local_plan()
+        return planner.create_local_plan()
 
-    def resolve(self, plan: SavePlan) -> ResolvedPlan:
-        """The live tensors and the serialised values that this rank is to write."""
-        shards: dict[MetadataIndex, torch.Tensor] = {}
-        values: dict[MetadataIndex, bytes] = {}
-        for item in plan.items:
-            data = self._planner.resolve_data(item)
-            if item.type == WriteItemType.BYTE_IO:
-                values[item.index] = _buffer_of(data)
-            else:
-                shards[item.index] = _tensor_of(data, item.index.fqn)
-        return ResolvedPlan(plan=plan, shards=shards, values=values)
+    def accept(self, plan: SavePlan) -> None:
+        """Take over this rank's share of the writing.
+
+        Raises:
+            ValueError: DCP sees other leaves than we do.
+        """
+        names = list(_set_up(self._tree).state_dict)
+        if len(names) != len(self._leaves):
+            raise ValueError(f"DCP sees {len(names)} entries where there are {len(self._leaves)}")
+        position = {name: at for at, name in enumerate(names)}
+        items = [(position[item.index.fqn], item) for item in plan.items]
+        byte_io = WriteItemType.BYTE_IO
+        self._shard_items = [(at, item.index) for at, item in items if item.type != byte_io]
+        self._value_items = [(at, item.index) for at, item in items if item.type == byte_io]
+        self._serialised = {}
+        shapes = [(index, shard) for (_, index), shard in zip(self._shard_items, self.shards(), strict=True)]
+        self.specs = [(index, shard.dtype, tuple(shard.shape)) for index, shard in shapes]
+        self.value_indices = [index for _, index in self._value_items]
+
+    def shards(self) -> list[torch.Tensor]:
+        """The live local tensors that this rank is to write."""
+        leaves = self._leaves
+        return [_local(leaves[at], index) for at, index in self._shard_items]
+
+    def values(self) -> list[bytes]:
+        """The byte entries that this rank is to write, serialised now, as DCP does it."""
+        return [self._serialise(self._leaves[at], index) for at, index in self._value_items]
+
+    def forget(self) -> None:
+        """Let go of the live state, lest it be kept alive until the next save."""
+        self._leaves, self._tree = (), {}
+
+    def _serialise(self, value: Any, index: MetadataIndex) -> bytes:
+        # Most entries are hyperparameters that never change, and `torch.save` takes its time.
+        text = repr(value) if type(value) in _SCALARS else None
+        before = self._serialised.get(index)
+        if text is not None and before is not None and before[0] == text:
+            return before[1]
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        if text is not None:
+            self._serialised[index] = text, buffer.getvalue()
+        return buffer.getvalue()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedPlan:
-    """A final plan with the data behind it: live local tensors, and values already serialised."""
-
-    plan: SavePlan
-    shards: Mapping[MetadataIndex, torch.Tensor]
-    values: Mapping[MetadataIndex, bytes]
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+"""Types whose `repr` tells every two values apart, whatever went before."""
 
 
 def decide(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -94,29 +145,19 @@ def lowest_rank_only(plans: Sequence[SavePlan], keys: Collection[str]) -> list[S
     return kept
 
 
-def _describe(value: object) -> Hashable:
-    if isinstance(value, ShardedTensor):
-        shards = [
-            (tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in value.local_shards()
-        ]
-        return "sharded", value.dtype, tuple(value.size()), tuple(shards)
-    if isinstance(value, DTensor):
-        return "placed", value.dtype, value.shape, value.placements, value.device_mesh
-    if isinstance(value, torch.Tensor):
-        return "plain", value.dtype, value.shape, value.layout, value.device.type
-    return "value"
+def _set_up(tree: Mapping[str, Any]) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tree), None, is_coordinator=False)
+    return planner
 
 
-def _buffer_of(data: object) -> bytes:
-    if not isinstance(data, io.BytesIO):
-        raise TypeError(f"the planner gave {type(data).__name__} for a byte entry")
-    return data.getvalue()
-
-
-def _tensor_of(data: object, fqn: str) -> torch.Tensor:
-    if not isinstance(data, torch.Tensor):
-        raise TypeError(f"the planner gave {type(data).__name__} for the tensor {fqn}")
-    return data
+def _local(value: Any, index: MetadataIndex) -> torch.Tensor:
+    if type(value) in PLAIN:
+        return cast("torch.Tensor", value)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{index.fqn} was planned as a tensor and is a {type(value).__name__}")
+    with torch.no_grad():
+        return find_tensor_shard(value, index)
 
 
 def _check_kind(tensor: torch.Tensor, fqn: str) -> None:

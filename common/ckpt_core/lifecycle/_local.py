@@ -6,10 +6,10 @@ that a resume on the same ranks is exact; on other ranks everybody starts from t
 
 from __future__ import annotations
 
+import hashlib
 import json
-import zlib
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias, final
 
 import torch
 
@@ -19,30 +19,64 @@ from ckpt_core.storage import Storage
 
 LocalKey: TypeAlias = tuple[str, str]
 _PIECE_BYTES = 8 << 20
+_DIGEST_BYTES = 8
+_TOLD_SINGLY = 64  # keys; beyond, the message would grow with the model
 
 
-def digests(local: Mapping[LocalKey, torch.Tensor]) -> dict[LocalKey, int]:
-    """CRC-32 of every tensor's bytes; equality of replicas is all that is asked."""
-    return {key: _crc(tensor) for key, tensor in local.items()}
+@final
+class LocalValues:
+    """Copies of such tensors, taken on the main thread; read on the background thread.
+
+    On CUDA the copies are enqueued on the current stream, so that the host need not wait for the device.
+    """
+
+    def __init__(self, live: Mapping[LocalKey, torch.Tensor]) -> None:
+        self._copies = {key: _to_host(tensor.detach()) for key, tensor in live.items()}
+        devices = {tensor.device for tensor in live.values() if tensor.is_cuda}
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def digests(self) -> bytes:
+        """A few bytes by which ranks that have the same keys tell which values differ, or whether any does."""
+        values = self._whole()
+        each = [_digest(values[key]) for key in sorted(values)]
+        if len(each) <= _TOLD_SINGLY:
+            return b"".join(each)
+        return hashlib.blake2b(b"".join(each), digest_size=_DIGEST_BYTES).digest()
+
+    def differing(self, reference: bytes) -> frozenset[LocalKey]:
+        """The keys whose values are not those of `reference`, which is another rank's `digests()`."""
+        keys, own = sorted(self._copies), self.digests()
+        if len(own) != _DIGEST_BYTES * len(keys) or len(own) != len(reference):
+            return frozenset() if own == reference else frozenset(keys)
+        places = range(0, len(own), _DIGEST_BYTES)
+        return frozenset(
+            key
+            for key, at in zip(keys, places, strict=True)
+            if own[at : at + _DIGEST_BYTES] != reference[at : at + _DIGEST_BYTES]
+        )
+
+    def encode(self, rank: int, keys: Collection[LocalKey] | None = None) -> dict[str, bytes]:
+        """The file of a rank's own values, all or those of some keys; no file if there are none."""
+        values = self._whole()
+        return encode_local(rank, values, values.keys() if keys is None else keys)
+
+    def _whole(self) -> Mapping[LocalKey, torch.Tensor]:
+        for event in self._events:
+            event.synchronize()
+        return self._copies
 
 
-def _crc(tensor: torch.Tensor) -> int:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    if not plain.numel():
-        return 0
-    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(array)
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
-def diverging(of_ranks: Sequence[Mapping[LocalKey, int]]) -> list[frozenset[LocalKey]]:
-    """For each rank, the keys whose value is not that of the lowest rank which has them."""
-    reference: dict[LocalKey, int] = {}
-    for of_rank in of_ranks:
-        for key, digest in of_rank.items():
-            reference.setdefault(key, digest)
-    return [
-        frozenset(key for key, digest in of_rank.items() if digest != reference[key]) for of_rank in of_ranks
-    ]
+def _digest(tensor: torch.Tensor) -> bytes:
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    array: Any = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+    return hashlib.blake2b(array, digest_size=_DIGEST_BYTES).digest()
 
 
 def encode_local(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
+import secrets
 import sys
 from collections.abc import Collection
 from typing import final
 
-from ckpt_core.commit import Lease, collect_orphans, quarantine
+from ckpt_core.commit import Lease, collect_orphans, is_name, quarantine, require_free
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage import Storage
@@ -20,8 +22,8 @@ _logger = logging.getLogger(__name__)
 class Ownership:
     """Holds the lease of a root, and the damaged checkpoints that this job may move out of its way.
 
-    Concurrency: `take` and `release` on the main thread, `take` collective; `check` on any thread of the
-    coordinator.
+    Concurrency: `take` and `release` on the main thread, `take` collective; `check` and `note_committed` on any
+    thread of the coordinator.
     """
 
     def __init__(self, storage: Storage, coordinator: Coordinator) -> None:
@@ -30,6 +32,9 @@ class Ownership:
         self._lease: Lease | None = None
         self._taken = False
         self._damaged: set[str] = set()
+        self._occupied: set[str] = set()
+        self._prefix = ""
+        self._saves = itertools.count()
 
     def take(self) -> None:
         """Claim the root, unless it is claimed already, and clear away what crashed saves left.
@@ -39,8 +44,12 @@ class Ownership:
             RootBusyError: another live job writes to it.
         """
         if not self._taken:
-            self._coordinator.once(self._acquire)
+            self._prefix = self._coordinator.once(self._acquire)
             self._taken = True
+
+    def next_id(self) -> str:
+        """The id of the next save: the same on every rank that asks as often, of no other save in this root."""
+        return f"{self._prefix}{next(self._saves):08x}"
 
     def check(self) -> None:
         """Refuse to go on after another job has taken the root.
@@ -51,13 +60,34 @@ class Ownership:
         if self._lease is not None:
             self._lease.check()
 
-    def clear_name(self, name: str) -> None:
-        """`check`, and move a damaged checkpoint of that name aside."""
+    def is_taken(self, name: str, *, replace: bool) -> bool:
+        """Whether a save of that name needs a closer look first; from memory, so that it costs nothing.
+
+        The root is this job's alone, so nothing appears there that it does not know of. Should something do,
+        the commit refuses to overwrite it.
+        """
+        known = self._damaged if replace else self._damaged | self._occupied
+        return name in known or not is_name(name)
+
+    def clear_name(self, name: str, *, replace: bool) -> None:
+        """Look closer: move a damaged checkpoint of that name aside, or refuse.
+
+        Raises:
+            CheckpointExistsError: the name is taken.
+            ConfigError: it cannot be the name of a checkpoint.
+            RootBusyError: see `check`.
+        """
         self.check()
         if name in self._damaged:
             moved = quarantine(self._storage, name)
             _logger.warning("damaged %s/%s was moved to %s", self._storage.url, name, moved)
             self._damaged.discard(name)
+        require_free(self._storage, name, replace=replace)
+        self._occupied.discard(name)
+
+    def note_committed(self, name: str) -> None:
+        """Remember that a name is taken from now on."""
+        self._occupied.add(name)
 
     def note_damaged(self, names: Collection[str]) -> None:
         """Remember checkpoints that did not verify: a later save of the same name takes their place."""
@@ -70,7 +100,7 @@ class Ownership:
             self._lease = None
         self._taken = False
 
-    def _acquire(self) -> None:
+    def _acquire(self) -> str:
         try:
             self._storage.check_root()
             self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
@@ -78,6 +108,11 @@ class Ownership:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
             ) from error
+        self._collect_orphans()
+        self._occupied = {entry.name for entry in self._storage.list("")}
+        return secrets.token_hex(4)
+
+    def _collect_orphans(self) -> None:
         try:
             orphans = collect_orphans(self._storage, keep=())
         except OSError as error:

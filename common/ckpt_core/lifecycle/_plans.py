@@ -6,16 +6,28 @@ names, dtypes, shapes and placements, which rarely change between two saves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, final
 
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import PartPlanner, decide, lowest_rank_only
+from ckpt_core.dcp import Part, decide, lowest_rank_only
 from ckpt_core.lifecycle._local import LocalKey
+
+
+class Keeping(Enum):
+    """When a rank keeps its own values of entries that nothing keeps equal over ranks."""
+
+    NEVER = auto()
+    """They are in the checkpoint: this rank writes all of them."""
+    IF_DIFFERENT = auto()
+    """The coordinator writes the same entries, so only what differs from its values is kept."""
+    ALWAYS = auto()
+    """Several ranks write them, and nobody tells this one what."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,72 +36,130 @@ class _Proposal:
 
     plans: dict[str, SavePlan]
     uneven: frozenset[LocalKey]
+    files: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """What one rank is told to write."""
+
+    plans: dict[str, SavePlan]
+    files: frozenset[str]
+    keeping: Keeping
 
 
 @final
 class AgreedPlans:
-    """This rank's share of the writing, per part, and on the coordinator DCP's metadata.
+    """This rank's share of the writing, and on the coordinator everybody's.
 
-    Concurrency: `agree` on the main thread, collective.
+    Who calls what: 1. (all ranks, every save) `look`. 2. (all ranks, if it was true on any of them) `agree`.
+
+    Concurrency: main thread.
+
+    Attributes:
+        parts: part -> what this rank writes of it.
+        files: names of the small files that this rank writes.
+        keeping: when it keeps its own values of uneven entries.
+        metadata: part -> DCP's metadata; on the coordinator only.
+        everyone: part -> every rank's plan; on the coordinator only.
+        generation: counts the agreements; the same on every rank.
     """
 
     def __init__(self) -> None:
-        self._fingerprint: Any = None
-        self.own: Mapping[str, SavePlan] = {}
-        self.metadata: dict[str, Metadata] = {}
+        self.parts: dict[str, Part] = {}
+        self.files: frozenset[str] = frozenset()
+        self.keeping = Keeping.NEVER
+        self.metadata: Mapping[str, Metadata] = {}
+        self.everyone: Mapping[str, Sequence[SavePlan]] = {}
+        self.generation = 0
+        self._uneven: frozenset[LocalKey] = frozenset()
+        self._offered: frozenset[str] = frozenset()
+        self._valid = False
 
-    def agree(
-        self,
-        planners: Mapping[str, PartPlanner] | BaseException,
-        uneven: Collection[LocalKey],
-        coordinator: Coordinator,
-    ) -> None:
-        """Make the plans fit the state of every rank; without an exchange if they do already.
+    def look(
+        self, sharded: Mapping[str, Mapping[str, Any]], uneven: Collection[LocalKey], files: Iterable[str]
+    ) -> bool:
+        """Take the live state of a save; whether the plans have to be agreed on anew.
 
         Args:
-            planners: part -> planner over the live state, or the error that kept this rank from having them.
+            sharded: part -> nested state dict.
             uneven: keys of entries that are left to the lowest rank that has them.
-            coordinator: the ranks.
+            files: names of the small files that this rank could write.
+        """
+        make_up = frozenset(uneven), frozenset(files), list(sharded)
+        fits = make_up == (self._uneven, self._offered, list(self.parts))
+        self._uneven, self._offered, _ = make_up
+        self.parts = {name: self.parts.get(name) or Part() for name in sharded}
+        alike = [self.parts[name].look(tree) for name, tree in sharded.items()]
+        self._valid = self._valid and fits and all(alike)
+        return not self._valid
+
+    def agree(self, coordinator: Coordinator) -> None:
+        """Make the plans fit the state of every rank. Collective.
 
         Raises:
             CoordinationError: a rank could not plan; the same on every rank.
+            ValueError: DCP's planner and ours see another state, on this rank.
         """
-        error = planners if isinstance(planners, BaseException) else None
-        fingerprint = None if error is not None else _fingerprint(planners, uneven)
-        changed = fingerprint is None or fingerprint != self._fingerprint
-        if not coordinator.combine([int(changed)])[0]:
-            return
-        self._fingerprint = None
-        self.own = coordinator.exchange(_propose(planners, uneven), self._decide)
-        self._fingerprint = fingerprint
+        self._valid = False
+        share = coordinator.exchange(self._propose(), self._decide)
+        self.generation += 1
+        self.files, self.keeping = share.files, share.keeping
+        for name, part in self.parts.items():
+            part.accept(share.plans[name])
+        self._valid = True
 
-    def _decide(self, proposals: list[_Proposal]) -> list[Mapping[str, SavePlan]]:
-        parts = sorted({part for proposal in proposals for part in proposal.plans})
-        answers: list[dict[str, SavePlan]] = [{} for _ in proposals]
-        self.metadata = {}
-        for part in parts:
-            # A rank without the part still takes its place, so that ranks and plans stay aligned.
-            local = [proposal.plans.get(part, SavePlan([], planner_data={})) for proposal in proposals]
-            uneven = {key for proposal in proposals for of_part, key in proposal.uneven if of_part == part}
-            final_plans, self.metadata[part] = decide(lowest_rank_only(local, uneven))
-            for answer, plan in zip(answers, final_plans, strict=True):
-                answer[part] = plan
-        return list(answers)
+    def forget(self) -> None:
+        """Let go of the live state."""
+        for part in self.parts.values():
+            part.forget()
+
+    def _propose(self) -> _Proposal | BaseException:
+        try:
+            plans = {name: part.local_plan() for name, part in self.parts.items()}
+        except Exception as error:  # noqa: BLE001 - the exchange carries it to every rank
+            return error
+        return _Proposal(plans=plans, uneven=self._uneven, files=self._offered)
+
+    def _decide(self, proposals: list[_Proposal]) -> list[_Share]:
+        self.everyone, self.metadata = _plan_all(proposals)
+        writers: dict[str, int] = {}
+        for rank, proposal in enumerate(proposals):
+            for name in proposal.files:
+                writers.setdefault(name, rank)
+        keepings = _keepings([proposal.uneven for proposal in proposals])
+        return [
+            _Share(
+                plans={part: plans[rank] for part, plans in self.everyone.items()},
+                files=frozenset(name for name, writer in writers.items() if writer == rank),
+                keeping=keepings[rank],
+            )
+            for rank in range(len(proposals))
+        ]
 
 
-def _fingerprint(planners: Mapping[str, PartPlanner] | BaseException, uneven: Collection[LocalKey]) -> Any:
-    if isinstance(planners, BaseException):
-        return None
-    return tuple((part, planner.fingerprint()) for part, planner in planners.items()), frozenset(uneven)
+def _plan_all(
+    proposals: Sequence[_Proposal],
+) -> tuple[dict[str, Sequence[SavePlan]], dict[str, Metadata]]:
+    everyone: dict[str, Sequence[SavePlan]] = {}
+    metadata: dict[str, Metadata] = {}
+    for part in sorted({part for proposal in proposals for part in proposal.plans}):
+        # A rank without the part still takes its place, so that ranks and plans stay aligned.
+        local = [proposal.plans.get(part, SavePlan([], planner_data={})) for proposal in proposals]
+        uneven = {key for proposal in proposals for of_part, key in proposal.uneven if of_part == part}
+        everyone[part], metadata[part] = decide(lowest_rank_only(local, uneven))
+    return everyone, metadata
 
 
-def _propose(
-    planners: Mapping[str, PartPlanner] | BaseException, uneven: Collection[LocalKey]
-) -> _Proposal | BaseException:
-    if isinstance(planners, BaseException):
-        return planners
-    try:
-        plans = {part: planner.local_plan() for part, planner in planners.items()}
-    except Exception as error:  # noqa: BLE001 - the exchange carries it to every rank
-        return error
-    return _Proposal(plans=plans, uneven=frozenset(uneven))
+def _keepings(uneven: Sequence[frozenset[LocalKey]]) -> list[Keeping]:
+    lowest: dict[LocalKey, int] = {}
+    for rank, keys in enumerate(uneven):
+        for key in keys:
+            lowest.setdefault(key, rank)
+
+    def keeping(rank: int, keys: frozenset[LocalKey]) -> Keeping:
+        if all(lowest[key] == rank for key in keys):
+            return Keeping.NEVER
+        return Keeping.IF_DIFFERENT if keys == uneven[0] else Keeping.ALWAYS
+
+    return [keeping(rank, keys) for rank, keys in enumerate(uneven)]

@@ -1,74 +1,44 @@
-"""The first half of a save, on the main thread: capture, plan, agree, stage."""
+"""The first half of a save, on the main thread: capture, agree, stage. The training stands still for this long.
+
+A save whose state is made up as that of the save before costs one all-reduce of a few integers, however many
+ranks and tensors there are; nothing here touches storage unless there is something to refuse.
+"""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt_core.commit import begin
+from ckpt_core.commit import working_name
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import PartPlanner
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._items import PICKLED, encode_items, pickled_key
-from ckpt_core.lifecycle._local import LocalKey, digests, diverging, encode_local
-from ckpt_core.lifecycle._plans import AgreedPlans
+from ckpt_core.lifecycle._local import LocalValues
+from ckpt_core.lifecycle._ownership import Ownership
+from ckpt_core.lifecycle._plans import AgreedPlans, Keeping
+from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._stage import NOTHING_STAGED, StagedParts, Stager
 from ckpt_core.names import SHARED, rank_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveRequest:
-    """What is to be saved under which name. `replace` allows `name` to be committed already."""
-
-    step: int
-    name: str
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    replace: bool = False
-
-    def __post_init__(self) -> None:
-        # At once: the commit would find out only after everything has been written.
-        try:
-            json.dumps(self.annotations, allow_nan=False, ensure_ascii=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"annotations of step {self.step} must be plain JSON: {error}") from error
-        try:
-            # A metric is often a tensor of one element, which no listing could show.
-            numbers = {str(name): float(value) for name, value in self.metrics.items()}
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise ConfigError(f"metrics of step {self.step} must be numbers by name: {error}") from error
-        object.__setattr__(self, "metrics", numbers)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Proposal:
-    """What one rank brings to the exchange."""
-
-    step: int
-    name: str
-    files: tuple[str, ...]
-    digests: dict[LocalKey, int]
+_MICROSECONDS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What one rank is told to write, and where."""
+    """Where a save goes; the same on every rank."""
 
     save_id: str
     working: str
     created: float
-    files: frozenset[str]
-    divergent: frozenset[LocalKey]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +47,14 @@ class PreparedSave:
 
     Attributes:
         request: what was asked for.
-        assignment: this rank's share.
+        assignment: where it goes.
+        generation: of the plans it was staged by.
         files: name -> content of this rank's small files.
         metadata: part -> DCP metadata; on the coordinator only.
+        plans: part -> every rank's plan; on the coordinator only.
         items: item -> kind, for the manifest.
+        local: this rank's values of entries that nothing keeps equal over ranks.
+        keeping: when it keeps them.
         staged: the copies, to be released after the write.
         rank: this rank.
         optimizers: whose steps wait for copies that are still being made.
@@ -89,9 +63,13 @@ class PreparedSave:
 
     request: SaveRequest
     assignment: Assignment
+    generation: int
     files: Mapping[str, bytes]
     metadata: Mapping[str, Metadata]
+    plans: Mapping[str, Sequence[SavePlan]]
     items: Mapping[str, str]
+    local: LocalValues
+    keeping: Keeping
     staged: StagedParts
     rank: int
     optimizers: Sequence[Any] = ()
@@ -105,20 +83,27 @@ class Workshop:
     `overlapped` says whether copies may go on while the training computes.
     """
 
-    plans: AgreedPlans = field(default_factory=AgreedPlans)
-    stager: Stager = field(default_factory=Stager)
+    plans: AgreedPlans
+    stager: Stager
     overlapped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Local:
-    planners: Mapping[str, PartPlanner]
+class _Survey:
+    """This rank's state, small values encoded, and whether it changes the plans."""
+
+    state: CapturedState
     files: Mapping[str, bytes]
-    items: Mapping[str, str]
-    local: Mapping[LocalKey, Any]
-    stable: Sequence[Any]
-    optimizers: Sequence[Any]
-    proposal: _Proposal
+    changed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Verdict:
+    """What all ranks know after one all-reduce: the same on each."""
+
+    trouble: bool
+    changed: bool
+    created: float
 
 
 def prepare(
@@ -128,9 +113,9 @@ def prepare(
     storage: Storage,
     coordinator: Coordinator,
     workshop: Workshop,
-    check: Callable[[str], None],
+    ownership: Ownership,
 ) -> PreparedSave:
-    """Capture, plan, agree and stage. Collective; nothing is written unless every rank has planned.
+    """Capture, agree and stage. Collective; nothing is written here.
 
     Args:
         request: what is to be saved.
@@ -138,78 +123,101 @@ def prepare(
         storage: where the checkpoint goes.
         coordinator: the ranks of the job.
         workshop: what is kept from save to save.
-        check: called on the coordinator, with the name, right before anything is written; raises to refuse.
+        ownership: the right to write there, which must have been taken.
 
     Raises:
         SaveError: planning failed on a rank; the same on every rank.
-        CheckpointError: what `check` raised, or `CheckpointExistsError`; the same on every rank.
+        ConfigError: ranks ask for different saves; the same on every rank.
+        CheckpointExistsError: the name is taken; the same on every rank.
     """
-    local = _try_local(request, capture, coordinator)
     plans = workshop.plans
+    survey = _try_survey(capture, coordinator, plans)
+    unfit: BaseException | None = None
     try:
-        if isinstance(local, BaseException):
-            plans.agree(local, (), coordinator)
-            raise local  # unreachable: a rank that brings an error makes every rank raise
-        plans.agree(local.planners, local.local, coordinator)
-        assignment = coordinator.exchange(
-            local.proposal,
-            lambda proposals: _assign(proposals, storage=storage, request=request, check=check),
-        )
+        verdict = _combine(request, survey, coordinator, ownership)
+        if verdict.trouble or isinstance(survey, BaseException):
+            _settle(request, survey, coordinator, ownership)
+        if isinstance(survey, BaseException):
+            raise survey  # unreachable: a rank that brings an error makes every rank raise
+        if verdict.changed:
+            plans.agree(coordinator)
     except CoordinationError as error:
         raise save_error(storage.url, request.step, "plan", error) from error
+    except ValueError as error:
+        unfit = error
+    save_id = ownership.next_id()
     prepared = PreparedSave(
         request=request,
-        assignment=assignment,
-        files={name: content for name, content in local.files.items() if name in assignment.files},
+        assignment=Assignment(
+            save_id=save_id,
+            working=working_name(storage, request.name, save_id),
+            created=verdict.created,
+        ),
+        generation=plans.generation,
+        files={name: content for name, content in survey.files.items() if name in plans.files},
         metadata=plans.metadata,
-        items=local.items,
+        plans=plans.everyone,
+        items=_kinds(survey.state),
+        local=LocalValues({}),
+        keeping=plans.keeping,
         staged=NOTHING_STAGED,
         rank=coordinator.rank,
-        optimizers=local.optimizers,
+        optimizers=survey.state.optimizers,
     )
-    try:
-        return _stage(prepared, local, workshop)
-    except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
-        return replace(prepared, error=SaveError(f"while staging: {type(error).__name__}: {error}"))
+    return _stage(prepared, survey.state, workshop, unfit)
 
 
-def _try_local(
-    request: SaveRequest, capture: Callable[[], CapturedState], coordinator: Coordinator
-) -> _Local | BaseException:
+def warm_up(
+    capture: Callable[[], CapturedState], *, coordinator: Coordinator, workshop: Workshop, url: str
+) -> int:
+    """Do ahead of the first save what only the first save has to do: plan, and make the arenas. Collective.
+
+    Returns:
+        Bytes of host memory that this rank's arenas take.
+
+    Raises:
+        SaveError: planning failed on a rank; the same on every rank.
+        StagingMemoryError: this rank's share does not fit; others may have room.
+    """
+    plans = workshop.plans
+    survey = _try_survey(capture, coordinator, plans)
+    failed = isinstance(survey, BaseException)
     try:
-        return _plan_local(request, capture(), coordinator)
-    except Exception as error:  # noqa: BLE001 - the exchange carries it to every rank
+        if coordinator.combine([int(failed)])[0]:
+            coordinator.gather(survey if isinstance(survey, BaseException) else None)
+        changed = not isinstance(survey, BaseException) and survey.changed
+        if coordinator.combine([int(changed)])[0]:
+            plans.agree(coordinator)
+    except CoordinationError as error:
+        raise save_error(url, 0, "plan", error) from error
+    try:
+        return workshop.stager.prewarm(plans.parts, plans.generation)
+    finally:
+        plans.forget()
+
+
+def _try_survey(
+    capture: Callable[[], CapturedState], coordinator: Coordinator, plans: AgreedPlans
+) -> _Survey | BaseException:
+    try:
+        return _survey(capture(), coordinator, plans)
+    except Exception as error:  # noqa: BLE001 - an exchange carries it to every rank
         return error
 
 
-def _plan_local(request: SaveRequest, state: CapturedState, coordinator: Coordinator) -> _Local:
+def _survey(state: CapturedState, coordinator: Coordinator, plans: AgreedPlans) -> _Survey:
     scope = rank_name(coordinator.rank)
     per_rank = encode_items(state.per_rank)
     shared = encode_items(state.shared if coordinator.is_coordinator else {})
     files = {**state.files, scope: per_rank.content}
     if coordinator.is_coordinator:
         files[SHARED] = shared.content
-    sharded = {part: dict(tree) for part, tree in state.sharded.items()}
+    sharded: dict[str, Mapping[str, Any]] = dict(state.sharded)
     pickled = {pickled_key(scope, name): content for name, content in per_rank.pickled.items()}
     pickled |= {pickled_key("shared", name): content for name, content in shared.pickled.items()}
     if pickled:
-        sharded.setdefault("", {})[PICKLED] = pickled
-    planners = {part: PartPlanner(tree) for part, tree in sharded.items()}
-    proposal = _Proposal(
-        step=request.step,
-        name=request.name,
-        files=tuple(files),
-        digests=digests(state.local),
-    )
-    return _Local(
-        planners=planners,
-        files=files,
-        items=_kinds(state),
-        local=state.local,
-        stable=state.stable,
-        optimizers=state.optimizers,
-        proposal=proposal,
-    )
+        sharded[""] = {**sharded.get("", {}), PICKLED: pickled}
+    return _Survey(state=state, files=files, changed=plans.look(sharded, state.local, files))
 
 
 def _kinds(state: CapturedState) -> dict[str, str]:
@@ -220,48 +228,55 @@ def _kinds(state: CapturedState) -> dict[str, str]:
     return kinds
 
 
-def _assign(
-    proposals: Sequence[_Proposal],
-    *,
-    storage: Storage,
-    request: SaveRequest,
-    check: Callable[[str], None],
-) -> list[Assignment]:
-    """Decide for all ranks; on the coordinator only. Touches storage last, when nothing else can fail."""
-    asked = {(proposal.step, proposal.name) for proposal in proposals}
-    if len(asked) > 1:
-        raise ConfigError(f"ranks ask to save different things at once: {sorted(asked)}; they must agree")
-    owners: dict[str, int] = {}
-    for rank, proposal in enumerate(proposals):
-        for name in proposal.files:
-            owners.setdefault(name, rank)
-    divergent = diverging([proposal.digests for proposal in proposals])
-    check(request.name)
-    save_id = secrets.token_hex(4)
-    working = begin(storage, request.name, save_id, replace=request.replace)
-    created = time.time()
-    return [
-        Assignment(
-            save_id=save_id,
-            working=working,
-            created=created,
-            files=frozenset(name for name, owner in owners.items() if owner == rank),
-            divergent=divergent[rank],
-        )
-        for rank in range(len(proposals))
-    ]
+def _combine(
+    request: SaveRequest, survey: _Survey | BaseException, coordinator: Coordinator, ownership: Ownership
+) -> _Verdict:
+    failed = isinstance(survey, BaseException)
+    trouble = failed or (coordinator.is_coordinator and ownership.is_taken(request.name, replace=request.replace))
+    changed = isinstance(survey, BaseException) or survey.changed
+    digest = request.digest()
+    created = int(time.time() * _MICROSECONDS) if coordinator.is_coordinator else 0
+    # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
+    found = coordinator.combine([int(trouble), int(changed), digest, -digest, created])
+    return _Verdict(
+        trouble=bool(found[0]) or found[2] != -found[3],
+        changed=bool(found[1]),
+        created=found[4] / _MICROSECONDS,
+    )
 
 
-def _stage(prepared: PreparedSave, local: _Local, workshop: Workshop) -> PreparedSave:
-    resolved = {
-        part: local.planners[part].resolve(plan)
-        for part, plan in workshop.plans.own.items()
-        if part in local.planners
-    }
-    files = {**prepared.files, **encode_local(prepared.rank, local.local, prepared.assignment.divergent)}
-    stable = local.stable if workshop.overlapped and local.optimizers else ()
-    # Last: from here on the memory is taken, and only the prepared save knows to give it back.
-    return replace(prepared, staged=workshop.stager.stage(resolved, stable=stable), files=files)
+def _settle(
+    request: SaveRequest, survey: _Survey | BaseException, coordinator: Coordinator, ownership: Ownership
+) -> None:
+    """Tell every rank what is wrong, or put it right: a damaged checkpoint of that name is moved aside."""
+
+    def decide(asked: list[tuple[int, str]]) -> list[None]:
+        if len(set(asked)) > 1:
+            different = sorted(set(asked))
+            raise ConfigError(f"ranks ask to save different things at once: {different}; they must agree")
+        ownership.clear_name(request.name, replace=request.replace)
+        return [None] * len(asked)
+
+    error = survey if isinstance(survey, BaseException) else None
+    coordinator.exchange(error or (request.step, request.name), decide)
+
+
+def _stage(
+    prepared: PreparedSave, state: CapturedState, workshop: Workshop, error: BaseException | None
+) -> PreparedSave:
+    plans = workshop.plans
+    try:
+        if error is not None:
+            raise error
+        if plans.keeping is not Keeping.NEVER or (prepared.rank == 0 and state.local):
+            prepared = replace(prepared, local=LocalValues(state.local))
+        stable = state.stable if workshop.overlapped and state.optimizers else None
+        # Last: from here on the memory is taken, and only the prepared save knows to give it back.
+        return replace(prepared, staged=workshop.stager.stage(plans.parts, plans.generation, stable=stable))
+    except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
+        return replace(prepared, error=SaveError(f"while staging: {type(caught).__name__}: {caught}"))
+    finally:
+        plans.forget()
 
 
 def save_error(url: str, step: int, phase: str, error: CoordinationError) -> SaveError:

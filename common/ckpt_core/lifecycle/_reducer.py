@@ -3,11 +3,12 @@
 The background thread only executes commands and reports events; every decision about the order of things
 is here, where it can be tested without torch, threads or storage.
 
-    PLANNED --Staged--> WRITING --Written--> MEETING --Committed--> DONE
-       |                   |                    |
-       +--Failed-----------+--Failed--> MEETING +--Failed--> DONE
+    PLANNED --Staged--> OPENING --Opened--> WRITING --Written--> MEETING --Committed--> DONE
+       |                   |                   |                    |
+       +------Failed-------+------Failed-------+--Failed--> MEETING +--Failed--> DONE
 
-A rank that failed still goes to the meeting: it brings its error, so that every rank learns of it.
+Nobody writes before the coordinator has opened the save; if it cannot, it says so to all at once. A rank that
+failed still goes to the meeting: it brings its error, so that every rank learns of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Phase(Enum):
     """Where a save stands on this rank."""
 
     PLANNED = auto()
+    OPENING = auto()
     WRITING = auto()
     MEETING = auto()
     DONE = auto()
@@ -32,6 +34,18 @@ class Phase(Enum):
 @dataclass(frozen=True, slots=True)
 class Staged:
     """The copies are made; training may change the originals."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The place is prepared; ranks may write."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The coordinator could not open the save. Every rank knows, and nobody has written."""
 
 
 @final
@@ -58,7 +72,15 @@ class Failed:
     error: BaseException
 
 
-Event: TypeAlias = Staged | Written | Committed | Failed
+Event: TypeAlias = Staged | Opened | Refused | Written | Committed | Failed
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Prepare the place and tell all ranks, or wait to be told; `error` is what kept this rank from staging."""
+
+    error: BaseException | None = None
 
 
 @final
@@ -102,8 +124,10 @@ class Reject:
 class Prune:
     """Apply the retention policy; only ever after a commit."""
 
+    info: CheckpointInfo
 
-Command: TypeAlias = Write | Meet | Release | Fulfil | Reject | Prune
+
+Command: TypeAlias = Open | Write | Meet | Release | Fulfil | Reject | Prune
 
 
 def reduce(phase: Phase, event: Event) -> tuple[Phase, tuple[Command, ...]]:
@@ -114,13 +138,19 @@ def reduce(phase: Phase, event: Event) -> tuple[Phase, tuple[Command, ...]]:
     """
     match phase, event:
         case Phase.PLANNED, Staged():
+            return Phase.OPENING, (Open(),)
+        case Phase.PLANNED, Failed(error):
+            return Phase.OPENING, (Open(error),)
+        case Phase.OPENING, Opened():
             return Phase.WRITING, (Write(),)
-        case Phase.PLANNED | Phase.WRITING, Failed(error):
+        case Phase.OPENING, Refused():
+            return Phase.MEETING, (Release(), Meet(b""))
+        case Phase.OPENING | Phase.WRITING, Failed(error):
             return Phase.MEETING, (Release(), Meet(error))
         case Phase.WRITING, Written(report):
             return Phase.MEETING, (Release(), Meet(report))
         case Phase.MEETING, Committed(info):
-            return Phase.DONE, (Fulfil(info), Prune())
+            return Phase.DONE, (Fulfil(info), Prune(info))
         case Phase.MEETING, Failed(error):
             return Phase.DONE, (Reject(error),)
         case _:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import assert_never, final
 
-from ckpt_core.commit import abandon
-from ckpt_core.coordination import Coordinator
-from ckpt_core.errors import CheckpointError, CoordinationError, SaveError
+from ckpt_core.commit import abandon, begin
+from ckpt_core.coordination import Coordinator, failure_text
+from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._plans import Keeping
 from ckpt_core.lifecycle._prepare import PreparedSave, save_error
 from ckpt_core.lifecycle._reducer import (
     Command,
@@ -21,8 +22,11 @@ from ckpt_core.lifecycle._reducer import (
     Failed,
     Fulfil,
     Meet,
+    Open,
+    Opened,
     Phase,
     Prune,
+    Refused,
     Reject,
     Release,
     Staged,
@@ -36,7 +40,7 @@ from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
-_VERBS = {"stage": "staging", "write": "writing"}
+_VERBS = {"stage": "staging", "open": "opening", "write": "writing"}
 
 
 @final
@@ -44,6 +48,15 @@ class SaveRun:
     """One save on one rank, from staged to committed.
 
     Concurrency: `run` is called once, on a background thread; it uses no collective.
+
+    Args:
+        prepared: what the main thread has done.
+        handle: told how it goes.
+        storage: where the checkpoint goes.
+        coordinator: the ranks of the job.
+        telemetry: receives spans.
+        deadline_seconds: how long ranks wait for one another.
+        check: called on the coordinator before anything is written, and before the commit; raises to refuse.
     """
 
     def __init__(
@@ -55,6 +68,7 @@ class SaveRun:
         coordinator: Coordinator,
         telemetry: Telemetry,
         deadline_seconds: float,
+        check: Callable[[], None],
     ) -> None:
         self._prepared = prepared
         self._handle = handle
@@ -62,13 +76,16 @@ class SaveRun:
         self._coordinator = coordinator
         self._telemetry = telemetry
         self._deadline_seconds = deadline_seconds
+        self._check = check
         self._events: deque[Event] = deque()
+        self._refusal: Exception | None = None
+        self._opened = False
+        self._reference = b""
 
-    def run(self, *, check: Callable[[], None], prune: Callable[[], None]) -> None:
+    def run(self, *, prune: Callable[[CheckpointInfo], None]) -> None:
         """Go through with the save; its outcome goes to the handle, nothing is raised.
 
         Args:
-            check: called on the coordinator right before the commit; raises to refuse it.
             prune: called on the coordinator after the commit.
         """
         self._events.append(self._staged())
@@ -76,23 +93,25 @@ class SaveRun:
         while self._events:
             phase, commands = reduce(phase, self._events.popleft())
             for command in commands:
-                self._execute(command, check, prune)
+                self._execute(command, prune)
 
-    def _execute(self, command: Command, check: Callable[[], None], prune: Callable[[], None]) -> None:
+    def _execute(self, command: Command, prune: Callable[[CheckpointInfo], None]) -> None:
         match command:
+            case Open(error):
+                self._open(error)
             case Write():
                 self._write()
             case Meet(payload):
-                self._meet(payload, check)
+                self._meet(payload)
             case Release():
                 self._prepared.staged.release()
             case Fulfil(info):
                 self._handle.committed.set_result(info)
             case Reject(error):
                 self._handle.committed.set_exception(error)
-            case Prune():
+            case Prune(info):
                 if self._coordinator.is_coordinator:
-                    prune()
+                    prune(info)
             case _:
                 assert_never(command)
 
@@ -111,22 +130,65 @@ class SaveRun:
         self._handle.staged.set_result(None)
         return Staged()
 
+    def _open(self, error: BaseException | None) -> None:
+        if error is not None and not self._coordinator.is_coordinator:
+            self._events.append(Failed(error))
+            return
+        topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
+        try:
+            reference = self._coordinator.announce(
+                topic, lambda: self._make_place(error), deadline_seconds=self._deadline_seconds
+            )
+        except DeadlineError as silence:
+            self._events.append(Failed(SaveError(f"while opening: {silence}")))
+        except CheckpointError as refusal:
+            self._refusal = refusal
+            self._events.append(Refused())
+        else:
+            self._reference = reference
+            self._opened = True
+            self._events.append(Opened())
+
+    def _make_place(self, error: BaseException | None) -> bytes:
+        """On the coordinator: prepare the place; what it gives to all ranks is how its own values look."""
+        if error is not None:
+            text = failure_text(error)
+            raise CoordinationError(f"rank 0: {text}", failures={0: text}) from error
+        request, assignment = self._prepared.request, self._prepared.assignment
+        self._check()
+        begin(self._storage, request.name, assignment.save_id, replace=request.replace)
+        return self._prepared.local.digests()
+
     def _write(self) -> None:
         prepared = self._prepared
         attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
         try:
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
-                report = write_rank(self._storage, prepared, self._coordinator.rank)
+                report = write_rank(self._storage, prepared, self._own_files())
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
             self._events.append(Failed(SaveError(f"while writing: {type(error).__name__}: {error}")))
         else:
             self._events.append(Written(report))
 
-    def _meet(self, payload: bytes | BaseException, check: Callable[[], None]) -> None:
+    def _own_files(self) -> Mapping[str, bytes]:
+        """This rank's small files, with those of its values that the checkpoint would not give it back."""
+        prepared, rank = self._prepared, self._coordinator.rank
+        local = prepared.local
+        match prepared.keeping:
+            case Keeping.NEVER:
+                return prepared.files
+            case Keeping.ALWAYS:
+                return {**prepared.files, **local.encode(rank)}
+            case Keeping.IF_DIFFERENT:
+                return {**prepared.files, **local.encode(rank, local.differing(self._reference))}
+
+    def _meet(self, payload: bytes | BaseException) -> None:
         request, assignment = self._prepared.request, self._prepared.assignment
 
         def commit(reports: list[bytes]) -> bytes:
-            check()
+            if self._refusal is not None:
+                raise self._refusal
+            self._check()
             info = commit_all(self._storage, self._prepared, reports)
             return json.dumps(asdict(info)).encode()
 
@@ -140,13 +202,13 @@ class SaveRun:
                 info = CheckpointInfo(**json.loads(answer))
                 details["size_bytes"] = info.size_bytes
         except CheckpointError as error:
-            self._fail(error, check)
+            self._fail(error)
         else:
             self._events.append(Committed(info))
 
-    def _fail(self, error: CheckpointError, check: Callable[[], None]) -> None:
-        if self._coordinator.is_coordinator:
-            self._abandon(check)
+    def _fail(self, error: CheckpointError) -> None:
+        if self._coordinator.is_coordinator and self._opened:
+            self._abandon()
         if isinstance(error, CoordinationError):
             phase = _phase_of(error)
             failed = save_error(self._storage.url, self._prepared.request.step, phase, error)
@@ -156,10 +218,10 @@ class SaveRun:
             self._events.append(Failed(error))
         _logger.error("%s", error)
 
-    def _abandon(self, check: Callable[[], None]) -> None:
+    def _abandon(self) -> None:
         working = self._prepared.assignment.working
         try:
-            check()
+            self._check()
         except (OSError, CheckpointError) as error:
             # On an object store the job that owns the root now may be writing under the very same name.
             _logger.warning("what was written to %s/%s is left: %s", self._storage.url, working, error)

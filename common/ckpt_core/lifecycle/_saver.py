@@ -14,13 +14,17 @@ from ckpt_core.errors import CheckpointError, SaveError
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.lifecycle._ownership import Ownership
-from ckpt_core.lifecycle._prepare import PreparedSave, SaveRequest, Workshop, prepare
+from ckpt_core.lifecycle._plans import AgreedPlans
+from ckpt_core.lifecycle._prepare import PreparedSave, Workshop, prepare, warm_up
 from ckpt_core.lifecycle._prune import prune
+from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._save import SaveRun
+from ckpt_core.lifecycle._stage import Stager
 from ckpt_core.options import CheckpointOptions
+from ckpt_core.staging import Arenas
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
-from ckpt_core.types import CapturedState
+from ckpt_core.types import CapturedState, CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +43,11 @@ class Saver:
         self._coordinator = coordinator
         self._options = options
         self._telemetry = telemetry
-        self._workshop = Workshop(overlapped=options.staging == "overlapped")
+        self._workshop = Workshop(
+            plans=AgreedPlans(),
+            stager=Stager(Arenas()),
+            overlapped=options.staging == "overlapped",
+        )
         self._step_hooks: list[RemovableHandle] = []
         self._ownership = Ownership(storage, coordinator)
         self._flight = Flight(coordinator, back_pressure=options.back_pressure, on_error=options.on_error)
@@ -66,7 +74,7 @@ class Saver:
                     storage=self._storage,
                     coordinator=self._coordinator,
                     workshop=self._workshop,
-                    check=self._ownership.clear_name,
+                    ownership=self._ownership,
                 )
         except SaveError:
             if self._options.on_error == "raise":
@@ -74,6 +82,13 @@ class Saver:
             _logger.exception("training goes on without the checkpoint of step %d", request.step)
             return None
         return self._launch(prepared)
+
+    def prewarm(self, capture: Callable[[], CapturedState]) -> int:
+        """Plan and make the arenas ahead of the first save; see `warm_up`."""
+        self._flight.wait()
+        return warm_up(
+            capture, coordinator=self._coordinator, workshop=self._workshop, url=self._storage.url
+        )
 
     def own_root(self) -> None:
         """Wait for the save in flight and claim the root; see `Ownership.take`."""
@@ -114,8 +129,9 @@ class Saver:
             coordinator=self._coordinator,
             telemetry=self._telemetry,
             deadline_seconds=self._options.deadline_seconds,
+            check=self._ownership.check,
         )
-        self._flight.start(handle, lambda: run.run(check=self._ownership.check, prune=self._prune))
+        self._flight.start(handle, lambda: run.run(prune=self._committed))
         return handle
 
     def _guard_steps(self, prepared: PreparedSave) -> None:
@@ -131,7 +147,8 @@ class Saver:
 
         self._step_hooks = [each.register_step_pre_hook(wait) for each in prepared.optimizers]
 
-    def _prune(self) -> None:
+    def _committed(self, info: CheckpointInfo) -> None:
+        self._ownership.note_committed(info.name)
         if self._options.keep is None:
             return
         try:

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from ckpt_core.dcp import Image, ImageLayout, ResolvedPlan, ShardSpec, spec_of
-from ckpt_core.staging import Arena, Copy, DeferredCopies
+from ckpt_core.dcp import Image, ImageLayout, Part
+from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
 
-_Key: TypeAlias = tuple[tuple[str, tuple[ShardSpec, ...]], ...]
+_Layouts: TypeAlias = Mapping[str, ImageLayout]
 
 
 @final
@@ -50,71 +50,125 @@ NOTHING_STAGED = StagedParts(images={}, values={}, arena=None)
 
 @final
 class Stager:
-    """Copies shards on the main thread. Layouts and memory are kept for as long as the shards stay alike."""
+    """Copies shards on the main thread. Layouts and memory are kept for as long as the plans are the same."""
 
-    def __init__(self) -> None:
-        self._arena = Arena()
-        self._key: _Key | None = None
-        self._memory_at = 0
-        self._images: dict[str, Image] = {}
+    def __init__(self, arenas: Arenas) -> None:
+        self._arenas = arenas
+        self._generation = -1
+        self._layouts: _Layouts = {}
 
-    def stage(self, plans: Mapping[str, ResolvedPlan], *, stable: Sequence[Any] = ()) -> StagedParts:
-        """Copy every shard of the plans but those that share memory with `stable` tensors.
+    def stage(
+        self, parts: Mapping[str, Part], generation: int, *, stable: Sequence[Any] | None = None
+    ) -> StagedParts:
+        """Copy every shard of the parts but those that share memory with `stable` tensors.
 
         When it returns, the training may change what was copied; the rest is in `deferred`.
 
+        Args:
+            parts: what this rank writes.
+            generation: of the plans; parts of one generation are laid out alike.
+            stable: tensors that change only in optimizer steps; None if everything is to be copied now.
+
         Raises:
-            CheckpointError: the save before is still being written.
-            MemoryError: there is no host memory for the copy.
+            CheckpointError: every arena is still being written.
+            StagingMemoryError: there is no host memory for the copy.
         """
-        key = tuple(
-            (part, tuple(spec_of(index, shard) for index, shard in plan.shards.items()))
-            for part, plan in plans.items()
-        )
-        devices = {shard.device for plan in plans.values() for shard in plan.shards.values() if shard.is_cuda}
-        self._lay_out(key, pinned=bool(devices))
-        later = frozenset(_address(tensor) for tensor in stable) if stable else None
-        left: list[Copy] = []
+        values = {
+            name: dict(zip(part.value_indices, part.values(), strict=True)) for name, part in parts.items()
+        }
+        sources = [shard for part in parts.values() for shard in part.shards()]
+        names = [index.fqn for part in parts.values() for index, _, _ in part.specs]
+        devices = {source.device for source in sources if source.is_cuda}
+        arena, images = self._reserve(parts, generation, pinned=bool(devices))
         try:
-            for part, plan in plans.items():
-                left += [Copy(*each) for each in self._images[part].copy(plan.shards, later=later)]
-            for device in devices if later is None else ():
+            targets = [target for image in images.values() for target in image.targets]
+            if stable is None:
+                _copy(targets, sources)
+                deferred = None
+            else:
+                deferred = _copy_unstable(names, sources, targets, stable)
+            for device in devices if stable is None else ():
                 torch.cuda.current_stream(device).synchronize()
-            deferred = DeferredCopies(left) if left else None
         except BaseException:
-            self._arena.release()
+            arena.release()
             raise
-        values = {part: plan.values for part, plan in plans.items()}
-        return StagedParts(images=self._images, values=values, arena=self._arena, deferred=deferred)
+        return StagedParts(images=images, values=values, arena=arena, deferred=deferred)
+
+    def prewarm(self, parts: Mapping[str, Part], generation: int) -> int:
+        """Make the arenas for these parts, headers in place; returns the bytes that all arenas take."""
+        pinned = any(shard.is_cuda for part in parts.values() for shard in part.shards())
+        total = _total(self._laid_out(parts, generation))
+        size_bytes = self._arenas.prewarm(total, pinned=pinned)
+        arena, _ = self._reserve(parts, generation, pinned=pinned)
+        arena.release()
+        return size_bytes
 
     def close(self) -> None:
         """Give the memory back to the system."""
-        self._images, self._key = {}, None
-        self._arena.close()
+        self._layouts, self._generation = {}, -1
+        self._arenas.close()
 
-    def _lay_out(self, key: _Key, *, pinned: bool) -> None:
-        if key == self._key:
-            memory = self._arena.reserve(self._total(), pinned=pinned)
-            if memory.data_ptr() == self._memory_at:
-                return
-            self._arena.release()
-        layouts = {part: ImageLayout(specs) for part, specs in key}
-        self._images = {}  # they hold the old memory, which must go before new is taken
-        total = sum(_whole_pages(layout.size_bytes) for layout in layouts.values())
-        memory = self._arena.reserve(total, pinned=pinned)
+    def _reserve(
+        self, parts: Mapping[str, Part], generation: int, *, pinned: bool
+    ) -> tuple[Arena, Mapping[str, Image]]:
+        layouts = self._laid_out(parts, generation)
+        arena = self._arenas.reserve(_total(layouts), pinned=pinned)
+        attached = arena.attached
+        if attached is not None and attached[0] is layouts:
+            return arena, attached[1]
+        images: dict[str, Image] = {}
         offset = 0
-        for part, layout in layouts.items():
-            self._images[part] = Image(layout, memory[offset : offset + layout.size_bytes])
+        for name, layout in layouts.items():
+            images[name] = Image(layout, arena.memory[offset : offset + layout.size_bytes])
             offset += _whole_pages(layout.size_bytes)
-        self._key, self._memory_at = key, memory.data_ptr()
+        arena.attach((layouts, images))
+        return arena, images
 
-    def _total(self) -> int:
-        return sum(_whole_pages(image.layout.size_bytes) for image in self._images.values())
+    def _laid_out(self, parts: Mapping[str, Part], generation: int) -> _Layouts:
+        if generation != self._generation:
+            self._layouts = {name: ImageLayout(part.specs) for name, part in parts.items()}
+            self._generation = generation
+        return self._layouts
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if sources:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _copy_unstable(
+    names: Sequence[str],
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    stable: Sequence[Any],
+) -> DeferredCopies | None:
+    """Copy what may change at any moment, and leave the rest for later.
+
+    On CUDA what may change is cloned on its device, so that the host need not wait for the device.
+    """
+    addresses = frozenset(_address(tensor) for tensor in stable)
+    left: list[Copy] = []
+    now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for name, source, target in zip(names, sources, targets, strict=True):
+        if _address(source) in addresses:
+            left.append(Copy(name, source, target))
+        elif source.is_cuda:
+            left.append(Copy(name, source.detach().clone(), target))
+        else:
+            now[0].append(target)
+            now[1].append(source)
+    _copy(*now)
+    return DeferredCopies(left) if left else None
 
 
 def _address(tensor: Any) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return int(local.untyped_storage().data_ptr())
+
+
+def _total(layouts: _Layouts) -> int:
+    return sum(_whole_pages(layout.size_bytes) for layout in layouts.values())
 
 
 def _whole_pages(size_bytes: int) -> int:

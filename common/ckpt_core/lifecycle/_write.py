@@ -29,18 +29,18 @@ class RankReport:
     results: Mapping[str, Sequence[WriteResult]]
 
 
-def write_rank(storage: Storage, prepared: PreparedSave, rank: int) -> bytes:
+def write_rank(storage: Storage, prepared: PreparedSave, small: Mapping[str, bytes]) -> bytes:
     """Write this rank's files durably and report them, as a message to the coordinator."""
     assignment = prepared.assignment
     files: list[FileEntry] = []
     chunks: list[ChunkEntry] = []
     results: dict[str, Sequence[WriteResult]] = {}
     for part, image in prepared.staged.images.items():
-        writer = ShardWriter(storage, assignment.working, part=part, rank=rank)
+        writer = ShardWriter(storage, assignment.working, part=part, rank=prepared.rank)
         results[part] = writer.write_image(image) + writer.write_values(prepared.staged.values[part])
         files += writer.files
         chunks += writer.chunks
-    for name, content in prepared.files.items():
+    for name, content in small.items():
         storage.write_bytes(f"{assignment.working}/{name}", content)
         files.append(FileEntry(path=name, size_bytes=len(content), checksum=checksum(content)))
     for directory in _directories(assignment, files):
