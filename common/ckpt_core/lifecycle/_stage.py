@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from ckpt_core.dcp import Image, ImageLayout, ResolvedPlan, ShardSpec, spec_of
-from ckpt_core.staging import Arena, Copy, DeferredCopies
+from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
 
 _Key: TypeAlias = tuple[tuple[str, tuple[ShardSpec, ...]], ...]
 
@@ -50,13 +50,15 @@ NOTHING_STAGED = StagedParts(images={}, values={}, arena=None)
 
 @final
 class Stager:
-    """Copies shards on the main thread. Layouts and memory are kept for as long as the shards stay alike."""
+    """Copies shards on the main thread. Layouts and memory are kept for as long as the shards stay alike.
 
-    def __init__(self) -> None:
-        self._arena = Arena()
-        self._key: _Key | None = None
-        self._memory_at = 0
-        self._images: dict[str, Image] = {}
+    Args:
+        arenas: the memory for the copies.
+    """
+
+    def __init__(self, arenas: Arenas | None = None) -> None:
+        self.arenas = Arenas() if arenas is None else arenas
+        self._layouts: tuple[_Key, dict[str, ImageLayout]] = ((), {})
 
     def stage(self, plans: Mapping[str, ResolvedPlan], *, stable: Sequence[Any] = ()) -> StagedParts:
         """Copy every shard of the plans but those that share memory with `stable` tensors.
@@ -64,52 +66,48 @@ class Stager:
         When it returns, the training may change what was copied; the rest is in `deferred`.
 
         Raises:
-            CheckpointError: the save before is still being written.
-            MemoryError: there is no host memory for the copy.
+            CheckpointError: every arena is still being written.
+            StagingMemoryError: there is no host memory for the copy.
         """
         key = tuple(
             (part, tuple(spec_of(index, shard) for index, shard in plan.shards.items()))
             for part, plan in plans.items()
         )
         devices = {shard.device for plan in plans.values() for shard in plan.shards.values() if shard.is_cuda}
-        self._lay_out(key, pinned=bool(devices))
+        arena, images = self._lay_out(key, pinned=bool(devices))
         later = frozenset(_address(tensor) for tensor in stable) if stable else None
         left: list[Copy] = []
         try:
             for part, plan in plans.items():
-                left += [Copy(*each) for each in self._images[part].copy(plan.shards, later=later)]
+                left += [Copy(*each) for each in images[part].copy(plan.shards, later=later)]
             for device in devices if later is None else ():
                 torch.cuda.current_stream(device).synchronize()
             deferred = DeferredCopies(left) if left else None
         except BaseException:
-            self._arena.release()
+            arena.release()
             raise
         values = {part: plan.values for part, plan in plans.items()}
-        return StagedParts(images=self._images, values=values, arena=self._arena, deferred=deferred)
+        return StagedParts(images=images, values=values, arena=arena, deferred=deferred)
 
     def close(self) -> None:
         """Give the memory back to the system."""
-        self._images, self._key = {}, None
-        self._arena.close()
+        self.arenas.close()
 
-    def _lay_out(self, key: _Key, *, pinned: bool) -> None:
-        if key == self._key:
-            memory = self._arena.reserve(self._total(), pinned=pinned)
-            if memory.data_ptr() == self._memory_at:
-                return
-            self._arena.release()
-        layouts = {part: ImageLayout(specs) for part, specs in key}
-        self._images = {}  # they hold the old memory, which must go before new is taken
+    def _lay_out(self, key: _Key, *, pinned: bool) -> tuple[Arena, Mapping[str, Image]]:
+        if key != self._layouts[0]:
+            self._layouts = (key, {part: ImageLayout(specs) for part, specs in key})
+        layouts = self._layouts[1]
         total = sum(_whole_pages(layout.size_bytes) for layout in layouts.values())
-        memory = self._arena.reserve(total, pinned=pinned)
-        offset = 0
+        arena = self.arenas.reserve(total, pinned=pinned)
+        kept_key, images = arena.attached or (None, {})
+        if kept_key == key:
+            return arena, images
+        images, offset = {}, 0
         for part, layout in layouts.items():
-            self._images[part] = Image(layout, memory[offset : offset + layout.size_bytes])
+            images[part] = Image(layout, arena.memory[offset : offset + layout.size_bytes])
             offset += _whole_pages(layout.size_bytes)
-        self._key, self._memory_at = key, memory.data_ptr()
-
-    def _total(self) -> int:
-        return sum(_whole_pages(image.layout.size_bytes) for image in self._images.values())
+        arena.attach((key, images))
+        return arena, images
 
 
 def _address(tensor: Any) -> int:
