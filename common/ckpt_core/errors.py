@@ -9,6 +9,7 @@ CheckpointError(Exception)
 ├─ IncompatibleCheckpointError                     foreign or newer format, or another model's checkpoint
 ├─ UnsafeCheckpointError                           loading it would need pickle, which was not allowed
 ├─ SaveError                                       a save failed; the last committed checkpoint is untouched
+├─ StagingMemoryError(…, MemoryError)              the copy of the state would not fit into host memory
 ├─ LoadError                                       a load failed for a reason that is none of the above
 └─ CoordinationError                               ranks could not agree
    └─ DeadlineError(…, TimeoutError)               some ranks did not arrive in time; names them
@@ -112,6 +113,18 @@ class SaveError(CheckpointError):
     step: int = -1
     phase: str = ""
     failures: Mapping[int, str] = {}
+
+
+class StagingMemoryError(CheckpointError, MemoryError):
+    """The copy of this rank's share would not fit into host memory; nothing was allocated.
+
+    Attributes:
+        needed_bytes: what would have to be allocated, in bytes.
+        available_bytes: what may be, in bytes.
+    """
+
+    needed_bytes: int = 0
+    available_bytes: int = 0
 
 
 class LoadError(CheckpointError):

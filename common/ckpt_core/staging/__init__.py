@@ -1,6 +1,8 @@
 """Memory for training-safe copies of live state."""
 
-from ckpt_core.staging._arena import Arena
-from ckpt_core.staging._overlap import Copy, DeferredCopies
+from ckpt_core.staging._arena import Arena, Arenas
+from ckpt_core.staging._available import FreeMemory, free_memory
+from ckpt_core.staging._overlap import DeferredCopies
+from ckpt_core.staging._pieces import Copy
 
-__all__ = ["Arena", "Copy", "DeferredCopies"]
+__all__ = ["Arena", "Arenas", "Copy", "DeferredCopies", "FreeMemory", "free_memory"]

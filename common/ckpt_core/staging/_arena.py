@@ -1,98 +1,208 @@
-"""One run of host memory per rank that holds the image of its data files while they are written."""
+"""Arenas: host memory that holds the image of a rank's data files from the copy until they are written."""
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import mmap
+import threading
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, StagingMemoryError
+from ckpt_core.staging._available import FreeMemory, free_memory
+from ckpt_core.staging._memory import HostMemory
 
-_logger = logging.getLogger(__name__)
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python does not name it
-_SLACK = 1.25
+_MIB = 1 << 20
 
 
 @final
 class Arena:
-    """Page-aligned, prefaulted host memory, kept from save to save; pinned as a whole for CUDA.
+    """The right to use one arena's memory until `release`.
 
-    First touch of fresh pages costs several times the copy itself, so pages are touched once, when the arena
-    is made, and never given back while it fits.
+    Concurrency: `release` on any thread, any number of times; the others on the thread that reserved it.
 
-    Concurrency: `reserve` on the main thread; the memory is read by one background thread until `release`.
+    Attributes:
+        memory: uint8, one-dimensional, as long as was asked for, on a page boundary. Its content is what the
+            last user left there.
     """
 
+    def __init__(self, ring: Arenas, slot: _Slot, size_bytes: int) -> None:
+        self.memory: torch.Tensor = slot.memory.tensor[:size_bytes]
+        self._ring = ring
+        self._slot = slot
+
+    @property
+    def attached(self) -> Any:
+        """What was attached to this memory by whoever used it last; None if its content is lost."""
+        return self._slot.attached
+
+    def attach(self, value: Any) -> None:
+        """Keep something with the memory for its next user, e.g. views of it: dropped before the memory is."""
+        self._slot.attached = value
+
+    def release(self) -> None:
+        """The memory is no longer used."""
+        self._ring._released(self)
+
+
+@final
+class _Slot:
+    """One place in the ring. It has no memory until it is needed."""
+
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._tensor = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False
-        self._in_flight = False
+        self.memory = HostMemory()
+        self.attached: Any = None
+        self.lease: Arena | None = None
+        self.taken = False
+        self.doomed = False
+
+    def empty(self) -> None:
+        self.attached = None
+        self.memory.release()
+        self.doomed = False
+
+
+@final
+class Arenas:
+    """Up to `count` arenas, each kept from save to save and as large as the state it held last.
+
+    First touch of fresh pages costs several times the copy itself, so they are touched when an arena is made,
+    and not given back while it fits: an arena that a smaller state leaves more than 2 % too large gives back
+    the rest. Arenas that were never needed cost nothing.
+
+    Concurrency: `reserve`, `prewarm` and `close` on the main thread, `Arena.release` on any. An arena in
+    flight is never given out again.
+
+    Args:
+        count: how many saves may be in flight at once.
+        budget_bytes: the most that all arenas of this rank may take together; None for what is free when
+            an arena is made, less a headroom of 5 %, at least 512 MiB.
+        probe: tells what is free, or None if that cannot be told.
+    """
+
+    def __init__(
+        self,
+        count: int = 1,
+        budget_bytes: int | None = None,
+        *,
+        probe: Callable[[], FreeMemory | None] = free_memory,
+    ) -> None:
+        self._slots = [_Slot() for _ in range(count)]
+        self._budget_bytes = budget_bytes
+        self._probe = probe
+        self._lock = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes allocated."""
-        return 0 if self._memory is None else len(self._memory)
+        """Bytes of host memory that all arenas take now."""
+        return sum(slot.memory.resident_bytes for slot in self._slots)
 
-    def reserve(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """At least `size_bytes` of memory as a uint8 tensor that starts on a page boundary.
+    @property
+    def free(self) -> int:
+        """How many arenas are not in flight."""
+        return sum(not slot.taken for slot in self._slots)
 
-        Its content is what the last user left there.
+    def reserve(self, size_bytes: int, *, pinned: bool) -> Arena:
+        """An arena of `size_bytes`, taken until it is released.
 
         Raises:
-            CheckpointError: the save before is still being written from it.
-            MemoryError: the memory is not to be had.
+            CheckpointError: every arena is still being written.
+            StagingMemoryError: the memory is not to be had; nothing was allocated.
         """
-        if self._in_flight:
-            raise CheckpointError(
-                "the staging arena is still being written; wait for the save in flight first"
-            )
-        fits = size_bytes <= self.size_bytes <= max(_SLACK * size_bytes, mmap.PAGESIZE)
-        if not fits or (pinned and not self._pinned):
-            self._allocate(max(size_bytes, 1), pinned=pinned)
-        self._in_flight = True
-        return self._tensor[:size_bytes]
+        slot = self._take(size_bytes, pinned=pinned)
+        try:
+            self._fit(slot, size_bytes, pinned=pinned)
+            arena = slot.lease = Arena(self, slot, size_bytes)
+        except BaseException:
+            slot.taken = False
+            raise
+        return arena
 
-    def release(self) -> None:
-        """The memory is no longer read."""
-        self._in_flight = False
+    def prewarm(self, size_bytes: int, *, pinned: bool) -> int:
+        """Allocate and fault in every arena that is not in flight, so that the next saves need not.
+
+        Returns:
+            Bytes that all arenas take now.
+
+        Raises:
+            StagingMemoryError: the memory is not to be had.
+        """
+        reserved = [self.reserve(size_bytes, pinned=pinned) for _ in range(self.free)]
+        for arena in reserved:
+            arena.release()
+        return self.size_bytes
 
     def close(self) -> None:
-        """Give the memory back to the system."""
-        if self._pinned:
-            _cuda_runtime().cudaHostUnregister(self._tensor.data_ptr())
-        # The mapping ends with the last tensor that views it.
-        self._tensor = torch.empty(0, dtype=torch.uint8)
-        self._memory, self._pinned = None, False
+        """Give the memory back to the system; that of an arena in flight goes when it is released."""
+        with self._lock:
+            for slot in self._slots:
+                slot.doomed = slot.taken
+                if not slot.taken:
+                    slot.empty()
 
-    def _allocate(self, size_bytes: int, *, pinned: bool) -> None:
-        self.close()
-        memory = mmap.mmap(-1, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory, self._tensor = memory, torch.frombuffer(memory, dtype=torch.uint8)
-        if pinned:
-            # One registration for all; it faults the pages in as well.
-            error = _cuda_runtime().cudaHostRegister(self._tensor.data_ptr(), len(memory), 0)
-            self._pinned = int(error) == 0
-            if not self._pinned:
-                _logger.warning("could not pin %d bytes of host memory (CUDA error %s)", len(memory), error)
-        if not self._pinned and not _populate(self._tensor):
-            self._tensor[:: mmap.PAGESIZE] = 0
+    def _released(self, arena: Arena) -> None:
+        slot = arena._slot
+        with self._lock:
+            if slot.lease is not arena:
+                return  # given back before; somebody else may have it now
+            slot.lease = None
+            arena.memory = torch.empty(0, dtype=torch.uint8)
+            if slot.doomed:
+                slot.empty()
+            slot.taken = False
 
+    def _take(self, size_bytes: int, *, pinned: bool) -> _Slot:
+        with self._lock:
+            free = [slot for slot in self._slots if not slot.taken]
+            if not free:
+                raise CheckpointError(
+                    f"all staging arenas ({len(self._slots)}) are still being written; "
+                    "wait for the save in flight first"
+                )
+            # Memory that fits, else memory that there is: a second arena is made only when the first is away.
+            slot = max(
+                free,
+                key=lambda each: (
+                    each.memory.serves(size_bytes, pinned=pinned),
+                    each.memory.resident_bytes,
+                ),
+            )
+            slot.taken = True
+            return slot
 
-def _populate(tensor: torch.Tensor) -> bool:
-    try:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):
-        return False
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return bool(madvise(tensor.data_ptr(), tensor.numel(), _POPULATE_WRITE) == 0)
+    def _fit(self, slot: _Slot, size_bytes: int, *, pinned: bool) -> None:
+        if slot.memory.serves(size_bytes, pinned=pinned):
+            return
+        self._afford(slot.memory.extra_bytes(size_bytes, pinned=pinned))
+        slot.attached = None  # views keep the old memory, which must go before new is taken
+        try:
+            slot.memory.resize(size_bytes, pinned=pinned)
+        except OSError as error:
+            slot.empty()
+            raise self._refusal(size_bytes, 0, f"the system refuses: {error}") from error
 
+    def _afford(self, extra_bytes: int) -> None:
+        if extra_bytes == 0:
+            return
+        if self._budget_bytes is not None:
+            left = self._budget_bytes - self.size_bytes
+            if extra_bytes > left:
+                known = f"of staging_memory={self._budget_bytes / _MIB:,.0f} MiB"
+                raise self._refusal(extra_bytes, max(0, left), known)
+            return
+        free = self._probe()
+        if free is not None and extra_bytes > free.usable_bytes:
+            known = f"of {free.available_bytes / _MIB:,.0f} MiB free, less a headroom for everything else"
+            raise self._refusal(extra_bytes, free.usable_bytes, known)
 
-def _cuda_runtime() -> Any:
-    cudart: Any = torch.cuda.cudart
-    return cudart()
+    def _refusal(self, needed_bytes: int, available_bytes: int, known: str) -> StagingMemoryError:
+        fewer = "use arenas=1, " if len(self._slots) > 1 else ""
+        return StagingMemoryError(
+            f"the copy of this rank's share of the state needs {needed_bytes / _MIB:,.1f} MiB more of host "
+            f"memory, but it may take only {available_bytes / _MIB:,.1f} MiB ({known}; all arenas hold "
+            f"{self.size_bytes / _MIB:,.1f} MiB now); nothing was allocated. To go on: {fewer}shard the state "
+            "over more ranks, run fewer ranks or data-loader workers per machine, or set staging_memory= if "
+            "you know that the memory is there",
+            needed_bytes=needed_bytes,
+            available_bytes=available_bytes,
+        )
