@@ -42,9 +42,9 @@ def is_name(name: str) -> bool:
 
 
 def working_name(storage: Storage, name: str, save_id: str) -> str:
-    """The directory that checkpoint `name` is written into by the save of that id: 8 to 32 lower-case hex digits.
+    """The directory that checkpoint `name` is written into: beside it, or in place on an object store.
 
-    Beside `name` where the storage can rename; in place on an object store.
+    `save_id` has 8 to 32 lower-case hex digits.
     """
     return incomplete_name(name, save_id) if storage.supports_rename else name
 

@@ -92,7 +92,7 @@ class Image:
         self.layout = layout
         self._bytes = _view(memory[: layout.size_bytes])
         layout.frame(self._bytes)
-        self._targets = [
+        self.targets = [
             memory[slot.payload : slot.payload + slot.payload_bytes].view(slot.dtype).view(slot.shape)
             for slot in layout.slots
         ]
@@ -114,7 +114,7 @@ class Image:
         """
         left: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for slot, target in zip(self.layout.slots, self._targets, strict=True):
+        for slot, target in zip(self.layout.slots, self.targets, strict=True):
             source = shards[slot.index].detach()
             if later is not None and source.untyped_storage().data_ptr() in later:
                 left.append((slot.index.fqn, source, target))

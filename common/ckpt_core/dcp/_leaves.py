@@ -1,7 +1,7 @@
 """The leaves of a nested state dict, fast enough to be looked at in every save.
 
-The same leaves as DCP's planners see: mappings are descended, and lists only when something in them is a tensor
-or a container; every other value, a tuple included, is one leaf.
+The same leaves as DCP's planners see: mappings are descended, and lists only when something in them is a
+tensor or a container; every other value, a tuple included, is one leaf.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ class Kinds:
     def fit(self, values: list[Any]) -> bool:
         """Whether these values, as many as before, would be planned alike."""
         for value, plain, kind in zip(values, self._plain, self._kinds, strict=True):
-            if plain is not None and type(value) in PLAIN and (value.dtype, value.shape, value.layout) == plain:
+            if (
+                plain is not None
+                and type(value) in PLAIN
+                and (value.dtype, value.shape, value.layout) == plain
+            ):
                 continue
             if _kind(value) != kind:
                 return False

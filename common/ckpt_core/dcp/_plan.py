@@ -49,7 +49,7 @@ class Part:
         """Take the live state of a save; whether it is planned like the one before."""
         leaves = Leaves(tree)
         self._tree, self._leaves = tree, leaves.values
-        if any(isinstance(value, ShardedTensor) for value in leaves.values):
+        if any(issubclass(kind, ShardedTensor) for kind in set(map(type, leaves.values))):
             # DCP takes those apart that hold other sharded tensors.
             self._leaves = list(_set_up(tree).state_dict.values())
         same = leaves.paths == self._paths and self._kinds.fit(self._leaves)

@@ -4,8 +4,8 @@ from ckpt_core.lifecycle._cadence import CadenceKeeper
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.lifecycle._load import LoadRequest
 from ckpt_core.lifecycle._loader import Loader
-from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._prune import prune
+from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._saver import Saver
 
 __all__ = ["CadenceKeeper", "LoadRequest", "Loader", "SaveHandle", "SaveRequest", "Saver", "prune"]

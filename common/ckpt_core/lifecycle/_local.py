@@ -36,7 +36,7 @@ class LocalValues:
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def digests(self) -> bytes:
-        """A few bytes by which ranks that have the same keys tell which values differ, or whether any does."""
+        """A few bytes by which ranks with the same keys tell which values differ, or whether any does."""
         values = self._whole()
         each = [_digest(values[key]) for key in sorted(values)]
         if len(each) <= _TOLD_SINGLY:

@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 class Ownership:
     """Holds the lease of a root, and the damaged checkpoints that this job may move out of its way.
 
-    Concurrency: `take` and `release` on the main thread, `take` collective; `check` and `note_committed` on any
-    thread of the coordinator.
+    Concurrency: `take` and `release` on the main thread, `take` collective; `check` and `note_committed` on
+    any thread of the coordinator.
     """
 
     def __init__(self, storage: Storage, coordinator: Coordinator) -> None:
@@ -48,7 +48,7 @@ class Ownership:
             self._taken = True
 
     def next_id(self) -> str:
-        """The id of the next save: the same on every rank that asks as often, of no other save in this root."""
+        """The id of the next save: the same on every rank that asks as often, and of no other save."""
         return f"{self._prefix}{next(self._saves):08x}"
 
     def check(self) -> None:

@@ -75,6 +75,7 @@ class AgreedPlans:
         self._uneven: frozenset[LocalKey] = frozenset()
         self._offered: frozenset[str] = frozenset()
         self._valid = False
+        self._problem: Exception | None = None
 
     def look(
         self, sharded: Mapping[str, Mapping[str, Any]], uneven: Collection[LocalKey], files: Iterable[str]
@@ -99,15 +100,23 @@ class AgreedPlans:
 
         Raises:
             CoordinationError: a rank could not plan; the same on every rank.
-            ValueError: DCP's planner and ours see another state, on this rank.
         """
-        self._valid = False
+        self._valid, self._problem = False, None
         share = coordinator.exchange(self._propose(), self._decide)
         self.generation += 1
         self.files, self.keeping = share.files, share.keeping
-        for name, part in self.parts.items():
-            part.accept(share.plans[name])
-        self._valid = True
+        try:
+            for name, part in self.parts.items():
+                part.accept(share.plans[name])
+        except Exception as error:  # noqa: BLE001 - `check` raises it where every rank can be told
+            self._problem = error
+        else:
+            self._valid = True
+
+    def check(self) -> None:
+        """Raise what kept this rank from taking over its share."""
+        if self._problem is not None:
+            raise self._problem
 
     def forget(self) -> None:
         """Let go of the live state."""

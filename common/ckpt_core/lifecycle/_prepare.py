@@ -1,4 +1,4 @@
-"""The first half of a save, on the main thread: capture, agree, stage. The training stands still for this long.
+"""The first half of a save, on the main thread: capture, agree, stage. For so long the training stands still.
 
 A save whose state is made up as that of the save before costs one all-reduce of a few integers, however many
 ranks and tensors there are; nothing here touches storage unless there is something to refuse.
@@ -131,20 +131,14 @@ def prepare(
         CheckpointExistsError: the name is taken; the same on every rank.
     """
     plans = workshop.plans
-    survey = _try_survey(capture, coordinator, plans)
-    unfit: BaseException | None = None
+    surveyed = _try_survey(capture, coordinator, plans)
     try:
-        verdict = _combine(request, survey, coordinator, ownership)
-        if verdict.trouble or isinstance(survey, BaseException):
-            _settle(request, survey, coordinator, ownership)
-        if isinstance(survey, BaseException):
-            raise survey  # unreachable: a rank that brings an error makes every rank raise
+        verdict = _combine(request, surveyed, coordinator, ownership)
+        survey = _settle(request, surveyed, verdict, coordinator=coordinator, ownership=ownership)
         if verdict.changed:
             plans.agree(coordinator)
     except CoordinationError as error:
         raise save_error(storage.url, request.step, "plan", error) from error
-    except ValueError as error:
-        unfit = error
     save_id = ownership.next_id()
     prepared = PreparedSave(
         request=request,
@@ -164,7 +158,7 @@ def prepare(
         rank=coordinator.rank,
         optimizers=survey.state.optimizers,
     )
-    return _stage(prepared, survey.state, workshop, unfit)
+    return _stage(prepared, survey.state, workshop)
 
 
 def warm_up(
@@ -188,6 +182,7 @@ def warm_up(
         changed = not isinstance(survey, BaseException) and survey.changed
         if coordinator.combine([int(changed)])[0]:
             plans.agree(coordinator)
+        plans.check()
     except CoordinationError as error:
         raise save_error(url, 0, "plan", error) from error
     try:
@@ -232,7 +227,9 @@ def _combine(
     request: SaveRequest, survey: _Survey | BaseException, coordinator: Coordinator, ownership: Ownership
 ) -> _Verdict:
     failed = isinstance(survey, BaseException)
-    trouble = failed or (coordinator.is_coordinator and ownership.is_taken(request.name, replace=request.replace))
+    trouble = failed or (
+        coordinator.is_coordinator and ownership.is_taken(request.name, replace=request.replace)
+    )
     changed = isinstance(survey, BaseException) or survey.changed
     digest = request.digest()
     created = int(time.time() * _MICROSECONDS) if coordinator.is_coordinator else 0
@@ -246,8 +243,13 @@ def _combine(
 
 
 def _settle(
-    request: SaveRequest, survey: _Survey | BaseException, coordinator: Coordinator, ownership: Ownership
-) -> None:
+    request: SaveRequest,
+    survey: _Survey | BaseException,
+    verdict: _Verdict,
+    *,
+    coordinator: Coordinator,
+    ownership: Ownership,
+) -> _Survey:
     """Tell every rank what is wrong, or put it right: a damaged checkpoint of that name is moved aside."""
 
     def decide(asked: list[tuple[int, str]]) -> list[None]:
@@ -258,16 +260,17 @@ def _settle(
         return [None] * len(asked)
 
     error = survey if isinstance(survey, BaseException) else None
-    coordinator.exchange(error or (request.step, request.name), decide)
+    if verdict.trouble:
+        coordinator.exchange(error or (request.step, request.name), decide)
+    if isinstance(survey, BaseException):
+        raise survey  # unreachable: a rank that brings an error makes every rank raise
+    return survey
 
 
-def _stage(
-    prepared: PreparedSave, state: CapturedState, workshop: Workshop, error: BaseException | None
-) -> PreparedSave:
+def _stage(prepared: PreparedSave, state: CapturedState, workshop: Workshop) -> PreparedSave:
     plans = workshop.plans
     try:
-        if error is not None:
-            raise error
+        plans.check()
         if plans.keeping is not Keeping.NEVER or (prepared.rank == 0 and state.local):
             prepared = replace(prepared, local=LocalValues(state.local))
         stable = state.stable if workshop.overlapped and state.optimizers else None

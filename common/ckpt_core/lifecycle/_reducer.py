@@ -78,7 +78,7 @@ Event: TypeAlias = Staged | Opened | Refused | Written | Committed | Failed
 @final
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Prepare the place and tell all ranks, or wait to be told; `error` is what kept this rank from staging."""
+    """Prepare the place and tell all, or wait to be told; `error` is what kept this rank from staging."""
 
     error: BaseException | None = None
 
@@ -137,21 +137,25 @@ def reduce(phase: Phase, event: Event) -> tuple[Phase, tuple[Command, ...]]:
         ValueError: this event cannot occur in this phase.
     """
     match phase, event:
-        case Phase.PLANNED, Staged():
-            return Phase.OPENING, (Open(),)
-        case Phase.PLANNED, Failed(error):
-            return Phase.OPENING, (Open(error),)
+        case Phase.PLANNED, Staged() | Failed():
+            return Phase.OPENING, (Open(event.error if isinstance(event, Failed) else None),)
         case Phase.OPENING, Opened():
             return Phase.WRITING, (Write(),)
-        case Phase.OPENING, Refused():
-            return Phase.MEETING, (Release(), Meet(b""))
-        case Phase.OPENING | Phase.WRITING, Failed(error):
-            return Phase.MEETING, (Release(), Meet(error))
-        case Phase.WRITING, Written(report):
-            return Phase.MEETING, (Release(), Meet(report))
+        case (Phase.OPENING, Refused() | Failed()) | (Phase.WRITING, Written() | Failed()):
+            return Phase.MEETING, (Release(), Meet(_brought(event)))
         case Phase.MEETING, Committed(info):
             return Phase.DONE, (Fulfil(info), Prune(info))
         case Phase.MEETING, Failed(error):
             return Phase.DONE, (Reject(error),)
         case _:
             raise ValueError(f"{type(event).__name__} cannot occur in phase {phase.name}")
+
+
+def _brought(event: Event) -> bytes | BaseException:
+    match event:
+        case Failed(error):
+            return error
+        case Written(report):
+            return report
+        case _:
+            return b""

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import assert_never, final
 
 from ckpt_core.commit import abandon, begin
@@ -43,59 +43,56 @@ _logger = logging.getLogger(__name__)
 _VERBS = {"stage": "staging", "open": "opening", "write": "writing"}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveContext:
+    """What all saves of a manager have in common.
+
+    Attributes:
+        storage: where checkpoints go.
+        coordinator: the ranks of the job.
+        telemetry: receives spans.
+        deadline_seconds: how long ranks wait for one another.
+        check: called on the coordinator before anything is written, and before the commit; raises to refuse.
+        committed: called on the coordinator after the commit.
+    """
+
+    storage: Storage
+    coordinator: Coordinator
+    telemetry: Telemetry
+    deadline_seconds: float
+    check: Callable[[], None]
+    committed: Callable[[CheckpointInfo], None]
+
+
 @final
 class SaveRun:
     """One save on one rank, from staged to committed.
 
     Concurrency: `run` is called once, on a background thread; it uses no collective.
-
-    Args:
-        prepared: what the main thread has done.
-        handle: told how it goes.
-        storage: where the checkpoint goes.
-        coordinator: the ranks of the job.
-        telemetry: receives spans.
-        deadline_seconds: how long ranks wait for one another.
-        check: called on the coordinator before anything is written, and before the commit; raises to refuse.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedSave,
-        handle: SaveHandle,
-        *,
-        storage: Storage,
-        coordinator: Coordinator,
-        telemetry: Telemetry,
-        deadline_seconds: float,
-        check: Callable[[], None],
-    ) -> None:
+    def __init__(self, prepared: PreparedSave, handle: SaveHandle, context: SaveContext) -> None:
         self._prepared = prepared
         self._handle = handle
-        self._storage = storage
-        self._coordinator = coordinator
-        self._telemetry = telemetry
-        self._deadline_seconds = deadline_seconds
-        self._check = check
+        self._storage = context.storage
+        self._coordinator = context.coordinator
+        self._telemetry = context.telemetry
+        self._context = context
         self._events: deque[Event] = deque()
-        self._refusal: Exception | None = None
+        self._refusal: CheckpointError | None = None
         self._opened = False
         self._reference = b""
 
-    def run(self, *, prune: Callable[[CheckpointInfo], None]) -> None:
-        """Go through with the save; its outcome goes to the handle, nothing is raised.
-
-        Args:
-            prune: called on the coordinator after the commit.
-        """
+    def run(self) -> None:
+        """Go through with the save; its outcome goes to the handle, nothing is raised."""
         self._events.append(self._staged())
         phase = Phase.PLANNED
         while self._events:
             phase, commands = reduce(phase, self._events.popleft())
             for command in commands:
-                self._execute(command, prune)
+                self._execute(command)
 
-    def _execute(self, command: Command, prune: Callable[[CheckpointInfo], None]) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Open(error):
                 self._open(error)
@@ -105,15 +102,19 @@ class SaveRun:
                 self._meet(payload)
             case Release():
                 self._prepared.staged.release()
-            case Fulfil(info):
-                self._handle.committed.set_result(info)
-            case Reject(error):
-                self._handle.committed.set_exception(error)
+            case Fulfil() | Reject():
+                self._tell(command)
             case Prune(info):
                 if self._coordinator.is_coordinator:
-                    prune(info)
+                    self._context.committed(info)
             case _:
                 assert_never(command)
+
+    def _tell(self, verdict: Fulfil | Reject) -> None:
+        if isinstance(verdict, Fulfil):
+            self._handle.committed.set_result(verdict.info)
+        else:
+            self._handle.committed.set_exception(verdict.error)
 
     def _staged(self) -> Event:
         error, deferred = self._prepared.error, self._prepared.staged.deferred
@@ -137,7 +138,7 @@ class SaveRun:
         topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
         try:
             reference = self._coordinator.announce(
-                topic, lambda: self._make_place(error), deadline_seconds=self._deadline_seconds
+                topic, lambda: self._make_place(error), deadline_seconds=self._context.deadline_seconds
             )
         except DeadlineError as silence:
             self._events.append(Failed(SaveError(f"while opening: {silence}")))
@@ -155,7 +156,7 @@ class SaveRun:
             text = failure_text(error)
             raise CoordinationError(f"rank 0: {text}", failures={0: text}) from error
         request, assignment = self._prepared.request, self._prepared.assignment
-        self._check()
+        self._context.check()
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
 
@@ -188,7 +189,7 @@ class SaveRun:
         def commit(reports: list[bytes]) -> bytes:
             if self._refusal is not None:
                 raise self._refusal
-            self._check()
+            self._context.check()
             info = commit_all(self._storage, self._prepared, reports)
             return json.dumps(asdict(info)).encode()
 
@@ -197,7 +198,7 @@ class SaveRun:
         try:
             with self._telemetry.span("save.commit", **attributes) as details:
                 answer = self._coordinator.meet(
-                    name, payload, commit, deadline_seconds=self._deadline_seconds
+                    name, payload, commit, deadline_seconds=self._context.deadline_seconds
                 )
                 info = CheckpointInfo(**json.loads(answer))
                 details["size_bytes"] = info.size_bytes
@@ -221,7 +222,7 @@ class SaveRun:
     def _abandon(self) -> None:
         working = self._prepared.assignment.working
         try:
-            self._check()
+            self._context.check()
         except (OSError, CheckpointError) as error:
             # On an object store the job that owns the root now may be writing under the very same name.
             _logger.warning("what was written to %s/%s is left: %s", self._storage.url, working, error)

@@ -18,7 +18,7 @@ from ckpt_core.lifecycle._plans import AgreedPlans
 from ckpt_core.lifecycle._prepare import PreparedSave, Workshop, prepare, warm_up
 from ckpt_core.lifecycle._prune import prune
 from ckpt_core.lifecycle._request import SaveRequest
-from ckpt_core.lifecycle._save import SaveRun
+from ckpt_core.lifecycle._save import SaveContext, SaveRun
 from ckpt_core.lifecycle._stage import Stager
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.staging import Arenas
@@ -50,6 +50,14 @@ class Saver:
         )
         self._step_hooks: list[RemovableHandle] = []
         self._ownership = Ownership(storage, coordinator)
+        self._context = SaveContext(
+            storage=storage,
+            coordinator=coordinator,
+            telemetry=telemetry,
+            deadline_seconds=options.deadline_seconds,
+            check=self._ownership.check,
+            committed=self._committed,
+        )
         self._flight = Flight(coordinator, back_pressure=options.back_pressure, on_error=options.on_error)
 
     def save(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> SaveHandle | None:
@@ -86,9 +94,7 @@ class Saver:
     def prewarm(self, capture: Callable[[], CapturedState]) -> int:
         """Plan and make the arenas ahead of the first save; see `warm_up`."""
         self._flight.wait()
-        return warm_up(
-            capture, coordinator=self._coordinator, workshop=self._workshop, url=self._storage.url
-        )
+        return warm_up(capture, coordinator=self._coordinator, workshop=self._workshop, url=self._storage.url)
 
     def own_root(self) -> None:
         """Wait for the save in flight and claim the root; see `Ownership.take`."""
@@ -122,16 +128,8 @@ class Saver:
         request = prepared.request
         handle = SaveHandle(request.step, request.name, prepared.assignment.created)
         self._guard_steps(prepared)
-        run = SaveRun(
-            prepared,
-            handle,
-            storage=self._storage,
-            coordinator=self._coordinator,
-            telemetry=self._telemetry,
-            deadline_seconds=self._options.deadline_seconds,
-            check=self._ownership.check,
-        )
-        self._flight.start(handle, lambda: run.run(prune=self._committed))
+        run = SaveRun(prepared, handle, self._context)
+        self._flight.start(handle, run.run)
         return handle
 
     def _guard_steps(self, prepared: PreparedSave) -> None:

@@ -10,7 +10,7 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any
@@ -41,6 +41,9 @@ def encode(value: Any) -> Any:
     return _encode(value, "", 0)
 
 
+_AS_THEY_ARE = frozenset({bool, int, str, type(None)})
+
+
 def _encode(value: Any, path: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise NotEncodableError(
@@ -52,14 +55,21 @@ def _encode(value: Any, path: str, depth: int) -> Any:
     if kind is float:
         return value if math.isfinite(value) else _tagged("float", repr(value))
     if kind is list:
-        return [_encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]
+        return _encode_each(value, path, depth)
     if isinstance(value, dict):
         return _encode_dict(value, path, depth + 1)
     if kind in {tuple, set, frozenset}:
-        items = [_encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]
+        items = _encode_each(value, path, depth)
         # Ranks must agree on shared items byte by byte, and sets have no order of their own.
         return _tagged(kind.__name__, items if kind is tuple else sorted(items, key=json.dumps))
     return _encode_leaf(value, path)
+
+
+def _encode_each(values: Collection[Any], path: str, depth: int) -> list[Any]:
+    # The state of a random number generator is six hundred integers, encoded in every save.
+    if _AS_THEY_ARE.issuperset(map(type, values)):
+        return list(values)
+    return [_encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(values)]
 
 
 def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Any:

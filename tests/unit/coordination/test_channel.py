@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -245,3 +246,75 @@ def test_a_store_that_has_the_key_already_does_not_wait():
     job.call(lambda _, channel: channel.broadcast("t", 5, LONG), ranks=[0])
     store.set_timeout(timedelta(seconds=1))
     assert job.call(lambda _, channel: channel.broadcast("t", None, LONG), ranks=[1]) == {1: 5}
+
+
+def test_an_announcement_is_made_once_and_heard_by_all():
+    made: list[int] = []
+    job = Job()
+
+    def make() -> str:
+        made.append(1)
+        return "go"
+
+    heard = job.call(lambda _, channel: channel.announce("t", make, LONG))
+    assert heard == dict.fromkeys(range(WORLD), "go")
+    assert len(made) == 1
+
+
+def test_an_announcement_that_fails_fails_on_every_rank_with_its_type():
+    def make() -> str:
+        raise CheckpointExistsError("step 3 is there")
+
+    heard = Job().call(lambda _, channel: channel.announce("t", make, LONG))
+    assert {type(error) for error in heard.values()} == {CheckpointExistsError}
+
+
+def test_nobody_waits_for_ever_for_an_announcement(monkeypatch):
+    monkeypatch.setattr("ckpt_core.coordination._channel._GRACE_SECONDS", 0.0)
+    heard = Job().call(lambda _, channel: channel.announce("t", lambda: 1, SHORT), ranks=[2])
+    assert isinstance(heard[2], DeadlineError)
+    assert heard[2].awaited == (0,)
+
+
+def test_all_ranks_of_a_meeting_get_the_one_answer():
+    job = Job()
+    heard = job.call(lambda rank, channel: channel.meet("t", rank, sum, LONG))
+    assert heard == dict.fromkeys(range(WORLD), 3)
+
+
+def test_a_thousand_saves_leave_no_more_keys_than_one():
+    job = Job()
+
+    def save(number: int) -> int:
+        job.call(lambda _, channel: channel.announce(f"open/{number}", lambda: b"", LONG))
+        job.call(lambda rank, channel: channel.meet(f"save/{number}", rank, sum, LONG))
+        return int(job.store.num_keys())
+
+    assert len({save(number) for number in range(100)}) == 1
+
+
+class CountingStore:
+    """A store in memory that counts the coordinator's requests."""
+
+    def __init__(self) -> None:
+        self._inner = dist.HashStore()
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.requests += 1
+            return getattr(self._inner, name)(*args)
+
+        return call
+
+
+def test_the_coordinators_requests_do_not_grow_with_the_number_of_ranks():
+    def requests(world_size: int) -> int:
+        peers, own = dist.HashStore(), CountingStore()
+        own._inner = peers
+        for rank in range(1, world_size):
+            peers.set(f"t/arrive/{rank}", pickle.dumps({"value": rank}))
+        assert Channel(own, 0, world_size).meet("t", 0, sum, LONG) == sum(range(world_size))
+        return own.requests
+
+    assert requests(4) == requests(400)

@@ -1,17 +1,37 @@
 from __future__ import annotations
 
+import io
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 
-from ckpt_core.dcp import PartPlanner, decide, lowest_rank_only
+from ckpt_core.dcp import Part, decide, lowest_rank_only
+from ckpt_core.dcp._leaves import Leaves
 from ckpt_core.errors import ConfigError
 
 
+def part_of(tree: dict[str, Any]) -> Part:
+    part = Part()
+    part.look(tree)
+    return part
+
+
+def planned(tree: dict[str, Any]) -> Part:
+    """A part whose plan is agreed, on one rank."""
+    part = part_of(tree)
+    (plan,), _ = decide([part.local_plan()])
+    part.accept(plan)
+    return part
+
+
 def plans_of(*trees: dict[str, Any]):
-    return [PartPlanner(tree).local_plan() for tree in trees]
+    return [part_of(tree).local_plan() for tree in trees]
 
 
 def keys(plan: Any) -> list[str]:
@@ -36,7 +56,7 @@ def quantised() -> torch.Tensor:
 )
 def test_tensors_that_no_checkpoint_can_hold_are_refused_by_name_with_the_remedy(make, told):
     with pytest.raises(ConfigError, match=f"layer.0.weight is .*{told}"):
-        PartPlanner({"layer": [{"weight": make()}]}).local_plan()
+        part_of({"layer": [{"weight": make()}]}).local_plan()
 
 
 def test_replicas_are_written_once_and_shared_out():
@@ -80,30 +100,41 @@ def test_the_paths_of_leaves_survive_the_choice_of_ranks():
     assert metadata.planner_data == {"deep.a.b": ("deep", "a.b")}
 
 
-def test_a_resolved_plan_holds_live_tensors_and_serialised_values():
+def test_an_accepted_plan_gives_live_tensors_and_serialised_values():
     tree = {"w": torch.arange(3.0), "n": 5}
-    planner = PartPlanner(tree)
-    (plan,), _ = decide([planner.local_plan()])
-    resolved = planner.resolve(plan)
-    (shard,) = resolved.shards.values()
+    part = planned(tree)
+    (shard,) = part.shards()
     assert shard.data_ptr() == tree["w"].data_ptr()
-    assert [index.fqn for index in resolved.values] == ["n"]
+    assert [index.fqn for index, _, _ in part.specs] == ["w"]
+    assert [index.fqn for index in part.value_indices] == ["n"]
 
 
-def test_values_are_serialised_when_resolved_and_not_later():
-    tree = {"n": [1, 2]}
-    tree_live = {"n": tree["n"], "t": torch.ones(1)}
-    planner = PartPlanner(tree_live)
-    (plan,), _ = decide([planner.local_plan()])
-    before = dict(planner.resolve(plan).values)
+def test_values_are_those_of_the_moment_and_not_of_later():
+    tree = {"n": [1, 2], "lr": 0.1, "zero": 0.0, "t": torch.ones(1)}
+    part = planned(tree)
+    before = part.values()
     tree["n"].append(3)
-    assert before == dict(PartPlanner({"n": [1, 2], "t": torch.ones(1)}).resolve(plan).values)
+    assert [torch.load(io.BytesIO(value)) for value in before] == [[1, 2], 0.1, 0.0]
+    tree |= {"lr": 0.01, "zero": -0.0}
+    assert part.look(tree)
+    after = [torch.load(io.BytesIO(value)) for value in part.values()]
+    assert str(after) == str([[1, 2, 3], 0.01, -0.0])
 
 
-def test_states_that_are_planned_alike_have_equal_fingerprints():
-    same = [{"w": torch.ones(2, 3), "n": 5}, {"w": torch.zeros(2, 3), "n": [6]}]
-    first, second = (PartPlanner(tree).fingerprint() for tree in same)
-    assert first == second
+def test_a_value_that_is_equal_but_of_another_type_is_saved_as_it_is():
+    tree = {"n": 1}
+    part = planned(tree)
+    part.values()
+    for value in (True, 1.0, 1):
+        part.look({"n": value})
+        (content,) = part.values()
+        assert type(torch.load(io.BytesIO(content))) is type(value)
+
+
+def test_states_that_are_planned_alike_need_no_new_plan():
+    part = planned({"w": torch.ones(2, 3), "n": 5})
+    assert part.look({"w": torch.zeros(2, 3), "n": [6]})
+    assert part.look({"w": nn.Parameter(torch.zeros(2, 3)), "n": None})
 
 
 @pytest.mark.parametrize(
@@ -119,10 +150,43 @@ def test_states_that_are_planned_alike_have_equal_fingerprints():
     ],
     ids=["shape", "dtype", "kind", "key", "fewer", "layout", "order"],
 )
-def test_states_that_are_planned_differently_have_other_fingerprints(other):
-    assert PartPlanner(other).fingerprint() != PartPlanner({"w": torch.ones(2, 3), "n": 5}).fingerprint()
+def test_states_that_are_planned_differently_need_a_new_plan(other):
+    assert not planned({"w": torch.ones(2, 3), "n": 5}).look(other)
 
 
-def test_equal_names_from_other_paths_are_planned_anew():
-    flat, nested = PartPlanner({"a.b": torch.ones(1)}), PartPlanner({"a": {"b": torch.ones(1)}})
-    assert flat.fingerprint() != nested.fingerprint()
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"a.b": torch.ones(1)}, {"a": {"b": torch.ones(1)}}),
+        ({"a": [torch.ones(1)]}, {"a": {"0": torch.ones(1)}}),
+    ],
+    ids=["dots", "indices"],
+)
+def test_equal_names_from_other_paths_are_planned_anew(first, second):
+    assert not planned(first).look(second)
+
+
+_NESTED = st.recursive(
+    st.sampled_from([1, None, "x", (1, 2), (torch.ones(1),)]) | st.builds(torch.ones, st.just(1)),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.sampled_from("abc"), each, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(_NESTED)
+def test_leaves_are_those_that_dcp_sees_in_its_order(inner):
+    found: list[tuple[Any, ...]] = []
+    traverse_state_dict({"top": inner}, lambda path, value: found.append((path, value)))
+    leaves = Leaves({"top": inner})
+    assert len(leaves.values) == len(found)
+    assert all(own is value for own, (_, value) in zip(leaves.values, found, strict=True))
+
+
+def test_a_part_keeps_no_live_tensor_between_saves():
+    tensor = torch.ones(2)
+    part = planned({"w": tensor})
+    gone = weakref.ref(tensor)
+    part.shards()
+    part.forget()
+    del tensor
+    assert gone() is None

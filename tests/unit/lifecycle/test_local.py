@@ -1,10 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ckpt_core.lifecycle._local import digests, diverging, encode_local, put_local, read_local
+from ckpt_core.lifecycle._local import LocalValues, encode_local, put_local, read_local
 from ckpt_core.storage import MemoryStorage
 
 KEY, OTHER = ("", "model.norm.running_mean"), ("part", "a.b")
@@ -21,35 +20,45 @@ def stored(*files: dict[str, bytes]) -> MemoryStorage:
 
 def test_equal_tensors_have_equal_digests_whatever_their_strides():
     tensor = torch.arange(12.0).reshape(3, 4)
-    views = {KEY: tensor.t().contiguous().t(), OTHER: tensor}
-    assert len(set(digests(views).values())) == 1
+    assert LocalValues({KEY: tensor.t().contiguous().t()}).digests() == LocalValues({KEY: tensor}).digests()
 
 
 def test_digests_tell_a_single_bit_from_none():
     tensor = torch.zeros(5)
     changed = tensor.clone()
     changed[3] = torch.finfo(torch.float32).tiny
-    assert digests({KEY: tensor}) != digests({KEY: changed})
+    assert LocalValues({KEY: tensor}).digests() != LocalValues({KEY: changed}).digests()
 
 
 def test_tensors_without_elements_and_conjugate_views_have_digests():
     base = torch.complex(torch.ones(2), torch.ones(2))
-    found = digests({KEY: torch.empty(0), ("", "c"): base.conj(), ("", "d"): base.conj().resolve_conj()})
-    assert found["", "c"] == found["", "d"]
+    conjugate = LocalValues({KEY: torch.empty(0), ("", "c"): base.conj()})
+    resolved = LocalValues({KEY: torch.empty(0), ("", "c"): base.conj().resolve_conj()})
+    assert conjugate.digests() == resolved.digests()
 
 
-def test_ranks_diverge_from_the_lowest_rank_that_has_the_key():
-    ranks = [{KEY: 1}, {KEY: 1, OTHER: 5}, {KEY: 2, OTHER: 5}, {OTHER: 6}, {}]
-    assert diverging(ranks) == [frozenset(), frozenset(), {KEY}, {OTHER}, frozenset()]
+@pytest.mark.parametrize("num_keys", [2, 200], ids=["told singly", "told as one"])
+def test_what_differs_from_the_reference_is_kept_and_nothing_is_forgotten(num_keys):
+    reference = {("", f"b{i}"): torch.full((3,), i) for i in range(num_keys)}
+    own = {key: value.clone() for key, value in reference.items()}
+    assert LocalValues(own).differing(LocalValues(reference).digests()) == frozenset()
+    own["", "b1"][0] = -1
+    differing = LocalValues(own).differing(LocalValues(reference).digests())
+    assert ("", "b1") in differing
+    assert len(differing) == (1 if num_keys == 2 else num_keys)
 
 
-@given(st.lists(st.dictionaries(st.sampled_from([KEY, OTHER]), st.integers(0, 2)), min_size=1, max_size=5))
-def test_every_rank_finds_its_own_value_again(ranks):
-    reference: dict[tuple[str, str], int] = {}
-    for of_rank in ranks:
-        reference = of_rank | reference
-    for of_rank, divergent in zip(ranks, diverging(ranks), strict=True):
-        assert {key: of_rank[key] if key in divergent else reference[key] for key in of_rank} == of_rank
+def test_the_message_of_digests_does_not_grow_with_the_model():
+    many = {("", f"b{i}"): torch.ones(1) for i in range(5000)}
+    assert len(LocalValues(many).digests()) <= 512
+
+
+def test_copies_do_not_follow_the_training():
+    live = torch.ones(3)
+    values = LocalValues({KEY: live})
+    before = values.digests()
+    live.zero_()
+    assert values.digests() == before == LocalValues({KEY: torch.ones(3)}).digests()
 
 
 def test_a_rank_that_does_not_differ_writes_no_file():

@@ -11,8 +11,11 @@ from ckpt_core.lifecycle._reducer import (
     Failed,
     Fulfil,
     Meet,
+    Open,
+    Opened,
     Phase,
     Prune,
+    Refused,
     Reject,
     Release,
     Staged,
@@ -24,7 +27,9 @@ from ckpt_core.types import CheckpointInfo
 
 INFO = CheckpointInfo(step=3, name="step-000000003", created=1.0)
 ERROR = OSError("disk")
-EVENTS: tuple[Event, ...] = (Staged(), Written(b"report"), Committed(INFO), Failed(ERROR))
+EVENTS: tuple[Event, ...] = (
+    Staged(), Opened(), Refused(), Written(b"report"), Committed(INFO), Failed(ERROR)
+)  # fmt: skip
 
 
 def legal(phase: Phase) -> list[Event]:
@@ -47,7 +52,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Event], list[Command]]:
         events.append(draw(st.sampled_from(choices)))
         phase, more = reduce(phase, events[-1])
         commands += more
-        assert len(events) <= 3
+        assert len(events) <= 4
     assert phase is Phase.DONE
     return events, commands
 
@@ -91,17 +96,28 @@ def test_success_is_told_only_of_what_was_committed_and_errors_are_never_lost(ru
     rejected = [command.error for command in commands if isinstance(command, Reject)]
     assert fulfilled == [event.info for event in events if isinstance(event, Committed)]
     assert rejected == ([] if fulfilled else [events[-1].error])
-    own_failure = any(isinstance(event, Failed) for event in events[:-1])
+    brought = {Written: b"report", Refused: b"", Failed: ERROR}[type(events[-2])]
     (payload,) = [command.payload for command in commands if isinstance(command, Meet)]
-    assert payload == (ERROR if own_failure else b"report")
+    assert payload == brought
+
+
+@given(runs())
+def test_nobody_writes_before_the_coordinator_has_opened_the_save(run):
+    events, commands = run
+    assert bool(of(Write, commands)) == any(isinstance(event, Opened) for event in events)
+    assert len(of(Open, commands)) == 1
+
+
+def test_a_rank_that_failed_to_stage_takes_its_error_to_the_opening():
+    assert reduce(Phase.PLANNED, Failed(ERROR)) == (Phase.OPENING, (Open(ERROR),))
 
 
 def test_a_save_that_goes_well_runs_in_this_order():
     phase, commands = Phase.PLANNED, []
-    for event in (Staged(), Written(b"report"), Committed(INFO)):
+    for event in (Staged(), Opened(), Written(b"report"), Committed(INFO)):
         phase, more = reduce(phase, event)
         commands += more
-    assert commands == [Write(), Release(), Meet(b"report"), Fulfil(INFO), Prune()]
+    assert commands == [Open(), Write(), Release(), Meet(b"report"), Fulfil(INFO), Prune(INFO)]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +134,7 @@ def test_only_these_events_are_legal():
     names = {phase.name: [type(event).__name__ for event in legal(phase)] for phase in Phase}
     assert names == {
         "PLANNED": ["Staged", "Failed"],
+        "OPENING": ["Opened", "Refused", "Failed"],
         "WRITING": ["Written", "Failed"],
         "MEETING": ["Committed", "Failed"],
         "DONE": [],

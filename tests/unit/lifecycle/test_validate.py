@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointManager
-from ckpt_core.dcp import PartPlanner, decide
+from ckpt_core.dcp import Part, decide
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.lifecycle._validate import Misfits
 from ckpt_core.storage import MemoryStorage
 
 
 def metadata(tree: dict[str, Any]):
-    return decide([PartPlanner(tree).local_plan()])[1]
+    part = Part()
+    part.look(tree)
+    return decide([part.local_plan()])[1]
 
 
 SAVED = {
