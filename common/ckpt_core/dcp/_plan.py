@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor import DTensor
 
+from ckpt_core.dcp._dedup import assign
 from ckpt_core.errors import ConfigError
 
 
@@ -71,11 +72,12 @@ def decide(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     """Deduplicate over replicas and build the metadata. Coordinator only.
 
     Raises:
+        ConfigError: ranks hold one entry with different dtypes or shapes.
         ValueError: the ranks' shards overlap or leave holes.
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, None, is_coordinator=True)
-    final_plans, metadata = planner.create_global_plan(list(plans))
+    final_plans, metadata = planner.create_global_plan(assign(plans, ()))
     # The path of every leaf is already in the metadata: sending it back to every rank would be waste.
     return [SavePlan(plan.items) for plan in final_plans], metadata
 
