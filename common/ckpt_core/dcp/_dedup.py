@@ -68,9 +68,7 @@ def assign(plans: Sequence[SavePlan], uneven: Collection[str]) -> list[SavePlan]
     loads = [0] * len(plans)
     for rank, plan in enumerate(plans):
         loads[rank] = sum(_size_bytes(item) for item in plan.items if item.index.fqn not in chunks)
-        for name, place, item in _entries(plan):
-            if name in chunks:
-                _note(chunks[name], place, rank, item, name not in uneven)
+        _gather(rank, plan, chunks, uneven)
     writers = _choose(chunks, loads, uneven)
     return [_keep(rank, plan, writers) for rank, plan in enumerate(plans)]
 
@@ -92,18 +90,26 @@ def _entries(plan: SavePlan) -> Iterator[tuple[str, _Place, WriteItem]]:
     return zip(map(_names, plan.items), map(_places, plan.items), plan.items, strict=True)
 
 
-def _note(chunks: dict[_Place, _Chunk], place: _Place, rank: int, item: WriteItem, strict: bool) -> None:
-    """Add a rank to the holders of a chunk."""
-    chunk = chunks.get(place)
-    if chunk is None:
-        chunks[place] = _Chunk(item=item, size_bytes=_size_bytes(item), ranks=[rank])
-        return
-    if strict and _form(item) != _form(chunk.item):
+def _gather(rank: int, plan: SavePlan, chunks: _Chunks, uneven: Collection[str]) -> None:
+    """Note the rank as a holder of every chunk of its plan whose name is among `chunks`."""
+    for name, place, item in _entries(plan):
+        if name not in chunks:
+            continue
+        chunk = chunks[name].get(place)
+        if chunk is None:
+            chunks[name][place] = _Chunk(item=item, size_bytes=_size_bytes(item), ranks=[rank])
+        else:
+            if name not in uneven:
+                _check_alike(chunk, item, rank)
+            chunk.ranks.append(rank)
+
+
+def _check_alike(chunk: _Chunk, item: WriteItem, rank: int) -> None:
+    if _form(item) != _form(chunk.item):
         raise ConfigError(
             f"rank {rank} has {_told(item)} as {item.index.fqn}, rank {chunk.ranks[0]} {_told(chunk.item)}; "
-            "an entry must be alike on all ranks that have it: give each rank's own a name with the rank in it"
+            "an entry must be alike on all ranks that have it: put the rank into the name of each rank's own"
         )
-    chunk.ranks.append(rank)
 
 
 def _choose(chunks: _Chunks, loads: list[int], uneven: Collection[str]) -> _Writers:
@@ -152,7 +158,7 @@ def _size_bytes(item: WriteItem) -> int:
 
 def _form(item: WriteItem) -> tuple[Any, ...]:
     data = item.tensor_data
-    return (item.type,) if data is None else (item.type, data.properties.dtype, data.size, data.chunk.sizes)
+    return () if data is None else (data.properties.dtype, data.size, data.chunk.sizes)
 
 
 def _told(item: WriteItem) -> str:
