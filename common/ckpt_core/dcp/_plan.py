@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor import DTensor
 
 from ckpt_core.dcp._dedup import assign
-from ckpt_core.errors import ConfigError
+from ckpt_core.dcp._kinds import check_kind
 
 
 @final
@@ -43,7 +43,7 @@ class PartPlanner:
         """
         for fqn, value in self._planner.state_dict.items():
             if isinstance(value, torch.Tensor):
-                _check_kind(value, fqn)
+                check_kind(value, fqn)
         return self._planner.create_local_plan()
 
     def resolve(self, plan: SavePlan) -> ResolvedPlan:
@@ -119,18 +119,3 @@ def _tensor_of(data: object, fqn: str) -> torch.Tensor:
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"the planner gave {type(data).__name__} for the tensor {fqn}")
     return data
-
-
-def _check_kind(tensor: torch.Tensor, fqn: str) -> None:
-    if isinstance(tensor, ShardedTensor):  # it answers none of the questions below, its shards do
-        for shard in tensor.local_shards():
-            _check_kind(shard.tensor, fqn)
-        return
-    if tensor.is_quantized or tensor.layout != torch.strided:
-        kind = "quantised" if tensor.is_quantized else f"{tensor.layout}"
-        raise ConfigError(
-            f"{fqn} is a {kind} tensor, which the checkpoint format cannot hold; "
-            "convert it (dequantize() or to_dense()) before saving, or leave it out of the state"
-        )
-    if tensor.device.type == "meta":
-        raise ConfigError(f"{fqn} is on the meta device and has no data; materialise the model before saving")
