@@ -32,7 +32,7 @@ def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
     elif isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise ConfigError(
-                f"{name} is placed as {tensor.placements}: ranks hold parts that were not yet added up, so it "
+                f"{name} is placed as {tensor.placements}: ranks hold parts not yet added up, so it "
                 "has no value; redistribute() it to Replicate() or Shard() before saving"
             )
         yield tensor.to_local()
