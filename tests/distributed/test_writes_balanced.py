@@ -1,4 +1,4 @@
-"""Replicas share the writing: with four ranks that hold the same, each writes about a quarter of the bytes."""
+"""Replicas share the writing: of four ranks that hold the same each writes about a quarter."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ NO_BYTES = [
 ]
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     **{name: (of_dtype(name), rf"dtype torch\.{name}.*view\(\) it as torch.uint8") for name in NO_BYTES},
-    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "quantised.*dequant"),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "quantised.*dequa"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo.*to_dense"),
     "mkldnn": (lambda: torch.ones(3, 3).to_mkldnn(), "torch._mkldnn.*to_dense"),
     "meta": (lambda: torch.empty(3, device="meta"), "meta device.*materialise"),
