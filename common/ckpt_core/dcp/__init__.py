@@ -2,7 +2,7 @@
 
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._metadata import entries, load_metadata
-from ckpt_core.dcp._plan import Part, decide, lowest_rank_only
+from ckpt_core.dcp._plan import Part, decide
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
 from ckpt_core.dcp._writer import ShardWriter
 
@@ -18,6 +18,5 @@ __all__ = [
     "entries",
     "load_metadata",
     "load_value",
-    "lowest_rank_only",
     "spec_of",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias, cast, final
 
 import torch
@@ -14,9 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
+from ckpt_core.dcp._dedup import assign
 from ckpt_core.dcp._image import ShardSpec
+from ckpt_core.dcp._kinds import check_kind
 from ckpt_core.dcp._leaves import PLAIN, Kinds, Leaves
-from ckpt_core.errors import ConfigError
 
 _Item: TypeAlias = tuple[int, MetadataIndex]
 
@@ -66,7 +66,7 @@ class Part:
         planner = _set_up(self._tree)
         for fqn, value in planner.state_dict.items():
             if isinstance(value, torch.Tensor):
-                _check_kind(value, fqn)
+                check_kind(value, fqn)
         return planner.create_local_plan()
 
     def accept(self, plan: SavePlan) -> None:
@@ -118,31 +118,22 @@ _SCALARS = frozenset({bool, int, float, str, type(None)})
 """Types whose `repr` tells every two values apart, whatever went before."""
 
 
-def decide(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Deduplicate over replicas and build the metadata. Coordinator only.
+def decide(plans: Sequence[SavePlan], uneven: Collection[str] = ()) -> tuple[list[SavePlan], Metadata]:
+    """Leave every chunk to one rank and build the metadata. Coordinator only.
+
+    Args:
+        plans: every rank's local plan, by rank.
+        uneven: names of entries whose replicas may differ: the lowest rank that has them writes them.
 
     Raises:
+        ConfigError: replicas differ in dtype or shape.
         ValueError: the ranks' shards overlap or leave holes.
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, None, is_coordinator=True)
-    final_plans, metadata = planner.create_global_plan(list(plans))
+    final_plans, metadata = planner.create_global_plan(assign(plans, uneven))
     # The path of every leaf is already in the metadata: sending it back to every rank would be waste.
     return [SavePlan(plan.items) for plan in final_plans], metadata
-
-
-def lowest_rank_only(plans: Sequence[SavePlan], keys: Collection[str]) -> list[SavePlan]:
-    """Plans in which entries of these keys are left to the lowest rank that has them.
-
-    DCP gives a replicated entry to the least loaded rank, which is only right if all replicas are equal.
-    """
-    taken: set[MetadataIndex] = set()
-    kept: list[SavePlan] = []
-    for plan in plans:
-        items = [item for item in plan.items if item.index.fqn not in keys or item.index not in taken]
-        taken.update(item.index for item in items if item.index.fqn in keys)
-        kept.append(replace(plan, items=items))
-    return kept
 
 
 def _set_up(tree: Mapping[str, Any]) -> DefaultSavePlanner:
@@ -158,18 +149,3 @@ def _local(value: Any, index: MetadataIndex) -> torch.Tensor:
         raise TypeError(f"{index.fqn} was planned as a tensor and is a {type(value).__name__}")
     with torch.no_grad():
         return find_tensor_shard(value, index)
-
-
-def _check_kind(tensor: torch.Tensor, fqn: str) -> None:
-    if isinstance(tensor, ShardedTensor):  # it answers none of the questions below, its shards do
-        for shard in tensor.local_shards():
-            _check_kind(shard.tensor, fqn)
-        return
-    if tensor.is_quantized or tensor.layout != torch.strided:
-        kind = "quantised" if tensor.is_quantized else f"{tensor.layout}"
-        raise ConfigError(
-            f"{fqn} is a {kind} tensor, which the checkpoint format cannot hold; "
-            "convert it (dequantize() or to_dense()) before saving, or leave it out of the state"
-        )
-    if tensor.device.type == "meta":
-        raise ConfigError(f"{fqn} is on the meta device and has no data; materialise the model before saving")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import Part, decide, lowest_rank_only
+from ckpt_core.dcp import Part, decide
 from ckpt_core.lifecycle._local import LocalKey
 
 
@@ -156,7 +156,7 @@ def _plan_all(
         # A rank without the part still takes its place, so that ranks and plans stay aligned.
         local = [proposal.plans.get(part, SavePlan([], planner_data={})) for proposal in proposals]
         uneven = {key for proposal in proposals for of_part, key in proposal.uneven if of_part == part}
-        everyone[part], metadata[part] = decide(lowest_rank_only(local, uneven))
+        everyone[part], metadata[part] = decide(local, uneven)
     return everyone, metadata
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from ckpt_core.dcp import Image, ImageLayout, Part
+from ckpt_core.errors import ConfigError
 from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
 
 _Layouts: TypeAlias = Mapping[str, ImageLayout]
@@ -81,12 +82,17 @@ class Stager:
         devices = {source.device for source in sources if source.is_cuda}
         arena, images = self._reserve(parts, generation, pinned=bool(devices))
         try:
+            addresses = [_address(source) for source in sources]
+            _check_memory(names, sources, addresses)
             targets = [target for image in images.values() for target in image.targets]
             if stable is None:
                 _copy(targets, sources)
                 deferred = None
             else:
-                deferred = _copy_unstable(names, sources, targets, stable)
+                frozen = frozenset(map(_address, stable))
+                deferred = _copy_unstable(
+                    zip(names, sources, targets, (address in frozen for address in addresses), strict=True)
+                )
             for device in devices if stable is None else ():
                 torch.cuda.current_stream(device).synchronize()
         except BaseException:
@@ -138,20 +144,19 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _copy_unstable(
-    names: Sequence[str],
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    stable: Sequence[Any],
+    copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]],
 ) -> DeferredCopies | None:
-    """Copy what may change at any moment, and leave the rest for later.
+    """Copy what may change at any moment, and leave the rest, which is stable, for later.
 
     On CUDA what may change is cloned on its device, so that the host need not wait for the device.
+
+    Args:
+        copies: name, source, target, and whether the source is stable.
     """
-    addresses = frozenset(_address(tensor) for tensor in stable)
     left: list[Copy] = []
     now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for name, source, target in zip(names, sources, targets, strict=True):
-        if _address(source) in addresses:
+    for name, source, target, is_stable in copies:
+        if is_stable:
             left.append(Copy(name, source, target))
         elif source.is_cuda:
             left.append(Copy(name, source.detach().clone(), target))
@@ -160,6 +165,22 @@ def _copy_unstable(
             now[1].append(source)
     _copy(*now)
     return DeferredCopies(left) if left else None
+
+
+def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    """Refuse what has lost its memory since it was planned: a copy of it would end the process."""
+    if 0 not in addresses:
+        return
+    freed = [
+        name
+        for name, source, address in zip(names, sources, addresses, strict=True)
+        if not address and source.numel()
+    ]
+    if freed:
+        raise ConfigError(
+            f"the memory of {len(freed)} tensor(s) has been freed, first {freed[0]}; "
+            "save at a moment when the parameters are materialised"
+        )
 
 
 def _address(tensor: Any) -> int:

@@ -75,7 +75,7 @@ def test_the_payload_is_aligned_in_the_file_wherever_the_archive_starts(offset):
     assert_same(loaded(data), filled(torch.float32, (9, 3)))
 
 
-@pytest.mark.parametrize("zip64_from", [0xFFFFFFFF, 1000, 1])
+@pytest.mark.parametrize("zip64_from", [0xFFFFFFFF, 4001, 4000, 1000, 1])
 @pytest.mark.parametrize("offset", [0, 4097])
 def test_python_finds_the_archive_sound(offset, zip64_from):
     data, _ = archive_of(filled(torch.int16, (50, 40)), offset=offset, zip64_from=zip64_from)
@@ -84,10 +84,10 @@ def test_python_finds_the_archive_sound(offset, zip64_from):
         assert archive.read("archive/data/0") == content(filled(torch.int16, (50, 40)))
 
 
-@pytest.mark.parametrize("zip64_from", [4096, 1000, 100, 1])
+@pytest.mark.parametrize("zip64_from", [16_001, 16_000, 4096, 1000, 100, 1])
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_archives_too_large_for_32_bits_are_read_and_aligned_too(offset, zip64_from):
-    tensor = filled(torch.float64, (40, 50))
+    tensor = filled(torch.float64, (40, 50))  # 16,000 bytes: below the first limit, but the archive is not
     data, payload_start = archive_of(tensor, offset=offset, zip64_from=zip64_from)
     assert (offset + payload_start) % ALIGNMENT == 0
     assert_same(loaded(data), tensor)

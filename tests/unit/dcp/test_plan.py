@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 
-from ckpt_core.dcp import Part, decide, lowest_rank_only
+from ckpt_core.dcp import Part, decide
 from ckpt_core.dcp._leaves import Leaves
 from ckpt_core.errors import ConfigError
 
@@ -75,28 +75,22 @@ def test_entries_of_one_rank_only_are_kept_beside_those_of_all():
     assert metadata.planner_data == {"a": ("a",), "x": ("x",), "y": ("y",)}
 
 
-def test_the_lowest_rank_that_has_a_key_writes_it():
+def test_the_lowest_rank_that_has_an_uneven_key_writes_it():
     few, many = {"only": torch.ones(1)}, {"only": torch.ones(1), "stats": torch.ones(9)}
-    kept = lowest_rank_only(plans_of(few, many, many), {"stats"})
-    assert [keys(plan) for plan in kept] == [["only"], ["only", "stats"], ["only"]]
+    plans, _ = decide(plans_of(few, many, many), {"stats"})
+    assert [("stats" in keys(plan)) for plan in plans] == [False, True, False]
 
 
-def test_other_keys_are_left_to_dcp():
-    tree = {"a": torch.ones(1), "b": torch.ones(1)}
-    plans = plans_of(tree, tree)
-    assert [plan.items for plan in lowest_rank_only(plans, ())] == [plan.items for plan in plans]
-
-
-def test_the_lowest_rank_writes_even_where_dcp_would_balance_the_load():
+def test_the_lowest_rank_writes_uneven_keys_even_where_the_load_would_be_balanced():
     tree = {f"w{i}": torch.ones(10) for i in range(6)}
-    plans, _ = decide(lowest_rank_only(plans_of(tree, tree), set(tree)))
+    plans, _ = decide(plans_of(tree, tree), set(tree))
     assert keys(plans[0]) == sorted(tree)
     assert not plans[1].items
 
 
 def test_the_paths_of_leaves_survive_the_choice_of_ranks():
     tree = {"deep": {"a.b": torch.ones(1)}}
-    _, metadata = decide(lowest_rank_only(plans_of(tree, tree), {"deep.a.b"}))
+    _, metadata = decide(plans_of(tree, tree), {"deep.a.b"})
     assert metadata.planner_data == {"deep.a.b": ("deep", "a.b")}
 
 

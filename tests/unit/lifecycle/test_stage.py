@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckpt_core.dcp import Part, decide
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, ConfigError
 from ckpt_core.lifecycle._stage import StagedParts, Stager
 from ckpt_core.staging import Arenas
 
@@ -116,3 +116,11 @@ def test_memory_is_given_back_when_closed_and_taken_again():
     saves.stage(a={"w": torch.ones(1 << 20)}).release()
     saves.stager.close()
     assert read(saves.stage(a={"w": torch.ones(3)}), "a")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_tensor_whose_memory_was_freed_after_it_was_planned_is_refused_by_name():
+    saves, tensor = Saves(), torch.ones(100)
+    saves.stage(a={"w": tensor}).release()
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match="has been freed, first w"):
+        saves.stage(a={"w": tensor})

@@ -1,0 +1,52 @@
+"""A chunk of more than 4 GiB, and one that lies behind it, for real: takes 5 GiB of memory and of disk."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from ckpt_core.dcp import ShardWriter
+from ckpt_core.storage import LocalStorage
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+ROW_BYTES = 4093
+ROWS = (1 << 32) // ROW_BYTES + 25_000
+NEEDED_BYTES = 6 << 30
+
+
+@pytest.mark.skipif(psutil.virtual_memory().available < NEEDED_BYTES, reason="needs 6 GiB of free memory")
+def test_a_chunk_of_more_than_4_gib_and_what_follows_it_are_read_by_torch_and_zipfile(tmp_path: Path):
+    row = torch.randint(256, (ROW_BYTES,), dtype=torch.uint8)
+    small = torch.arange(1000.0)
+    tree = {"large": row.expand(ROWS, ROW_BYTES), "small": small}
+    dcp.save(tree, storage_writer=ShardWriter(LocalStorage(tmp_path), "large"), no_dist=True)
+
+    infos = FileSystemReader(tmp_path / "large").read_metadata().storage_data
+    large, behind = infos[MetadataIndex("large", (0, 0))], infos[MetadataIndex("small", (0,))]
+    assert large.offset == 0
+    assert large.length > 1 << 32
+    assert behind.offset > 1 << 32
+    target = {"small": torch.zeros(1000)}
+    dcp.load(target, checkpoint_id=tmp_path / "large", no_dist=True)
+    assert torch.equal(target["small"], small)
+
+    file = tmp_path / "large" / large.relative_path
+    with zipfile.ZipFile(file) as archive:  # the last one in the file
+        assert archive.testzip() is None
+    os.truncate(file, large.length)  # what is left is the first
+    with zipfile.ZipFile(file) as archive:
+        assert archive.testzip() is None
+    loaded = torch.load(file, weights_only=True)
+    assert loaded.shape == (ROWS, ROW_BYTES)
+    for start in range(0, ROWS, 10_000):
+        assert (loaded[start : start + 10_000] == row).all()
+    file.unlink()  # pytest keeps the folders of the last runs
