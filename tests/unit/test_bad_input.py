@@ -282,7 +282,7 @@ def test_a_job_that_only_warns_trains_on_through_every_failure(run, caplog):
         Fault(method="create", key="*/COMMITTED", nth=0, error=FULL),
     ]
     with CheckpointManager(FaultyStorage(LocalStorage(run), faults), on_error="warn") as checkpoints:
-        assert checkpoints.save(3, train_state(3)) is None
+        checkpoints.save(3, train_state(3))
         checkpoints.save(4, train_state(4))
         checkpoints.wait()
         checkpoints.save(5, train_state(5))
@@ -381,9 +381,10 @@ def test_on_an_object_store_the_newer_job_fences_the_older_at_its_next_save(buck
     with pytest.raises(
         RootBusyError, match=rf"{bucket} no longer belongs .*taken over by .*pid {os.getpid()}"
     ):
-        older.save(3, train_state(3))
+        older.save(3, train_state(3)).result()
     newer.save(3, train_state(3)).result()
-    older.close()
+    with pytest.raises(RootBusyError, match="no longer belongs"):
+        older.close()
     newer.save(4, train_state(4)).result()
     assert [info.step for info in newer.checkpoints()] == [1, 2, 3, 4]
     newer.close()

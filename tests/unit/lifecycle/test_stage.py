@@ -99,7 +99,7 @@ def test_shapes_dtypes_and_parts_may_change_between_saves():
 def test_a_copy_that_fails_does_not_block_the_next():
     saves = Saves()
     saves.stage(a={"w": torch.ones(2)}).release()
-    with pytest.raises((NotImplementedError, RuntimeError)):
+    with pytest.raises(ConfigError, match="meta device"):
         saves.stage(a={"w": torch.empty(2, device="meta")})
     assert read(saves.stage(a={"w": torch.ones(2)}), "a")["w"].tolist() == [1, 1]
 
@@ -122,5 +122,5 @@ def test_a_tensor_whose_memory_was_freed_after_it_was_planned_is_refused_by_name
     saves, tensor = Saves(), torch.ones(100)
     saves.stage(a={"w": tensor}).release()
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(ConfigError, match="has been freed, first w"):
+    with pytest.raises(ConfigError, match="no memory any more, first w"):
         saves.stage(a={"w": tensor})
