@@ -4,11 +4,12 @@ from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._metadata import entries, load_metadata
 from ckpt_core.dcp._plan import PartPlanner, ResolvedPlan, decide, lowest_rank_only
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
-from ckpt_core.dcp._writer import ShardWriter
+from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
 __all__ = [
     "Image",
     "ImageLayout",
+    "Pace",
     "PartPlanner",
     "ResolvedPlan",
     "SafeLoadPlanner",
@@ -16,9 +17,11 @@ __all__ = [
     "ShardSpec",
     "ShardWriter",
     "decide",
+    "encode_metadata",
     "entries",
     "load_metadata",
     "load_value",
     "lowest_rank_only",
+    "places_in",
     "spec_of",
 ]

@@ -13,6 +13,7 @@ from ckpt_core.commit import abandon
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CheckpointError, CoordinationError, SaveError
 from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._prepare import PreparedSave, save_error
 from ckpt_core.lifecycle._reducer import (
     Command,
@@ -46,7 +47,7 @@ class SaveRun:
     Concurrency: `run` is called once, on a background thread; it uses no collective.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one of each thing that a save needs
         self,
         prepared: PreparedSave,
         handle: SaveHandle,
@@ -54,6 +55,7 @@ class SaveRun:
         storage: Storage,
         coordinator: Coordinator,
         telemetry: Telemetry,
+        memory: WriteMemory,
         deadline_seconds: float,
     ) -> None:
         self._prepared = prepared
@@ -61,6 +63,7 @@ class SaveRun:
         self._storage = storage
         self._coordinator = coordinator
         self._telemetry = telemetry
+        self._memory = memory
         self._deadline_seconds = deadline_seconds
         self._events: deque[Event] = deque()
 
@@ -116,7 +119,7 @@ class SaveRun:
         attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
         try:
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
-                report = write_rank(self._storage, prepared, self._coordinator.rank)
+                report = write_rank(self._storage, prepared, self._coordinator.rank, self._memory)
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
             self._events.append(Failed(SaveError(f"while writing: {type(error).__name__}: {error}")))
         else:
@@ -127,7 +130,7 @@ class SaveRun:
 
         def commit(reports: list[bytes]) -> bytes:
             check()
-            info = commit_all(self._storage, self._prepared, reports)
+            info = commit_all(self._storage, self._prepared, reports, self._memory)
             return json.dumps(asdict(info)).encode()
 
         name = f"save/{request.name}/{assignment.save_id}"
@@ -142,6 +145,7 @@ class SaveRun:
         except CheckpointError as error:
             self._fail(error, check)
         else:
+            self._memory.committed()
             self._events.append(Committed(info))
 
     def _fail(self, error: CheckpointError, check: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CheckpointError, SaveError
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._prepare import PreparedSave, SaveRequest, Workshop, prepare
 from ckpt_core.lifecycle._prune import prune
@@ -40,6 +41,7 @@ class Saver:
         self._options = options
         self._telemetry = telemetry
         self._workshop = Workshop(overlapped=options.staging == "overlapped")
+        self._memory = WriteMemory()
         self._step_hooks: list[RemovableHandle] = []
         self._ownership = Ownership(storage, coordinator)
         self._flight = Flight(coordinator, back_pressure=options.back_pressure, on_error=options.on_error)
@@ -113,6 +115,7 @@ class Saver:
             storage=self._storage,
             coordinator=self._coordinator,
             telemetry=self._telemetry,
+            memory=self._memory,
             deadline_seconds=self._options.deadline_seconds,
         )
         self._flight.start(handle, lambda: run.run(check=self._ownership.check, prune=self._prune))

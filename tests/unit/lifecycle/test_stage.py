@@ -31,7 +31,7 @@ def read(staged: StagedParts, part: str) -> dict[str, torch.Tensor]:
 
 
 def places(staged: StagedParts) -> list[int]:
-    return [target.data_ptr() for image in staged.images.values() for target in image._targets]
+    return [target.data_ptr() for image in staged.images.values() for target in image.targets]
 
 
 def test_copies_do_not_follow_later_changes():
