@@ -80,7 +80,7 @@ class Manifest:
                 "annotations": dict(self.annotations),
                 "producer": dict(self.producer),
                 "num_chunks": self.num_chunks,
-                "files": _entries.to_rows(self.files),
+                "files": _entries.to_columns(self.files),
             }
         )
 
@@ -93,19 +93,30 @@ class Manifest:
             CorruptCheckpointError: it is malformed, or promises what no honest manifest does.
         """
         with codec.Fields.parse(content, source=MANIFEST) as fields:
-            return cls(
-                format_version=fields.format_version,
-                save_id=fields.get("save_id", str),
-                step=fields.count("step"),
-                created=fields.number("created"),
-                world_size=fields.count("world_size", least=1),
-                items=_kinds(fields.mapping("items", str)),
-                metrics=fields.numbers("metrics"),
-                annotations=fields.get("annotations", dict),
-                producer=fields.mapping("producer", str),
-                num_chunks=fields.count("num_chunks"),
-                files=_entries.from_rows(fields.get("files", list)),
-            )
+            return cls._read(fields, _entries.from_columns(fields.get("files", dict)))
+
+    @classmethod
+    def check_bytes(cls, content: bytes) -> None:
+        """Whether `from_bytes` can read `content`, with the same errors, but without an object per file."""
+        with codec.Fields.parse(content, source=MANIFEST) as fields:
+            _entries.check_columns(fields.get("files", dict))
+            cls._read(fields, ())
+
+    @classmethod
+    def _read(cls, fields: codec.Fields, files: tuple[FileEntry, ...]) -> Manifest:
+        return cls(
+            format_version=fields.format_version,
+            save_id=fields.get("save_id", str),
+            step=fields.count("step"),
+            created=fields.number("created"),
+            world_size=fields.count("world_size", least=1),
+            items=_kinds(fields.mapping("items", str)),
+            metrics=fields.numbers("metrics"),
+            annotations=fields.get("annotations", dict),
+            producer=fields.mapping("producer", str),
+            num_chunks=fields.count("num_chunks"),
+            files=files,
+        )
 
 
 @final

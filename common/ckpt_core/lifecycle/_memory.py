@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -31,25 +31,31 @@ class RankReport:
     """What one rank wrote, as a message to the coordinator.
 
     Attributes:
-        files: rows of path, size in bytes and checksum.
+        files: path, size in bytes and checksum of one file after another.
         num_chunks: in all data files.
         table: the chunk table, if it is not laid out like the one of the last report that ended in a commit.
     """
 
-    files: Sequence[tuple[str, int, str]]
+    files: Sequence[Any]
     num_chunks: int
     table: bytes | None
 
     def encode(self) -> bytes:
         """The message: a line of JSON, then the compressed table if there is one."""
-        head = json.dumps([self.num_chunks, self.files], separators=(",", ":")).encode()
+        head = json.dumps([self.num_chunks, *self.files], separators=(",", ":")).encode()
         return head if self.table is None else head + _END_OF_HEAD + zlib.compress(self.table, level=1)
+
+    def entries(self) -> Iterator[FileEntry]:
+        """The files."""
+        paths, sizes, checksums = (self.files[place::3] for place in range(3))
+        for path, size, text in zip(paths, sizes, checksums, strict=True):
+            yield FileEntry(path=path, size_bytes=size, checksum=text)
 
     @classmethod
     def decode(cls, message: bytes) -> RankReport:
         """Read a message."""
         head, found, table = message.partition(_END_OF_HEAD)
-        num_chunks, files = json.loads(head)
+        num_chunks, *files = json.loads(head)
         return cls(files=files, num_chunks=num_chunks, table=zlib.decompress(table) if found else None)
 
 
@@ -77,7 +83,7 @@ class WriteMemory:
         # Until the commit is known, nobody can be sure that the coordinator has kept the table.
         self._reported, self._pending = None, layout
         return RankReport(
-            files=[(entry.path, entry.size_bytes, entry.checksum) for entry in files],
+            files=[value for entry in files for value in (entry.path, entry.size_bytes, entry.checksum)],
             num_chunks=sum(entry.num_chunks for entry in entries),
             table=None if known else table,
         )

@@ -56,11 +56,7 @@ def commit_all(
     reports = [RankReport.decode(message) for message in messages]
     memory.take(reports)
     working, request = prepared.assignment.working, prepared.request
-    files = [
-        FileEntry(path=path, size_bytes=size, checksum=text)
-        for report in reports
-        for path, size, text in report.files
-    ]
+    files = [entry for report in reports for entry in report.entries()]
     files += [
         _write_file(storage, working, f"{part}/{METADATA}" if part else METADATA, content)
         for part, content in memory.metadata(prepared.metadata).items()

@@ -17,7 +17,8 @@ GOLDEN = (
     b'{"format_version":1,"save_id":"0a1b2c3d","step":1000,"created":1700000000.5,"world_size":2,'
     b'"items":{"model":"sharded","rng":"per_rank"},"metrics":{"loss":0.5,"diverged":"nan"},'
     b'"annotations":{"note":"\xc3\xa9"},"producer":{"torch":"2.13.0"},'
-    b'"num_chunks":2,"files":[["__0_0.distcp",4096,"crc32:0badcafe"],["rank-00000.json",2,"sha256:00"]]}'
+    b'"num_chunks":2,"files":{"path":["__0_0.distcp","rank-00000.json"],"size_bytes":[4096,2],'
+    b'"checksum":["crc32:0badcafe","sha256:00"]}}'
 )
 
 names = st.text(
@@ -57,6 +58,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 @given(manifests())
 def test_a_manifest_reads_back_as_it_was_written(manifest):
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    Manifest.check_bytes(manifest.to_bytes())
 
 
 @settings(max_examples=30, deadline=None)
@@ -107,9 +109,10 @@ HOSTILE_PATHS += ["manifest.json", "COMMITTED", "\ud800", 7, None]
 @pytest.mark.parametrize("path", HOSTILE_PATHS)
 def test_hostile_paths_are_refused(path):
     fields = json.loads(GOLDEN)
-    fields["files"][0][0] = path
-    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
-        Manifest.from_bytes(json.dumps(fields).encode())
+    fields["files"]["path"][0] = path
+    for read in (Manifest.from_bytes, Manifest.check_bytes):
+        with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
+            read(json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize("size", [-1, 2**53 + 1, 10**400, 1.5, "4096", None, True, []])
@@ -117,7 +120,7 @@ def test_hostile_paths_are_refused(path):
 def test_absurd_sizes_are_refused(where, size):
     fields = json.loads(GOLDEN)
     places = {
-        "file": (fields["files"][0], 1),
+        "file": (fields["files"]["size_bytes"], 0),
         "chunks": (fields, "num_chunks"),
         "step": (fields, "step"),
         "world size": (fields, "world_size"),
@@ -137,10 +140,14 @@ def test_absurd_sizes_are_refused(where, size):
         {"metrics": {"loss": None}},
         {"created": "nan"},
         {"created": float("nan")},
-        {"files": [["a", 1]]},
-        {"files": [7]},
-        {"files": [["a", 1, "crc32:00"], ["a", 1, "crc32:00"]]},
-        {"files": [["a", 1, "no checksum"]]},
+        {"files": {}},
+        {"files": [["a", 1, "crc32:00"]]},
+        {"files": {"path": ["a"], "size_bytes": [1]}},
+        {"files": {"path": ["a", "b"], "size_bytes": [1], "checksum": ["crc32:00"]}},
+        {"files": {"path": "a", "size_bytes": [1], "checksum": ["crc32:00"]}},
+        {"files": {"path": ["a", "a"], "size_bytes": [1, 1], "checksum": ["crc32:00", "crc32:00"]}},
+        {"files": {"path": ["a"], "size_bytes": [1], "checksum": ["no checksum"]}},
+        {"files": {"path": ["a"], "size_bytes": [1], "checksum": [7]}},
         {"save_id": 7},
         {"producer": {"torch": 2}},
         {"format_version": 0},
@@ -149,8 +156,9 @@ def test_absurd_sizes_are_refused(where, size):
     ids=str,
 )
 def test_malformed_fields_are_refused(change):
-    with pytest.raises(CorruptCheckpointError, match="malformed"):
-        Manifest.from_bytes(json.dumps(json.loads(GOLDEN) | change).encode())
+    for read in (Manifest.from_bytes, Manifest.check_bytes):
+        with pytest.raises(CorruptCheckpointError, match="malformed"):
+            read(json.dumps(json.loads(GOLDEN) | change).encode())
 
 
 @pytest.mark.parametrize(
