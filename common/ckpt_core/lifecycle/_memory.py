@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt_core.chunks import ChunkTable, TableEntry
+from ckpt_core.chunks import ChunkTable, TableEntry, encode_table
 from ckpt_core.dcp import Pace, encode_metadata, places_in
 from ckpt_core.errors import SaveError
 from ckpt_core.names import chunks_name
@@ -33,7 +33,8 @@ class RankReport:
     Attributes:
         files: path, size in bytes and checksum of one file after another.
         num_chunks: in all data files.
-        table: the chunk table, if it is not laid out like the one of the last report that ended in a commit.
+        table: the chunk table, with zeros for checksums, if it is not laid out like the one of the last report
+            that ended in a commit.
     """
 
     files: Sequence[Any]
@@ -76,8 +77,8 @@ class WriteMemory:
         self._tables: dict[int, bytes] = {}
         self._metadata: dict[str, tuple[Metadata, bytes]] = {}
 
-    def report(self, files: Iterable[FileEntry], entries: Sequence[TableEntry], table: bytes) -> RankReport:
-        """What to tell the coordinator of this rank's files, its chunk table and the entries in that."""
+    def report(self, files: Iterable[FileEntry], entries: Sequence[TableEntry]) -> RankReport:
+        """What to tell the coordinator of this rank's files, and of the entries of its chunk table."""
         layout = tuple((entry.path, entry.columns) for entry in entries)
         known = layout == self._reported
         # Until the commit is known, nobody can be sure that the coordinator has kept the table.
@@ -85,7 +86,7 @@ class WriteMemory:
         return RankReport(
             files=[value for entry in files for value in (entry.path, entry.size_bytes, entry.checksum)],
             num_chunks=sum(entry.num_chunks for entry in entries),
-            table=None if known else table,
+            table=None if known else encode_table(map(_without_checksums, entries)),
         )
 
     def committed(self) -> None:
@@ -125,3 +126,8 @@ class WriteMemory:
     def _stale(self, part: str, plan: Metadata) -> bool:
         known = self._metadata.get(part)
         return known is None or known[0] is not plan
+
+
+def _without_checksums(entry: TableEntry) -> TableEntry:
+    """The same layout; random bits would be most of what the message is after compression."""
+    return replace(entry, crcs=bytes(len(entry.crcs)), block_crcs=bytes(len(entry.block_crcs)))

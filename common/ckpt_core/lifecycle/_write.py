@@ -31,12 +31,12 @@ def write_rank(storage: Storage, prepared: PreparedSave, rank: int, memory: Writ
         writer.write_values(prepared.staged.values[part])
         files += writer.files
         entries += writer.tables
-    table = encode_table(entries)
-    small = {**prepared.files, chunks_name(rank): table} if entries else prepared.files
+    table = {chunks_name(rank): encode_table(entries)} if entries else {}
+    small = {**prepared.files, **table}
     files += [_write_file(storage, working, name, content) for name, content in small.items()]
     for directory in _directories(prepared.assignment, files):
         storage.sync_directory(directory)
-    return memory.report(files, entries, table).encode()
+    return memory.report(files, entries).encode()
 
 
 def _write_file(storage: Storage, working: str, path: str, content: bytes) -> FileEntry:
