@@ -33,7 +33,7 @@ class RankReport:
     Attributes:
         files: path, size in bytes and checksum of one file after another.
         num_chunks: in all data files.
-        table: the chunk table, with zeros for checksums, if it is not laid out like the one of the last report
+        table: the chunk table, with zeros for checksums, if it is not laid out like that of the last report
             that ended in a commit.
     """
 
