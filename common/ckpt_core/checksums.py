@@ -10,6 +10,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final, Protocol, TypeAlias, final
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
@@ -107,7 +108,7 @@ def combine_crc32(first: int, second: int, second_bytes: int) -> int:
 
     Threads that each write a run of a file can so give the checksum of the file without reading it again.
     """
-    return _multiply(_power_of_x(8 * second_bytes), first) ^ second
+    return _multiply(_power_of_x(8 * second_bytes), first) ^ second if first else second
 
 
 _POLYNOMIAL: Final = 0xEDB88320
@@ -125,6 +126,7 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
+@lru_cache(maxsize=4096)
 def _power_of_x(exponent: int) -> int:
     result, square = _ONE, _ONE >> 1
     while exponent:

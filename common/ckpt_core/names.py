@@ -16,6 +16,7 @@ DATA_SUFFIX = ".distcp"
 _STEP = re.compile(r"step-(\d{9,})")
 _INCOMPLETE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})")
 _CORRUPT = re.compile(r"(?P<name>.+)\.corrupt-(?P<id>[0-9a-f]{8,32})")
+_DATA = re.compile(rf"__(\d{{1,9}})_\d+{re.escape(DATA_SUFFIX)}")
 _TRASH = re.compile(r"(?P<name>.+)\.trash-(?P<id>[0-9a-f]{8,32})")
 
 
@@ -72,6 +73,17 @@ def local_name(rank: int) -> str:
     return f"local-{rank:05d}.json"
 
 
+def chunks_name(rank: int) -> str:
+    """Chunk table of `rank`, which says where everything lies in its data files: `chunks-00000.json`."""
+    return f"chunks-{rank:05d}.json"
+
+
 def data_name(rank: int, index: int) -> str:
     """DCP data file number `index` of `rank`: `__0_0.distcp`."""
     return f"__{rank}_{index}{DATA_SUFFIX}"
+
+
+def data_rank(path: str) -> int | None:
+    """The rank that wrote the data file at `path`, or None if that is not the name of one."""
+    match = _DATA.fullmatch(path.rpartition("/")[2])
+    return None if match is None else int(match[1])

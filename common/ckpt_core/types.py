@@ -29,6 +29,9 @@ class ChunkEntry:
     `offset` and `size_bytes` delimit the whole torch zip; `payload_offset` is where the raw tensor bytes
     start in the file (None for byte entries). `key` is DCP's flattened name; `shard_offsets` is where the
     shard starts in the global tensor.
+
+    `crc32` is of the payload, for byte entries of the whole entry. `block_crcs` are the CRC-32s of every
+    `block_bytes` of a payload that is larger than that, so that a part of it can be verified; else empty.
     """
 
     path: str
@@ -36,10 +39,12 @@ class ChunkEntry:
     shard_offsets: tuple[int, ...] | None
     offset: int
     size_bytes: int
-    checksum: str
+    crc32: int
     payload_offset: int | None = None
     payload_bytes: int | None = None
     dtype: str | None = None
+    block_bytes: int = 1 << 20
+    block_crcs: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

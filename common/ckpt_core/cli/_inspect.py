@@ -48,7 +48,7 @@ def show(arguments: Namespace) -> Outcome:
         return _show_uncommitted(place)
     pinned = catalog.pins().get(manifest.step)
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
-    listed |= {"files": [asdict(entry) for entry in manifest.files], "chunks": len(manifest.chunks)}
+    listed |= {"files": [asdict(entry) for entry in manifest.files]}
     table = Table(
         columns=("FILE", "SIZE", "CHECKSUM"),
         rows=[(entry.path, bytes_text(entry.size_bytes), entry.checksum) for entry in manifest.files],
@@ -108,7 +108,7 @@ def _facts(place: str, manifest: Manifest, pinned: str | None) -> list[str]:
         "step": str(manifest.step),
         "committed": f"{time_text(manifest.created)} UTC",
         "size": f"{bytes_text(manifest.size_bytes)} in {len(manifest.files)} files",
-        "chunks": str(len(manifest.chunks)),
+        "chunks": str(manifest.num_chunks),
         "ranks": str(manifest.world_size),
         "pinned": pinned or "",
         "items": ", ".join(f"{item} ({kind})" for item, kind in sorted(manifest.items.items())),

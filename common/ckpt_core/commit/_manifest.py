@@ -1,6 +1,6 @@
 """What a checkpoint promises: the manifest, and the marker that makes the promise binding.
 
-The manifest lists every file and chunk with its checksum. The marker carries the manifest's digest and the
+The manifest lists every file with its checksum. The marker carries the manifest's digest and the
 few facts a listing needs, so that a run with a thousand checkpoints is listed without reading a manifest;
 its own checksum vouches for them, because retention and resume act on them without looking further.
 Both are read as hostile input: whatever they say about paths and sizes is checked before anyone acts on it.
@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
-from ckpt_core.commit import _codec, _entries
+from ckpt_core import codec
+from ckpt_core.commit import _entries
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import FORMAT_VERSION, MANIFEST
-from ckpt_core.types import CheckpointInfo, ChunkEntry, FileEntry
+from ckpt_core.types import CheckpointInfo, FileEntry
 
 ItemKind: TypeAlias = Literal["sharded", "per_rank", "shared", "files"]
 """How an item is kept: see `state`; "files" are those of a host framework, kept as they are."""
@@ -41,7 +42,7 @@ class Manifest:
         annotations: whatever the user wants to find again; plain JSON.
         producer: name -> version of what wrote it (ckpt_suite, torch, python, framework).
         files: every file of the directory but the manifest and the marker.
-        chunks: where every tensor shard and byte entry lies in those files.
+        num_chunks: how many tensor shards and byte entries lie in those files; the chunk tables say where.
     """
 
     save_id: str
@@ -53,7 +54,7 @@ class Manifest:
     annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
     producer: Mapping[str, str] = field(default_factory=dict[str, str])
     files: tuple[FileEntry, ...] = ()
-    chunks: tuple[ChunkEntry, ...] = ()
+    num_chunks: int = 0
     format_version: int = FORMAT_VERSION
 
     @property
@@ -65,10 +66,9 @@ class Manifest:
         """The content of `manifest.json`.
 
         Raises:
-            ConfigError: the annotations or metrics are not plain JSON values, or a chunk names a file that
-                is not among the files.
+            ConfigError: the annotations or metrics are not plain JSON values.
         """
-        return _codec.encode(
+        return codec.encode(
             {
                 "format_version": self.format_version,
                 "save_id": self.save_id,
@@ -76,11 +76,11 @@ class Manifest:
                 "created": self.created,
                 "world_size": self.world_size,
                 "items": dict(self.items),
-                "metrics": _codec.numbers(self.metrics),
+                "metrics": codec.numbers(self.metrics),
                 "annotations": dict(self.annotations),
                 "producer": dict(self.producer),
-                "files": [[entry.path, entry.size_bytes, entry.checksum] for entry in self.files],
-                "chunks": _entries.to_columns(self.chunks, self.files),
+                "num_chunks": self.num_chunks,
+                "files": _entries.to_columns(self.files),
             }
         )
 
@@ -92,21 +92,31 @@ class Manifest:
             IncompatibleCheckpointError: it was written by a newer version.
             CorruptCheckpointError: it is malformed, or promises what no honest manifest does.
         """
-        with _codec.Fields.parse(content, source=MANIFEST) as fields:
-            files = _entries.files_from_rows(fields.get("files", list))
-            return cls(
-                format_version=fields.format_version,
-                save_id=fields.get("save_id", str),
-                step=fields.count("step"),
-                created=fields.number("created"),
-                world_size=fields.count("world_size", least=1),
-                items=_kinds(fields.mapping("items", str)),
-                metrics=fields.numbers("metrics"),
-                annotations=fields.get("annotations", dict),
-                producer=fields.mapping("producer", str),
-                files=files,
-                chunks=_entries.from_columns(fields.get("chunks", dict), files),
-            )
+        with codec.Fields.parse(content, source=MANIFEST) as fields:
+            return cls._read(fields, _entries.from_columns(fields.get("files", dict)))
+
+    @classmethod
+    def check_bytes(cls, content: bytes) -> None:
+        """Whether `from_bytes` can read `content`, with the same errors, but without an object per file."""
+        with codec.Fields.parse(content, source=MANIFEST) as fields:
+            _entries.check_columns(fields.get("files", dict))
+            cls._read(fields, ())
+
+    @classmethod
+    def _read(cls, fields: codec.Fields, files: tuple[FileEntry, ...]) -> Manifest:
+        return cls(
+            format_version=fields.format_version,
+            save_id=fields.get("save_id", str),
+            step=fields.count("step"),
+            created=fields.number("created"),
+            world_size=fields.count("world_size", least=1),
+            items=_kinds(fields.mapping("items", str)),
+            metrics=fields.numbers("metrics"),
+            annotations=fields.get("annotations", dict),
+            producer=fields.mapping("producer", str),
+            num_chunks=fields.count("num_chunks"),
+            files=files,
+        )
 
 
 @final
@@ -163,7 +173,7 @@ class Marker:
         Raises:
             ConfigError: the metrics are too many to be read with every listing.
         """
-        facts = _codec.encode(
+        facts = codec.encode(
             {
                 "format_version": self.format_version,
                 "manifest_sha256": self.manifest_sha256,
@@ -173,10 +183,10 @@ class Marker:
                 "created": self.created,
                 "size_bytes": self.size_bytes,
                 "world_size": self.world_size,
-                "metrics": _codec.numbers(self.metrics),
+                "metrics": codec.numbers(self.metrics),
             }
         )
-        content = _codec.add_checksum(facts)
+        content = codec.add_checksum(facts)
         if len(content) > MAX_MARKER_BYTES:
             raise ConfigError(f"{len(self.metrics)} metrics are too many for a commit marker; keep a few")
         return content
@@ -190,8 +200,8 @@ class Marker:
             CorruptCheckpointError: it is malformed.
         """
         # First, lest a flipped bit in the version number passes for a newer format.
-        vouched = _codec.has_checksum(content, source=_MARKER)
-        with _codec.Fields.parse(content, source=_MARKER) as fields:
+        vouched = codec.has_checksum(content, source=_MARKER)
+        with codec.Fields.parse(content, source=_MARKER) as fields:
             if not vouched:
                 raise ValueError("it does not name its checksum")
             return cls(

@@ -151,7 +151,7 @@ def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
     content = manifest.to_bytes()
     marker = Marker.of(manifest, content)
     try:
-        Manifest.from_bytes(content)
+        Manifest.check_bytes(content)
         Marker.from_bytes(marker.to_bytes())
     except CorruptCheckpointError as error:
         raise SaveError(
@@ -185,8 +185,9 @@ def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
 
 def _directories(manifest: Manifest) -> list[str]:
     """Every directory that holds a file or a directory of the manifest, "" for the checkpoint's own."""
-    parents = {parent for entry in manifest.files for parent in PurePosixPath(entry.path).parents}
-    return sorted({""} | {str(parent) for parent in parents if parent.name})
+    holders = {entry.path.rpartition("/")[0] for entry in manifest.files}
+    parents = {str(parent) for holder in holders for parent in PurePosixPath(holder).parents}
+    return sorted({""} | holders | (parents - {"."}))
 
 
 def _join(directory: str, name: str) -> str:

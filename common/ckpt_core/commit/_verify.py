@@ -10,6 +10,7 @@ from typing import Final
 
 from ckpt_core.checksums import Checksum
 from ckpt_core.commit._catalog import Catalog
+from ckpt_core.commit._damage import damage_in
 from ckpt_core.commit._manifest import Manifest
 from ckpt_core.errors import (
     CheckpointNotFoundError,
@@ -51,7 +52,7 @@ def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None)
         return [FileFailure(path=MANIFEST, problem=str(error))]
     entries = _selected(manifest, paths)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-verify") as pool:
-        problems = pool.map(lambda entry: _problem(storage, name, entry), entries)
+        problems = pool.map(lambda entry: _problem(storage, name, manifest, entry), entries)
         return [
             FileFailure(path=entry.path, problem=problem)
             for entry, problem in zip(entries, problems, strict=True)
@@ -83,7 +84,7 @@ def _selected(manifest: Manifest, paths: Collection[str] | None) -> Sequence[Fil
     return [entry for entry in manifest.files if entry.path in paths]
 
 
-def _problem(storage: Storage, name: str, entry: FileEntry) -> str | None:
+def _problem(storage: Storage, name: str, manifest: Manifest, entry: FileEntry) -> str | None:
     """What is wrong with one file, or None."""
     key = f"{name}/{entry.path}"
     try:
@@ -93,6 +94,9 @@ def _problem(storage: Storage, name: str, entry: FileEntry) -> str | None:
         found = Checksum.like(entry.checksum)
         for block in _blocks(storage, key):
             found.update(block)
+        if str(found) == entry.checksum:
+            return None
+        damage = damage_in(storage, name, manifest, entry)
     except FileNotFoundError:
         return "missing"
     except ValueError as error:
@@ -102,7 +106,7 @@ def _problem(storage: Storage, name: str, entry: FileEntry) -> str | None:
         if error.errno != errno.EIO:
             raise
         return f"cannot be read: {error}"
-    return None if str(found) == entry.checksum else f"checksum is {found}, {entry.checksum} was committed"
+    return f"checksum is {found}, {entry.checksum} was committed{damage}"
 
 
 def _blocks(storage: Storage, key: str) -> Iterator[bytes]:

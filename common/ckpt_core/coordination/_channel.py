@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, final
-
-import torch.distributed as dist
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, final
 
 from ckpt_core.coordination._base import failure_text
+from ckpt_core.coordination._mailbox import Mailbox, MessageStore
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError
 
-_SHORTEST_PAUSE = 0.0005
-_LONGEST_PAUSE = 0.25
-_PAUSE_GROWTH = 1.25
 _GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing, arrives first
-
-
-class MessageStore(Protocol):
-    """What we use of a torch.distributed Store (whose own stubs leave half of it out)."""
-
-    def set(self, key: str, value: bytes, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 @final
@@ -43,7 +24,7 @@ class Channel:
     """
 
     def __init__(self, store: MessageStore, rank: int, world_size: int) -> None:
-        self._store = store
+        self._mail = Mailbox(store)
         self._rank = rank
         self._world_size = world_size
         self._stale: list[str] = []
@@ -52,7 +33,7 @@ class Channel:
         """The coordinator's value on every rank."""
         key = f"{topic}/value"
         if self._rank == 0:
-            self._set(key, pickle.dumps(value))
+            self._mail.put(key, pickle.dumps(value))
             self._stale.append(key)
             return value
         return pickle.loads(self._await(key, [0], topic, deadline_seconds + _GRACE_SECONDS))  # noqa: S301
@@ -105,10 +86,10 @@ class Channel:
     def _follow(self, topic: str, value: Any, reply_key: str, deadline_seconds: float) -> Any:
         message, cause = _pack(value)
         own = f"{topic}/arrive/{self._rank}"
-        self._set(own, message)
+        self._mail.put(own, message)
         reply = self._await(reply_key, [0], topic, deadline_seconds + _GRACE_SECONDS)
         # Answered, so it has been read.
-        self._delete([own] if reply_key.endswith("/depart") else [own, reply_key])
+        self._mail.delete([own] if reply_key.endswith("/depart") else [own, reply_key])
         return self._opened(reply, cause)
 
     def _opened(self, reply: bytes, cause: BaseException | None) -> Any:
@@ -133,20 +114,20 @@ class Channel:
             self._refuse(reply_keys, refusal)
             raise refusal from error
         for key, reply in replies.items():
-            self._set(key, reply)
+            self._mail.put(key, reply)
         return answer
 
     def _refuse(self, reply_keys: Sequence[str], error: CheckpointError) -> None:
         reply = _pack_error(error)
         for key in reply_keys:
-            self._set(key, reply)
+            self._mail.put(key, reply)
 
     def _collect(self, topic: str, value: Any, deadline_seconds: float) -> list[Any]:
         deadline = time.monotonic() + deadline_seconds
         failures = {0: failure_text(value)} if isinstance(value, BaseException) else dict[int, str]()
         keys = [f"{topic}/arrive/{rank}" for rank in range(1, self._world_size)]
-        if keys and not self._wait(keys, deadline):
-            missing = [rank for rank, key in enumerate(keys, start=1) if not self._has([key])]
+        if keys and not self._mail.wait(keys, deadline):
+            missing = [rank for rank, key in enumerate(keys, start=1) if not self._mail.has([key])]
             for rank, message in enumerate(self._arrived(keys, missing), start=1):
                 if message is not None and "failure" in message:
                     failures[rank] = message["failure"]
@@ -165,62 +146,18 @@ class Channel:
     def _arrived(self, keys: Sequence[str], missing: Collection[int]) -> list[dict[str, Any] | None]:
         """The messages in rank order, None for a rank that is missing."""
         there = [key for rank, key in enumerate(keys, start=1) if rank not in missing]
-        with _told_if_gone():
-            found = dict(zip(there, self._store.multi_get(there) if there else [], strict=True))
+        found = dict(zip(there, self._mail.take_all(there), strict=True))
         return [pickle.loads(found[key]) if key in found else None for key in keys]  # noqa: S301
 
     def _await(self, key: str, awaited: Sequence[int], topic: str, deadline_seconds: float) -> bytes:
-        if not self._wait([key], time.monotonic() + deadline_seconds):
+        if not self._mail.wait([key], time.monotonic() + deadline_seconds):
             raise _missing(topic, awaited, deadline_seconds, {})
-        return self._get(key)
-
-    def _wait(self, keys: list[str], deadline: float) -> bool:
-        # Asked again and again: a store that waits for us cannot be interrupted by Ctrl-C, and writes a line
-        # to stderr whenever its time is up. The longer it takes, the less a moment more matters.
-        pause = _SHORTEST_PAUSE
-        while not self._has(keys):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return False
-            time.sleep(min(pause, remaining))
-            pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE)
-        return True
-
-    def _set(self, key: str, value: bytes) -> None:
-        with _told_if_gone():
-            self._store.set(key, value)
-
-    def _get(self, key: str) -> bytes:
-        with _told_if_gone():
-            return self._store.get(key)
-
-    def _has(self, keys: list[str]) -> bool:
-        with _told_if_gone():
-            return self._store.check(keys)
+        return self._mail.take(key)
 
     def _forget(self) -> None:
         """Delete what all ranks have read, for all of them have arrived at a later exchange."""
-        self._delete(self._stale)
+        self._mail.delete(self._stale)
         self._stale.clear()
-
-    def _delete(self, keys: Sequence[str]) -> None:
-        with _told_if_gone():
-            for key in keys:
-                self._store.delete_key(key)
-
-
-@contextmanager
-def _told_if_gone() -> Generator[None]:
-    """Turn the loss of the store into an error for people; a time-out of `wait` passes."""
-    try:
-        yield
-    except dist.DistStoreError:
-        raise
-    except RuntimeError as error:
-        raise CoordinationError(
-            f"the job's store is gone: {error}. "
-            "The process that serves it (rank 0 or the launcher) has probably died"
-        ) from error
 
 
 def _pack(value: Any) -> tuple[bytes, BaseException | None]:

@@ -4,19 +4,22 @@ from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._metadata import entries, load_metadata
 from ckpt_core.dcp._plan import Part, decide
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
-from ckpt_core.dcp._writer import ShardWriter
+from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
 __all__ = [
     "Image",
     "ImageLayout",
+    "Pace",
     "Part",
     "SafeLoadPlanner",
     "ShardReader",
     "ShardSpec",
     "ShardWriter",
     "decide",
+    "encode_metadata",
     "entries",
     "load_metadata",
     "load_value",
+    "places_in",
     "spec_of",
 ]

@@ -23,13 +23,17 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
-ALIGNMENT = 4096
+from ckpt_core.storage import ALIGNMENT
+
 _ROOT = "archive"
 _PAYLOAD = f"{_ROOT}/data/0"
-_ZIP32_LIMIT = 0xFFFFFFFF
+ZIP32_LIMIT = 0xFFFFFFFF
 _PADDING_FIELD = 0x4246  # "FB", the extra-field id torch itself pads with
 _CRC_IN_LOCAL_HEADER = 14
 _CRC_IN_CENTRAL_HEADER = 16
+_END_BYTES = 22  # of the end record of a zip without a comment
+# Zip allows 64 KiB, but torch looks for the end record reliably only in the last 4 KiB.
+_MAX_PADDING_BYTES = 2048
 _DOS_EPOCH = (0, 0x21)  # 1980-01-01 00:00, so that equal content gives equal bytes
 
 
@@ -99,7 +103,7 @@ def build_archive(
     payload_crc: int,
     *,
     offset: int,
-    zip64_from: int = _ZIP32_LIMIT,
+    zip64_from: int = ZIP32_LIMIT,
 ) -> Archive:
     """Lay out the archive that starts at `offset` of its file.
 
@@ -146,7 +150,7 @@ class _Record:
 
     def local_header(self, *, padding: int | None = None) -> bytes:
         large = self.size >= self.zip64_from
-        size = _ZIP32_LIMIT if large else self.size
+        size = ZIP32_LIMIT if large else self.size
         extra = struct.pack("<HHQQ", 1, 16, self.size, self.size) if large else b""
         if padding is not None:
             extra += struct.pack("<HH", _PADDING_FIELD, padding) + b"\0" * padding
@@ -159,7 +163,7 @@ class _Record:
 
     def central_header(self) -> bytes:
         large = self.size >= self.zip64_from
-        size = _ZIP32_LIMIT if large else self.size
+        size = ZIP32_LIMIT if large else self.size
         extra = struct.pack("<HHQQ", 1, 16, self.size, self.size) if large else b""
         name, version = self.name.encode(), 45 if large else 20
         fixed = struct.pack(
@@ -171,7 +175,7 @@ class _Record:
 
 def _end_records(num_records: int, directory_bytes: int, directory_offset: int, zip64_from: int) -> bytes:
     large = directory_offset >= zip64_from
-    shown_offset = _ZIP32_LIMIT if large else directory_offset
+    shown_offset = ZIP32_LIMIT if large else directory_offset
     end = struct.pack(
         "<IHHHHIIH", 0x06054B50, 0, 0, num_records, num_records, directory_bytes, shown_offset, 0
     )
@@ -183,3 +187,16 @@ def _end_records(num_records: int, directory_bytes: int, directory_offset: int, 
     )  # fmt: skip
     locator = struct.pack("<IIQI", 0x07064B50, 0, directory_offset + directory_bytes, 1)
     return end64 + locator + end
+
+
+def pad_archive(content: bytes, capacity: int) -> bytes:
+    """A zip made `capacity` bytes long by a comment at its end, which every reader of zips passes over.
+
+    What is no zip with an empty comment, or cannot be padded to exactly `capacity`, is returned as it is.
+    """
+    padding = capacity - len(content)
+    end = content[-_END_BYTES:]
+    is_plain = len(end) == _END_BYTES and end.startswith(b"PK\5\6") and end.endswith(b"\0\0")
+    if not is_plain or not 0 < padding <= _MAX_PADDING_BYTES:
+        return content
+    return b"".join((content[:-2], struct.pack("<H", padding), bytes(padding)))

@@ -7,22 +7,26 @@ hands the image to storage in large aligned pieces.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Collection, Generator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from functools import cached_property
+from typing import Any, TypeAlias, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckpt_core.checksums import combine_crc32, crc32, crc32_text
-from ckpt_core.dcp._archive import build_archive, tensor_pickle
-from ckpt_core.types import ChunkEntry, FileEntry
+from ckpt_core.chunks import BLOCK_BYTES, ChunkColumns, TableEntry
+from ckpt_core.dcp._archive import ZIP32_LIMIT, build_archive, tensor_pickle
+from ckpt_core.types import FileEntry
 
 PIECE_BYTES = 16 << 20
-_COMBINE_FROM = 1 << 20  # above this, combining checksums is cheaper than another pass over the bytes
 
 ShardSpec = tuple[MetadataIndex, torch.dtype, tuple[int, ...]]
+Spans: TypeAlias = npt.NDArray[np.int64]
 
 
 @final
@@ -42,9 +46,15 @@ class Slot:
 
 @final
 class ImageLayout:
-    """The places of all shards, and the bytes around them, of one data file."""
+    """The places of all shards, and the bytes around them, of one data file.
 
-    def __init__(self, specs: Sequence[ShardSpec]) -> None:
+    Args:
+        specs: the shards, in the order of the file.
+        zip64_from: payload sizes from here on use the 64-bit fields of zip.
+    """
+
+    def __init__(self, specs: Sequence[ShardSpec], *, zip64_from: int = ZIP32_LIMIT) -> None:
+        self._zip64_from = zip64_from
         self._frames: list[tuple[int, bytes]] = []
         slots: list[Slot] = []
         offset = 0
@@ -57,7 +67,8 @@ class ImageLayout:
 
     def _place(self, index: MetadataIndex, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Slot:
         payload_bytes = torch.Size(shape).numel() * dtype.itemsize
-        archive = build_archive(tensor_pickle(dtype, shape), payload_bytes, 0, offset=offset)
+        record = tensor_pickle(dtype, shape)
+        archive = build_archive(record, payload_bytes, 0, offset=offset, zip64_from=self._zip64_from)
         payload = offset + len(archive.prefix)
         self._frames += [(offset, archive.prefix), (payload + payload_bytes, archive.suffix)]
         return Slot(
@@ -76,6 +87,49 @@ class ImageLayout:
         for offset, content in self._frames:
             memory[offset : offset + len(content)] = content
 
+    @cached_property
+    def spans(self) -> Spans:
+        """Start and end in the file of every slot's archive, int64 [slots, 2]."""
+        return np.array([(slot.start, slot.end) for slot in self.slots], dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def crc_places(self) -> Spans:
+        """Where the bytes of every slot's two CRC-32 fields stand in the file, int64 [slots, 2, 4]."""
+        fields = np.array([slot.crc_fields for slot in self.slots], dtype=np.int64).reshape(-1, 2, 1)
+        return fields + np.arange(4)
+
+    @cached_property
+    def payloads(self) -> list[tuple[int, int]]:
+        """Start and end in the file of every slot's payload."""
+        return [(slot.payload, slot.payload + slot.payload_bytes) for slot in self.slots]
+
+    @cached_property
+    def large(self) -> list[int]:
+        """The slots whose payload has a checksum for every block, in order."""
+        return [place for place, slot in enumerate(self.slots) if slot.payload_bytes > BLOCK_BYTES]
+
+    @cached_property
+    def batches(self) -> list[tuple[int, int, int]]:
+        """For every piece of the file: its end, and the first and last (exclusive) slot that begin in it."""
+        starts = [slot.start for slot in self.slots]
+        ends = [*range(PIECE_BYTES, self.size_bytes, PIECE_BYTES), self.size_bytes] if starts else []
+        cuts = [0, *(bisect_left(starts, end) for end in ends)]
+        return list(zip(ends, cuts[:-1], cuts[1:], strict=True))
+
+    @cached_property
+    def columns(self) -> bytes:
+        """The slots as they stand in a chunk table."""
+        offsets = [slot.index.offset for slot in self.slots]
+        return ChunkColumns(
+            key=[slot.index.fqn for slot in self.slots],
+            shard_offsets=[None if offset is None else list(offset) for offset in offsets],
+            offset=[slot.start for slot in self.slots],
+            size_bytes=[slot.end - slot.start for slot in self.slots],
+            payload_offset=[slot.payload for slot in self.slots],
+            payload_bytes=[slot.payload_bytes for slot in self.slots],
+            dtype=[str(slot.dtype).removeprefix("torch.") for slot in self.slots],
+        ).encode()
+
 
 @final
 class Image:
@@ -90,96 +144,90 @@ class Image:
 
     def __init__(self, layout: ImageLayout, memory: torch.Tensor) -> None:
         self.layout = layout
-        self._bytes = _view(memory[: layout.size_bytes])
+        array: Any = memory[: layout.size_bytes].numpy()
+        self._array: npt.NDArray[np.uint8] = array
+        self._bytes = memoryview(array)
         layout.frame(self._bytes)
-        self.targets = [
+        self.targets = tuple(
             memory[slot.payload : slot.payload + slot.payload_bytes].view(slot.dtype).view(slot.shape)
             for slot in layout.slots
-        ]
-        self._crcs: list[int] = []
-        self.file_crc = 0
+        )
+        """The slots as tensors of their dtype and shape, in the order of the layout."""
+        self._sums = _Sums()
 
-    def copy(
-        self, shards: Mapping[MetadataIndex, torch.Tensor], *, later: Collection[int] | None = None
-    ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Copy shards into their slots; for CUDA shards the copies are only enqueued on their stream.
-
-        Args:
-            shards: all of them.
-            later: addresses of storages whose shards are left out. If not None, other CUDA shards are cloned
-                on their device, and the clones left out, so that the host need not wait for the device.
-
-        Returns:
-            Name, source and slot of those left out.
-        """
-        left: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for slot, target in zip(self.layout.slots, self.targets, strict=True):
-            source = shards[slot.index].detach()
-            if later is not None and source.untyped_storage().data_ptr() in later:
-                left.append((slot.index.fqn, source, target))
-            elif later is not None and source.is_cuda:
-                left.append((slot.index.fqn, source.clone(), target))
-            else:
-                now[0].append(target)
-                now[1].append(source)
-        if now[0]:
-            torch._foreach_copy_(*now, non_blocking=True)
-        return left
+    def copy(self, shards: Mapping[MetadataIndex, torch.Tensor]) -> None:
+        """Copy shards into their slots."""
+        with torch.no_grad():
+            for slot, target in zip(self.layout.slots, self.targets, strict=True):
+                target.copy_(shards[slot.index])
 
     def pieces(self) -> Generator[memoryview]:
-        """Fill in the checksums and give the file, piece by piece."""
-        self._crcs, self.file_crc = [], 0
-        slots = iter(self.layout.slots)
-        following = next(slots, None)
-        for start in range(0, self.layout.size_bytes, PIECE_BYTES):
-            end = min(start + PIECE_BYTES, self.layout.size_bytes)
+        """Fill in the checksums and give the file, piece by piece; a piece that was given is final."""
+        self._sums = _Sums()
+        start = 0
+        for end, first, last in self.layout.batches:
             # A header may lie in this piece and its payload end in a later one.
-            while following is not None and following.start < end:
-                self._fill_in(following)
-                following = next(slots, None)
+            if first < last:
+                self._fill_in(first, last)
             yield self._bytes[start:end]
+            start = end
 
-    def _fill_in(self, slot: Slot) -> None:
-        payload = self._bytes[slot.payload : slot.payload + slot.payload_bytes]
-        crc = crc32(payload)
-        for field in slot.crc_fields:
-            struct.pack_into("<I", self._bytes, field, crc)
-        self._crcs.append(crc)
-        running = crc32(self._bytes[slot.start : slot.payload], self.file_crc)
-        if slot.payload_bytes >= _COMBINE_FROM:
-            running = combine_crc32(running, crc, slot.payload_bytes)
-        else:
-            running = crc32(payload, running)
-        self.file_crc = crc32(self._bytes[slot.payload + slot.payload_bytes : slot.end], running)
+    def _fill_in(self, first: int, last: int) -> None:
+        """Fill in the checksums of slots `first` to `last` (exclusive), then add the slots to the file's."""
+        layout, content, sums = self.layout, self._bytes, self._sums
+        large = layout.large[bisect_left(layout.large, first) : bisect_left(layout.large, last)]
+        done = first
+        for place in large:
+            sums.chunks += [crc32(content[start:end]) for start, end in layout.payloads[done:place]]
+            sums.add_blocks(content[slice(*layout.payloads[place])])
+            done = place + 1
+        sums.chunks += [crc32(content[start:end]) for start, end in layout.payloads[done:last]]
+        crcs = np.array(sums.chunks[first:last], dtype="<u4").view(np.uint8).reshape(-1, 1, 4)
+        self._array[layout.crc_places[first:last]] = crcs
+        position = layout.slots[first].start
+        for place in large:
+            start, end = layout.payloads[place]
+            running = crc32(content[position:start], sums.file)
+            sums.file = combine_crc32(running, sums.chunks[place], end - start)
+            position = end
+        sums.file = crc32(content[position : layout.slots[last - 1].end], sums.file)
 
     def file_entry(self, path: str) -> FileEntry:
         """What the manifest promises of the file; valid after `pieces` has ended."""
-        return FileEntry(path=path, size_bytes=self.layout.size_bytes, checksum=crc32_text(self.file_crc))
+        return FileEntry(path=path, size_bytes=self.layout.size_bytes, checksum=crc32_text(self._sums.file))
 
-    def chunk_entries(self, path: str) -> list[ChunkEntry]:
-        """What the manifest promises of every shard; valid after `pieces` has ended."""
-        return [
-            ChunkEntry(
-                path=path,
-                key=slot.index.fqn,
-                shard_offsets=None if slot.index.offset is None else tuple(slot.index.offset),
-                offset=slot.start,
-                size_bytes=slot.end - slot.start,
-                checksum=crc32_text(crc),
-                payload_offset=slot.payload,
-                payload_bytes=slot.payload_bytes,
-                dtype=str(slot.dtype).removeprefix("torch."),
-            )
-            for slot, crc in zip(self.layout.slots, self._crcs, strict=True)
-        ]
+    def table_entry(self, path: str) -> TableEntry:
+        """What the chunk table says of the file; valid after `pieces` has ended."""
+        return TableEntry(
+            path=path,
+            size_bytes=self.layout.size_bytes,
+            num_chunks=len(self.layout.slots),
+            columns=self.layout.columns,
+            crcs=np.array(self._sums.chunks, dtype="<u4").tobytes(),
+            block_crcs=np.array(self._sums.blocks, dtype="<u4").tobytes(),
+        )
+
+
+@final
+class _Sums:
+    """Checksums of one save, as far as they are known: of chunks, of blocks, and of the file up to there."""
+
+    def __init__(self) -> None:
+        self.chunks: list[int] = []
+        self.blocks: list[int] = []
+        self.file = 0
+
+    def add_blocks(self, payload: memoryview) -> None:
+        """Take the payload of the next chunk block by block."""
+        crc = 0
+        for start in range(0, len(payload), BLOCK_BYTES):
+            block = payload[start : start + BLOCK_BYTES]
+            of_block = crc32(block)
+            self.blocks.append(of_block)
+            crc = combine_crc32(crc, of_block, len(block))
+        self.chunks.append(crc)
 
 
 def spec_of(index: MetadataIndex, shard: torch.Tensor) -> ShardSpec:
     """What a layout needs to know of a shard."""
     return index, shard.dtype, tuple(shard.shape)
-
-
-def _view(memory: torch.Tensor) -> memoryview:
-    array: Any = memory.numpy()
-    return memoryview(array)

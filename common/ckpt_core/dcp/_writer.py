@@ -5,9 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, TypeAlias, final
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -17,16 +21,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from ckpt_core.checksums import checksum
-from ckpt_core.dcp._image import Image, ImageLayout, spec_of
+from ckpt_core.checksums import checksum, crc32
+from ckpt_core.chunks import ChunkColumns, ChunkTable, TableEntry
+from ckpt_core.dcp._archive import pad_archive
+from ckpt_core.dcp._image import Image, ImageLayout, Spans, spec_of
 from ckpt_core.names import METADATA, data_name
 from ckpt_core.storage import Storage
-from ckpt_core.types import ChunkEntry, FileEntry
+from ckpt_core.types import FileEntry
 
-_SHARDS, _VALUES = (
-    0,
-    1,
-)  # the data files of a rank: tensors in one, byte entries, whose sizes vary, in another
+# The data files of a rank: tensors in one, byte entries, whose sizes vary, in another.
+_SHARDS, _VALUES = 0, 1
+_GRAIN_BYTES = 512
+
+Pace: TypeAlias = Callable[[Iterable[memoryview]], Iterable[memoryview]]
+"""Gives pieces on, no faster than they should be written."""
 
 
 @final
@@ -34,53 +42,73 @@ class ShardWriter(StorageWriter):
     """Writes one part of one rank: its tensors, its byte entries, and on the coordinator `.metadata`.
 
     Also usable with stock `dcp.save(..., storage_writer=ShardWriter(storage, "some/directory"))`; what it
-    wrote is then in `files` and `chunks`.
+    wrote is then in `files` and `tables`.
 
     Args:
         storage: where to write.
         directory: key of the checkpoint directory.
         part: sub-directory of this part, "" for the checkpoint directory itself.
         rank: set by DCP when DCP drives, by us otherwise.
+        pace: slows the writing of tensors down; None to write as fast as storage takes it.
+
+    Attributes:
+        files: every file written, for the manifest.
+        tables: every data file written, for the rank's chunk table.
     """
 
-    def __init__(self, storage: Storage, directory: str, *, part: str = "", rank: int = 0) -> None:
+    def __init__(
+        self, storage: Storage, directory: str, *, part: str = "", rank: int = 0, pace: Pace | None = None
+    ) -> None:
         self._storage = storage
         self._directory = directory
         self._part = part
         self._rank = rank
+        self._pace = pace
         self.files: list[FileEntry] = []
-        self.chunks: list[ChunkEntry] = []
+        self.tables: list[TableEntry] = []
 
-    def write_image(self, image: Image) -> list[WriteResult]:
-        """Write a finished image of this rank's tensors."""
-        if not image.layout.slots:
-            return []
-        name = data_name(self._rank, _SHARDS)
-        path = self._path(name)
-        self._storage.write_pieces(self._key(path), image.pieces())
-        self.files.append(image.file_entry(path))
-        self.chunks += image.chunk_entries(path)
-        return [_result(slot.index, name, slot.start, slot.end) for slot in image.layout.slots]
+    def write_image(self, image: Image) -> Spans:
+        """Write a finished image of this rank's tensors.
 
-    def write_values(self, values: Mapping[MetadataIndex, bytes]) -> list[WriteResult]:
-        """Write this rank's byte entries, which are serialised already."""
-        if not values:
-            return []
-        name = data_name(self._rank, _VALUES)
-        path = self._path(name)
-        results: list[WriteResult] = []
-        offset = 0
-        for index, content in values.items():
-            end = offset + len(content)
-            results.append(_result(index, name, offset, end))
-            self.chunks.append(_byte_entry(path, index, offset, content))
-            offset = end
-        self._write_file(path, b"".join(values.values()))
-        return results
+        Returns:
+            Start and end of every entry in the file, int64 [entries, 2]; it belongs to the layout.
+        """
+        if image.layout.slots:
+            path = self._path(data_name(self._rank, _SHARDS))
+            pieces = image.pieces()
+            self._storage.write_pieces(self._key(path), pieces if self._pace is None else self._pace(pieces))
+            self.files.append(image.file_entry(path))
+            self.tables.append(image.table_entry(path))
+        return image.layout.spans
+
+    def write_values(self, values: Mapping[MetadataIndex, bytes]) -> Spans:
+        """Write this rank's byte entries, which are serialised already.
+
+        Their sizes vary a little from save to save. They are padded, so that mostly they lie where they lay.
+
+        Returns:
+            Start and end of every entry in the file, int64 [entries, 2].
+        """
+        entries = [pad_archive(content, _capacity(len(content))) for content in values.values()]
+        sizes = tuple(map(len, entries))
+        if entries:
+            path = self._path(data_name(self._rank, _VALUES))
+            self._write_file(path, b"".join(entries))
+            self.tables.append(
+                TableEntry(
+                    path=path,
+                    size_bytes=sum(sizes),
+                    num_chunks=len(entries),
+                    columns=_value_columns(tuple(index.fqn for index in values), sizes),
+                    crcs=np.array([crc32(entry) for entry in entries], dtype="<u4").tobytes(),
+                )
+            )
+        ends = np.cumsum(sizes, dtype=np.int64)
+        return np.stack([ends - sizes, ends], axis=1)
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.files, self.chunks = [], []
+        self.files, self.tables = [], []
 
     # DCP hands the rank over only to a parameter that is literally named `kwargs`.
     @override
@@ -106,15 +134,16 @@ class ShardWriter(StorageWriter):
         image = Image(layout, torch.frombuffer(mmap.mmap(-1, layout.size_bytes or 1), dtype=torch.uint8))
         image.copy(shards)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self.write_image(image) + self.write_values(values))
+        future.set_result(
+            _results(shards, data_name(self._rank, _SHARDS), self.write_image(image))
+            + _results(values, data_name(self._rank, _VALUES), self.write_values(values))
+        )
         return future
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.storage_data = {r.index: r.storage_data for of_rank in results for r in of_rank}
-        metadata.storage_meta = StorageMeta()
-        metadata.version = CURRENT_DCP_VERSION
-        self._write_file(self._path(METADATA), pickle.dumps(metadata))
+        self._write_file(self._path(METADATA), encode_metadata(metadata, metadata.storage_data))
 
     @classmethod
     @override
@@ -146,20 +175,51 @@ def _sort(
         raise TypeError(f"the planner gave {type(data).__name__} for the tensor {item.index.fqn}")
 
 
-def _result(index: MetadataIndex, name: str, start: int, end: int) -> WriteResult:
-    return WriteResult(
-        index=index,
-        size_in_bytes=end - start,
-        storage_data=_StorageInfo(relative_path=name, offset=start, length=end - start),
+def _results(indices: Iterable[MetadataIndex], name: str, spans: Spans) -> list[WriteResult]:
+    return [
+        WriteResult(
+            index=index,
+            size_in_bytes=end - start,
+            storage_data=_StorageInfo(relative_path=name, offset=start, length=end - start),
+        )
+        for index, (start, end) in zip(indices, spans.tolist(), strict=True)
+    ]
+
+
+def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> bytes:
+    """The content of `.metadata`, with `places` as what DCP calls storage data."""
+    return pickle.dumps(
+        replace(metadata, storage_data=dict(places), storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     )
 
 
-def _byte_entry(path: str, index: MetadataIndex, offset: int, content: bytes) -> ChunkEntry:
-    return ChunkEntry(
-        path=path,
-        key=index.fqn,
-        shard_offsets=None,
-        offset=offset,
-        size_bytes=len(content),
-        checksum=checksum(content),
-    )
+def places_in(table: ChunkTable, part: str) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+    """What DCP's metadata says about where the chunks of one part are, from the table of their rank."""
+    for path, chunks in table.files.items():
+        directory, _, name = path.rpartition("/")
+        if directory != part:
+            continue
+        columns = chunks.columns
+        rows = zip(columns.key, columns.shard_offsets, columns.offset, columns.size_bytes, strict=True)
+        for key, shard_offsets, offset, size in rows:
+            index = MetadataIndex(key) if shard_offsets is None else MetadataIndex(key, shard_offsets)
+            yield index, _StorageInfo(relative_path=name, offset=offset, length=size)
+
+
+def _capacity(size_bytes: int) -> int:
+    return -(-size_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
+
+
+@lru_cache(maxsize=8)
+def _value_columns(keys: tuple[str, ...], sizes: tuple[int, ...]) -> bytes:
+    """The byte entries as they stand in a chunk table; mostly the same from save to save."""
+    nothing = [None] * len(keys)
+    return ChunkColumns(
+        key=keys,
+        shard_offsets=nothing,
+        offset=[0, *accumulate(sizes[:-1])],
+        size_bytes=sizes,
+        payload_offset=nothing,
+        payload_bytes=nothing,
+        dtype=nothing,
+    ).encode()

@@ -50,7 +50,7 @@ class _Share:
 
 @final
 class AgreedPlans:
-    """This rank's share of the writing, and on the coordinator everybody's.
+    """This rank's share of the writing, and on the coordinator what DCP says of the whole.
 
     Who calls what: 1. (all ranks, every save) `look`. 2. (all ranks, if it was true on any of them) `agree`.
 
@@ -61,7 +61,6 @@ class AgreedPlans:
         files: names of the small files that this rank writes.
         keeping: when it keeps its own values of uneven entries.
         metadata: part -> DCP's metadata; on the coordinator only.
-        everyone: part -> every rank's plan; on the coordinator only.
         generation: counts the agreements; the same on every rank.
     """
 
@@ -70,7 +69,6 @@ class AgreedPlans:
         self.files: frozenset[str] = frozenset()
         self.keeping = Keeping.NEVER
         self.metadata: Mapping[str, Metadata] = {}
-        self.everyone: Mapping[str, Sequence[SavePlan]] = {}
         self.generation = 0
         self._uneven: frozenset[LocalKey] = frozenset()
         self._offered: frozenset[str] = frozenset()
@@ -131,7 +129,7 @@ class AgreedPlans:
         return _Proposal(plans=plans, uneven=self._uneven, files=self._offered)
 
     def _decide(self, proposals: list[_Proposal]) -> list[_Share]:
-        self.everyone, self.metadata = _plan_all(proposals)
+        everyone, self.metadata = _plan_all(proposals)
         writers: dict[str, int] = {}
         for rank, proposal in enumerate(proposals):
             for name in proposal.files:
@@ -139,7 +137,7 @@ class AgreedPlans:
         keepings = _keepings([proposal.uneven for proposal in proposals])
         return [
             _Share(
-                plans={part: plans[rank] for part, plans in self.everyone.items()},
+                plans={part: plans[rank] for part, plans in everyone.items()},
                 files=frozenset(name for name, writer in writers.items() if writer == rank),
                 keeping=keepings[rank],
             )

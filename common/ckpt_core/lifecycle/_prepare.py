@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import working_name
@@ -48,10 +47,8 @@ class PreparedSave:
     Attributes:
         request: what was asked for.
         assignment: where it goes.
-        generation: of the plans it was staged by.
         files: name -> content of this rank's small files.
         metadata: part -> DCP metadata; on the coordinator only.
-        plans: part -> every rank's plan; on the coordinator only.
         items: item -> kind, for the manifest.
         local: this rank's values of entries that nothing keeps equal over ranks.
         keeping: when it keeps them.
@@ -63,10 +60,8 @@ class PreparedSave:
 
     request: SaveRequest
     assignment: Assignment
-    generation: int
     files: Mapping[str, bytes]
     metadata: Mapping[str, Metadata]
-    plans: Mapping[str, Sequence[SavePlan]]
     items: Mapping[str, str]
     local: LocalValues
     keeping: Keeping
@@ -147,10 +142,8 @@ def prepare(
             working=working_name(storage, request.name, save_id),
             created=verdict.created,
         ),
-        generation=plans.generation,
         files={name: content for name, content in survey.files.items() if name in plans.files},
         metadata=plans.metadata,
-        plans=plans.everyone,
         items=_kinds(survey.state),
         local=LocalValues({}),
         keeping=plans.keeping,

@@ -13,6 +13,7 @@ from ckpt_core.commit import abandon, begin
 from ckpt_core.coordination import Coordinator, failure_text
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._plans import Keeping
 from ckpt_core.lifecycle._prepare import PreparedSave, save_error
 from ckpt_core.lifecycle._reducer import (
@@ -51,6 +52,7 @@ class SaveContext:
         storage: where checkpoints go.
         coordinator: the ranks of the job.
         telemetry: receives spans.
+        memory: what writing keeps from save to save.
         deadline_seconds: how long ranks wait for one another.
         check: called on the coordinator before anything is written, and before the commit; raises to refuse.
         committed: called on the coordinator after the commit.
@@ -59,6 +61,7 @@ class SaveContext:
     storage: Storage
     coordinator: Coordinator
     telemetry: Telemetry
+    memory: WriteMemory
     deadline_seconds: float
     check: Callable[[], None]
     committed: Callable[[CheckpointInfo], None]
@@ -77,6 +80,7 @@ class SaveRun:
         self._storage = context.storage
         self._coordinator = context.coordinator
         self._telemetry = context.telemetry
+        self._memory = context.memory
         self._context = context
         self._events: deque[Event] = deque()
         self._refusal: CheckpointError | None = None
@@ -165,7 +169,7 @@ class SaveRun:
         attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
         try:
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
-                report = write_rank(self._storage, prepared, self._own_files())
+                report = write_rank(self._storage, prepared, self._own_files(), self._memory)
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
             self._events.append(Failed(SaveError(f"while writing: {type(error).__name__}: {error}")))
         else:
@@ -190,7 +194,7 @@ class SaveRun:
             if self._refusal is not None:
                 raise self._refusal
             self._context.check()
-            info = commit_all(self._storage, self._prepared, reports)
+            info = commit_all(self._storage, self._prepared, reports, self._memory)
             return json.dumps(asdict(info)).encode()
 
         name = f"save/{request.name}/{assignment.save_id}"
@@ -205,6 +209,7 @@ class SaveRun:
         except CheckpointError as error:
             self._fail(error)
         else:
+            self._memory.committed()
             self._events.append(Committed(info))
 
     def _fail(self, error: CheckpointError) -> None:

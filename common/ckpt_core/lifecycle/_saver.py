@@ -13,6 +13,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CheckpointError, SaveError
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans
 from ckpt_core.lifecycle._prepare import PreparedSave, Workshop, prepare, warm_up
@@ -54,6 +55,7 @@ class Saver:
             storage=storage,
             coordinator=coordinator,
             telemetry=telemetry,
+            memory=WriteMemory(),
             deadline_seconds=options.deadline_seconds,
             check=self._ownership.check,
             committed=self._committed,

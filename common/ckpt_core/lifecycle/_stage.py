@@ -178,8 +178,8 @@ def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], address
     ]
     if freed:
         raise ConfigError(
-            f"{len(freed)} tensor(s) have no memory any more, first {freed[0]}: freed, or on the meta device; "
-            "save at a moment when the parameters are materialised"
+            f"{len(freed)} tensor(s) have no memory any more, first {freed[0]}: freed, or on the meta "
+            "device; save at a moment when the parameters are materialised"
         )
 
 

@@ -1,12 +1,13 @@
 """Bytes at a place: the `Storage` contract, its backends, and `open_storage` to choose one by URL."""
 
-from ckpt_core.storage._base import Lock, Storage, StorageEntry
+from ckpt_core.storage._base import ALIGNMENT, Lock, Storage, StorageEntry
 from ckpt_core.storage._local import LocalStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._object import ObjectStorage
 from ckpt_core.storage._open import open_storage
 
 __all__ = [
+    "ALIGNMENT",
     "LocalStorage",
     "Lock",
     "MemoryStorage",

@@ -10,7 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, Final, Protocol
+
+ALIGNMENT: Final = 4096
+"""Direct writes need memory, offsets and lengths that are multiples of this, and so do fast direct reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

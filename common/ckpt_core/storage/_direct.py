@@ -15,7 +15,8 @@ from pathlib import Path
 from queue import Queue
 from typing import final
 
-ALIGNMENT = 4096
+from ckpt_core.storage._base import ALIGNMENT
+
 _THREADS = 2
 _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, final
 
 from ckpt_core.checksums import checksum
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
-from ckpt_core.names import FORMAT_VERSION
+from ckpt_core.names import FORMAT_VERSION, MANIFEST, MARKER
 
 T = TypeVar("T")
 
@@ -18,6 +19,10 @@ T = TypeVar("T")
 MAX_COUNT: Final = 2**53
 
 _CHECKSUM: Final = b',"checksum":"'
+_MAX_PATH_BYTES: Final = 1024
+_RESERVED: Final = frozenset({MANIFEST, MARKER})
+_SEGMENT: Final = r"(?!\.{1,2}(?:/|\Z))[^\x00-\x1f\x7f\\/\ud800-\udfff]+"
+_PATH: Final = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
@@ -73,7 +78,6 @@ class Fields:
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
-        self.format_version = self.count("format_version", least=1)
 
     @classmethod
     @contextmanager
@@ -90,6 +94,11 @@ class Fields:
             yield fields
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             raise corrupt(source, f"is malformed: {error}") from error
+
+    @property
+    def format_version(self) -> int:
+        """The version of the format that the object says it is in."""
+        return self.count("format_version", least=1)
 
     def _check_version(self, source: str) -> None:
         if self.format_version > FORMAT_VERSION:
@@ -116,6 +125,13 @@ class Fields:
             raise ValueError(f"{name!r} should be a finite number, not {value!r:.80}")
         return float(value)
 
+    def objects(self, name: str) -> list[Fields]:
+        """A field that is a list of JSON objects."""
+        values = self.get(name, list)
+        if not {dict}.issuperset(map(type, values)):
+            raise ValueError(f"{name!r} should hold only objects")
+        return [Fields(value) for value in values]
+
     def mapping(self, name: str, kind: type[T]) -> dict[str, T]:
         """A field that maps text to values of exactly that type."""
         values = self.get(name, dict)
@@ -136,6 +152,28 @@ def count(value: object, name: str, *, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= MAX_COUNT:
         raise ValueError(f"{name!r} should be an integer from {least} to 2**53, not {value!r:.80}")
     return value
+
+
+def relative_paths(values: Sequence[Any]) -> Sequence[str]:
+    """`values` if all are paths that stay inside the checkpoint directory on every platform and storage.
+
+    They are looked at as a whole first: a checkpoint of a large run has tens of thousands of files.
+
+    Raises:
+        ValueError: one is not, or is the name of the manifest or the marker.
+    """
+    if {str}.issuperset(map(type, values)) and all(map(_PATH.fullmatch, values)):
+        longest = max(map(len, map(str.encode, values)), default=0)
+        if longest <= _MAX_PATH_BYTES and _RESERVED.isdisjoint(values):
+            return values
+    bad = next(value for value in values if not _is_relative_path(value))
+    raise ValueError(f"file path {bad!r:.80} is not a relative path inside the checkpoint directory")
+
+
+def _is_relative_path(value: object) -> bool:
+    if type(value) is not str or not _PATH.fullmatch(value) or value in _RESERVED:
+        return False
+    return len(value.encode()) <= _MAX_PATH_BYTES
 
 
 def _object(content: bytes) -> dict[str, Any]:

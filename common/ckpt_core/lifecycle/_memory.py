@@ -1,0 +1,133 @@
+"""What writing keeps from save to save, so that a save like the one before says and computes little.
+
+Where a rank's chunks lie is told to the coordinator only when it has changed since the last commit: then the
+report holds the rank's chunk table. The coordinator keeps every rank's last table, and the bytes of
+`.metadata` that it made from them.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias, final
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt_core.chunks import ChunkTable, TableEntry, encode_table
+from ckpt_core.dcp import Pace, encode_metadata, places_in
+from ckpt_core.errors import SaveError
+from ckpt_core.names import chunks_name
+from ckpt_core.types import FileEntry
+
+_Layout: TypeAlias = tuple[tuple[str, bytes], ...]
+_END_OF_HEAD: Final = b"\n"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What one rank wrote, as a message to the coordinator.
+
+    Attributes:
+        files: path, size in bytes and checksum of one file after another.
+        num_chunks: in all data files.
+        table: the chunk table, with zeros for checksums, if it is not laid out like that of the last report
+            that ended in a commit.
+    """
+
+    files: Sequence[Any]
+    num_chunks: int
+    table: bytes | None
+
+    def encode(self) -> bytes:
+        """The message: a line of JSON, then the compressed table if there is one."""
+        head = json.dumps([self.num_chunks, *self.files], separators=(",", ":")).encode()
+        return head if self.table is None else head + _END_OF_HEAD + zlib.compress(self.table, level=1)
+
+    def entries(self) -> Iterator[FileEntry]:
+        """The files."""
+        paths, sizes, checksums = (self.files[place::3] for place in range(3))
+        for path, size, text in zip(paths, sizes, checksums, strict=True):
+            yield FileEntry(path=path, size_bytes=size, checksum=text)
+
+    @classmethod
+    def decode(cls, message: bytes) -> RankReport:
+        """Read a message."""
+        head, found, table = message.partition(_END_OF_HEAD)
+        num_chunks, *files = json.loads(head)
+        return cls(files=files, num_chunks=num_chunks, table=zlib.decompress(table) if found else None)
+
+
+@final
+class WriteMemory:
+    """Kept by every rank for as long as its manager lives.
+
+    Concurrency: used by one save at a time, on its background thread.
+
+    Args:
+        pace: slows the writing of tensors down; None to write as fast as storage takes it.
+    """
+
+    def __init__(self, *, pace: Pace | None = None) -> None:
+        self.pace = pace
+        self._reported: _Layout | None = None
+        self._pending: _Layout | None = None
+        self._tables: dict[int, bytes] = {}
+        self._metadata: dict[str, tuple[Metadata, bytes]] = {}
+
+    def report(self, files: Iterable[FileEntry], entries: Sequence[TableEntry]) -> RankReport:
+        """What to tell the coordinator of this rank's files, and of the entries of its chunk table."""
+        layout = tuple((entry.path, entry.columns) for entry in entries)
+        known = layout == self._reported
+        # Until the commit is known, nobody can be sure that the coordinator has kept the table.
+        self._reported, self._pending = None, layout
+        return RankReport(
+            files=[value for entry in files for value in (entry.path, entry.size_bytes, entry.checksum)],
+            num_chunks=sum(entry.num_chunks for entry in entries),
+            table=None if known else encode_table(map(_without_checksums, entries)),
+        )
+
+    def committed(self) -> None:
+        """The save of the last report was committed, so that the coordinator knows what was in it."""
+        self._reported, self._pending = self._pending, None
+
+    def take(self, reports: Sequence[RankReport]) -> None:
+        """Keep the tables that are in the reports of all ranks, in order of rank; coordinator only.
+
+        Raises:
+            SaveError: a rank did not say where its chunks lie, and never did before.
+        """
+        changed = {rank: report.table for rank, report in enumerate(reports) if report.table is not None}
+        if changed:
+            self._metadata = {}
+        self._tables |= {rank: zlib.compress(table, level=1) for rank, table in changed.items()}
+        unknown = [rank for rank in range(len(reports)) if rank not in self._tables]
+        if unknown:
+            raise SaveError(
+                f"ranks {unknown} did not report where their chunks lie, and the coordinator never heard it "
+                "before: was it restarted alone? Restart all ranks together"
+            )
+
+    def metadata(self, plans: Mapping[str, Metadata]) -> dict[str, bytes]:
+        """Part -> content of its `.metadata`, made anew only if its plan or a rank's layout has changed."""
+        stale = [part for part, plan in plans.items() if self._stale(part, plan)]
+        if stale:
+            tables = [
+                ChunkTable.from_bytes(zlib.decompress(self._tables[rank]), source=chunks_name(rank))
+                for rank in sorted(self._tables)
+            ]
+            for part in stale:
+                places = dict(place for table in tables for place in places_in(table, part))
+                self._metadata[part] = plans[part], encode_metadata(plans[part], places)
+        return {part: self._metadata[part][1] for part in plans}
+
+    def _stale(self, part: str, plan: Metadata) -> bool:
+        known = self._metadata.get(part)
+        return known is None or known[0] is not plan
+
+
+def _without_checksums(entry: TableEntry) -> TableEntry:
+    """The same layout; random bits would be most of what the message is after compression."""
+    return replace(entry, crcs=bytes(len(entry.crcs)), block_crcs=bytes(len(entry.block_crcs)))

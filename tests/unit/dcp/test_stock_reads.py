@@ -1,0 +1,89 @@
+"""What our writer wrote is read by everything that reads what stock DCP writes."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from ckpt_core.dcp import ShardWriter
+from ckpt_core.storage import LocalStorage
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STATES: dict[str, dict[str, Any]] = {
+    "0-d": {"w": torch.tensor(3.5), "flag": torch.tensor(True)},
+    "empty": {"w": torch.empty(0), "v": torch.empty(3, 0, 2, dtype=torch.bfloat16), "x": torch.ones(2)},
+    "one byte": {f"w{i}": torch.tensor([i], dtype=torch.uint8) for i in range(9)},
+    "values of many sizes": {f"v{i}": "x" * (i * 37) for i in range(40)} | {"w": torch.ones(3)},
+    "a large one": {"w": torch.arange(5_000_000), "small": torch.ones(7)},
+}
+
+
+def written(directory: Path, state: dict[str, Any]) -> Any:
+    """Write with our writer; what `.metadata` says."""
+    writer = ShardWriter(LocalStorage(directory.parent), directory.name)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    return pickle.loads((directory / ".metadata").read_bytes())
+
+
+def blank(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for key, v in state.items()}
+
+
+def same(actual: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[key], each) if isinstance(each, torch.Tensor) else actual[key] == each
+        for key, each in expected.items()
+    )
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_stock_load_and_the_converter_and_zipfile_read_it(tmp_path, state):
+    metadata = written(tmp_path / "ours", state)
+    target = blank(state)
+    dcp.load(target, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert same(target, state)
+    dcp_to_torch_save(tmp_path / "ours", tmp_path / "all.pt")
+    assert same(torch.load(tmp_path / "all.pt", weights_only=True), state)
+    assert len(metadata.storage_data) == len(state)
+    for place in metadata.storage_data.values():
+        data = (tmp_path / "ours" / place.relative_path).read_bytes()
+        content = data[place.offset : place.offset + place.length]
+        assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
+
+
+def test_values_lie_at_multiples_of_512_bytes(tmp_path):
+    metadata = written(tmp_path / "ours", STATES["values of many sizes"])
+    places = [place for place in metadata.storage_data.values() if place.relative_path == "__0_1.distcp"]
+    assert len(places) == 40
+    assert all(place.offset % 512 == place.length % 512 == 0 for place in places)
+
+
+@pytest.mark.slow
+def test_20000_tiny_tensors_are_read_by_stock_load(tmp_path):
+    state = {f"layer{i}.w": torch.full((3,), float(i)) for i in range(20_000)}
+    written(tmp_path / "ours", state)
+    target = blank(state)
+    dcp.load(target, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert same(target, state)
+
+
+@pytest.mark.slow
+def test_a_chunk_of_more_than_4_gib_is_read_by_stock_load(tmp_path):
+    """Real, because zip's 64-bit fields are where readers differ."""
+    state = {"w": torch.zeros((4 << 30) + 5, dtype=torch.uint8), "after": torch.ones(3)}
+    state["w"][[0, 1 << 32, -1]] = 7
+    metadata = written(tmp_path / "ours", state)
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == "w")
+    assert place.length > 4 << 30
+    target = blank(state)
+    dcp.load(target, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert same(target, state)
