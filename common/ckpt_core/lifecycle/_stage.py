@@ -99,10 +99,11 @@ class Stager:
         layouts = self._layouts[1]
         total = sum(_whole_pages(layout.size_bytes) for layout in layouts.values())
         arena = self.arenas.reserve(total, pinned=pinned)
-        kept_key, images = arena.attached or (None, {})
-        if kept_key == key:
-            return arena, images
-        images, offset = {}, 0
+        kept: tuple[_Key, dict[str, Image]] | None = arena.attached
+        if kept is not None and kept[0] == key:
+            return arena, kept[1]
+        images: dict[str, Image] = {}
+        offset = 0
         for part, layout in layouts.items():
             images[part] = Image(layout, arena.memory[offset : offset + layout.size_bytes])
             offset += _whole_pages(layout.size_bytes)

@@ -42,9 +42,7 @@ def _of_machine(proc: Path) -> FreeMemory | None:
     fields = _table(proc / "meminfo")
     if "MemAvailable:" not in fields or "MemTotal:" not in fields:
         return None
-    return FreeMemory(
-        available_bytes=fields["MemAvailable:"] << 10, total_bytes=fields["MemTotal:"] << 10
-    )
+    return FreeMemory(available_bytes=fields["MemAvailable:"] << 10, total_bytes=fields["MemTotal:"] << 10)
 
 
 def _of_cgroups(proc: Path, cgroups: Path) -> Generator[FreeMemory | None]:
@@ -73,9 +71,7 @@ def _of_group(folder: Path, limit: str, usage: str, reclaimable: str) -> FreeMem
         return None  # no such group, or "max"
     # The page cache counts as used but goes when it is needed.
     cached = _table(folder / "memory.stat").get(reclaimable, 0)
-    return FreeMemory(
-        available_bytes=max(0, int(allowed) - int(used) + cached), total_bytes=int(allowed)
-    )
+    return FreeMemory(available_bytes=max(0, int(allowed) - int(used) + cached), total_bytes=int(allowed))
 
 
 def _table(path: Path) -> dict[str, int]:
