@@ -305,9 +305,7 @@ def _capture(state: State | CapturedState) -> CapturedState:
     return state if isinstance(state, CapturedState) else as_source(state).capture()
 
 
-def _request(
-    options: CheckpointOptions, directory: str, items: Collection[str] | None = None
-) -> LoadRequest:
+def _request(options: CheckpointOptions, directory: str, items: Collection[str] | None = None) -> LoadRequest:
     return LoadRequest(directory=directory, items=items, allow_pickle=options.allow_pickle)
 
 
