@@ -56,7 +56,7 @@ def test_back_pressure_coalesce_makes_up_for_all_by_one_with_the_state_of_its_ow
         gate.open()
         first.result(LONG)
         assert checkpoints.due(35) == "coalesced"
-        info = checkpoints.maybe_save(35, {"a": value.fill_(35)}).result(LONG)
+        assert checkpoints.maybe_save(35, {"a": value.fill_(35)}).result(LONG).step == 35
         assert checkpoints.due(36) is None
         assert checkpoints.due(40) == "every 10 steps"
         loaded = {"a": torch.zeros(1)}
