@@ -88,6 +88,12 @@ class LifeCycle:
         if self._session is not None and self._session.pacing is not None and trainer.state.fn == "fit":
             self._session.pacing.after_validation()
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Averaging callbacks change the weights when training ends, or an epoch starts."""
+        del trainer, pl_module
+        if self._session is not None:
+            self._session.settle()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step."""
         del trainer, pl_module

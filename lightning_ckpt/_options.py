@@ -82,7 +82,12 @@ class Configured:
         save: when to save; a policy, or plain values such as `{every_steps: 500, on_preemption: true}`.
         keep: what to keep; a policy, or plain values such as `{latest: 3, best: {metric: val_loss}}`.
         save_last: whether to save the last step of a training, too.
-        back_pressure: what a save that is due does while another is in flight: `wait` for it, or `skip`.
+        back_pressure: what a save that is due does while every arena is in flight: `wait` for it, `skip`, or
+            `coalesce`: be made up for, all of them by one, as soon as an arena is free.
+        arenas: how many saves may be in flight at once, 1 or 2; each takes host memory for its copy.
+        staging_memory: the most host memory for copies on one rank, in bytes or as "512 MiB"; None for what
+            is free.
+        write_bandwidth: the most bytes per second that one rank writes, as a number or as "500 MB/s".
         staging: whether training waits for the copy (`blocking`), or only the next optimizer step does
             (`overlapped`): then no hook may change weights during the batch after a save.
         on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
@@ -105,6 +110,9 @@ class Configured:
         keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
         save_last: bool = True,
         back_pressure: BackPressure = "wait",
+        arenas: int = 1,
+        staging_memory: int | str | None = None,
+        write_bandwidth: float | str | None = None,
         staging: Staging = "blocking",
         on_error: OnError = "raise",
         verify: bool = True,
@@ -119,6 +127,9 @@ class Configured:
             "save": save,
             "keep": keep,
             "back_pressure": back_pressure,
+            "arenas": arenas,
+            "staging_memory": staging_memory,
+            "write_bandwidth": write_bandwidth,
             "staging": staging,
             "on_error": on_error,
             "verify": verify,

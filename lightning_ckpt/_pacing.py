@@ -18,6 +18,8 @@ from lightning_ckpt._state import LightningState
 
 _logger = logging.getLogger(__name__)
 _LAST_STEP = "last step"
+_FOLLOWED_BY_TRAINING = {"on_train_batch_end", "on_validation_end"}
+"""Hooks after which no averaging callback changes weights before `Session.settle` is called again."""
 
 
 @final
@@ -139,6 +141,8 @@ class Pacing:
         )
         if handle is not None:
             self._saved_step = step
+        if weights_may_change(self._trainer):
+            self._roots.settle()
 
     def _stop(self) -> None:
         """End the training after this step, without the validation that Lightning would still make."""
@@ -149,6 +153,14 @@ class Pacing:
         trainer.limit_val_batches = 0
         trainer.should_stop = True
         trainer.fit_loop.min_epochs = epoch_loop.min_steps = 0
+
+
+def weights_may_change(trainer: Any) -> bool:
+    """Whether hooks that follow the current one may exchange weights, as averaging callbacks do at the end.
+
+    They do it through `.data`, which no copy in the making could notice.
+    """
+    return trainer.lightning_module._current_fx_name not in _FOLLOWED_BY_TRAINING
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:

@@ -83,9 +83,9 @@ class Roots:
         return handle
 
     def settle(self) -> None:
-        """Return when the save in flight has its copy, so that weights may change by whatever means."""
-        if self._newest is not None:
-            self._newest.staged.exception()  # waits; a failure is told by the save itself
+        """Return when every save in flight has its copy, so that weights may change by whatever means."""
+        for manager in self._managers.values():
+            manager.wait_staged()
 
     def remove(self, place: Place, remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint once the save in flight is committed; keep it if that save fails.

@@ -10,7 +10,7 @@ from typing import Any, final
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from ckpt_core.state import unwrap_optimizer
 from lightning_ckpt._options import Settings
-from lightning_ckpt._pacing import Pacing, metrics_of
+from lightning_ckpt._pacing import Pacing, metrics_of, weights_may_change
 from lightning_ckpt._places import Kind, Place, kind_of, real_root
 from lightning_ckpt._resume import before_iterators, go_on, warn_of_hidden_order
 from lightning_ckpt._roots import Roots
@@ -63,6 +63,8 @@ class Session:
             metrics=metrics_of(self.trainer),
             reason="asked for by path",
         )
+        if weights_may_change(self.trainer):
+            self._roots.settle()
         if not self._running:
             # After a fit nobody would wait for it.
             self._roots.close()

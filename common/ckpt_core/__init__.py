@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         LoadError,
         RootBusyError,
         SaveError,
+        StagingMemoryError,
         UnsafeCheckpointError,
     )
     from ckpt_core.lifecycle import SaveHandle
@@ -54,7 +55,7 @@ _HOMES = {
     "cadence": "AtSteps EveryFraction EverySeconds EverySteps FirstStep OnPreemption SavePolicy",
     "errors": "CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError CoordinationError "
     "CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError RootBusyError SaveError "
-    "UnsafeCheckpointError",
+    "StagingMemoryError UnsafeCheckpointError",
     "lifecycle": "SaveHandle",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions",
@@ -97,6 +98,7 @@ __all__ = [
     "SaveError",
     "SaveHandle",
     "SavePolicy",
+    "StagingMemoryError",
     "TrainState",
     "UnsafeCheckpointError",
     "__version__",

@@ -23,6 +23,9 @@ from ckpt_core.validation import integer, require
 
 State: TypeAlias = StateSource | Mapping[str, Any]
 
+COALESCED = "coalesced"
+"""The reason of a save that makes up for those that back-pressure kept from starting."""
+
 
 @final
 class CheckpointManager:
@@ -76,9 +79,15 @@ class CheckpointManager:
         return self._cadence.preempted
 
     def due(self, step: int, *, total_steps: int | None = None) -> str | None:
-        """Why the save policy wants this step saved now, or None; for those who call `save` themselves."""
-        self._check_open()
-        return self._cadence.due(step, total_steps)
+        """Why this step should be saved now, or None; for those who call `save` themselves.
+
+        With `back_pressure="coalesce"`, "coalesced" is the reason to make up for saves that were due while
+        every arena was in flight: at the first step at which an arena is free on every rank. While one is
+        pending, and only then, each call combines one number over the ranks.
+        """
+        _refuse(closed=self._closed)
+        reason = self._cadence.due(step, total_steps)
+        return reason or (COALESCED if self._saver.overdue() else None)
 
     def maybe_save(
         self,
@@ -115,8 +124,8 @@ class CheckpointManager:
                 once the new one is complete.
 
         Returns:
-            A handle on the save in flight; None if one was in flight already and `back_pressure` is `skip`,
-            or if it could not start and `on_error` is `warn`.
+            A handle on the save in flight; None if every arena was in flight already and `back_pressure` is
+            `skip` or `coalesce`, or if it could not start and `on_error` is `warn`.
 
         Raises:
             SaveError: this save could not start, or the save before has failed; the same on every rank.
@@ -124,7 +133,7 @@ class CheckpointManager:
             RootBusyError: another job writes to this root.
             ConfigError: the root cannot be written, or the arguments are not what they should be.
         """
-        self._check_open()
+        _refuse(closed=self._closed)
         require("save", integer("step", step, minimum=0))
         request = SaveRequest(
             step=step,
@@ -138,6 +147,24 @@ class CheckpointManager:
             self._cadence.saved(step, handle.created)
         return handle
 
+    def prewarm(self, state: State | CapturedState) -> int:
+        """Do ahead of the first save what takes only that its time: plan it, and make its arenas. Collective.
+
+        Returns:
+            Bytes of host memory that this rank's arenas take from now on.
+
+        Raises:
+            SaveError: the state cannot be planned; the same on every rank.
+            StagingMemoryError: this rank's share does not fit into its memory; other ranks may have room.
+        """
+        _refuse(closed=self._closed)
+        return self._saver.prewarm(lambda: _capture(state))
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory that the copies of this rank take, between saves too."""
+        return self._saver.staging_bytes
+
     def resume(self, state: State) -> int | None:
         """Load the newest committed checkpoint that verifies, and take the root for this job.
 
@@ -149,14 +176,14 @@ class CheckpointManager:
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
         """
-        self._check_open()
+        _refuse(closed=self._closed)
         self._saver.rewound()
         self._saver.own_root()
         info, damaged = self._loader.newest(verified=self.options.verify)
         self._saver.note_damaged(damaged)
         if info is None:
             return None
-        self._loader.load(self._request(info.name), as_source(state))
+        self._loader.load(_request(self.options, info.name), as_source(state))
         self._cadence.saved(info.step, self._coordinator.agree(time.time()))
         return info.step
 
@@ -182,21 +209,31 @@ class CheckpointManager:
             IncompatibleCheckpointError: it does not fit; nothing was touched.
             UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
         """
-        self._check_open()
+        _refuse(closed=self._closed)
         self._saver.rewound()
         directory = self._loader.directory(step=step, name=name, verified=self.options.verify)
         source = as_source(state, items)
         # A TrainState has narrowed itself, by names of its own; others are narrowed by top-level key.
         narrowed = None if isinstance(state, TrainState) else items
-        return self._loader.load(self._request(directory, narrowed), source)
+        return self._loader.load(_request(self.options, directory, narrowed), source)
 
     def wait(self) -> None:
-        """Wait for the save in flight.
+        """Wait for the saves in flight.
 
         Raises:
-            SaveError: it failed.
+            SaveError: one failed; the failure of another behind it is told at the next call.
         """
         self._saver.wait()
+
+    def wait_staged(self) -> None:
+        """Return when weights may be changed by other means than a step of the optimizers that were saved.
+
+        Only `staging="overlapped"` needs it: call it before weights are swapped, averaged or loaded, above
+        all through `.data`, which nothing can notice. On CUDA, what is enqueued on the current streams
+        afterwards comes after the copies; the host does not wait. Not collective, and cheap when nothing is
+        being copied. A save that has failed is not told here.
+        """
+        self._saver.wait_staged()
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The committed checkpoints, oldest first."""
@@ -219,7 +256,7 @@ class CheckpointManager:
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
         """Remove what the retention policy does not keep; with `dry_run`, only tell."""
-        self._check_open()
+        _refuse(closed=self._closed)
         self._saver.wait()
         policy = self.options.keep or KeepAll()
         if not dry_run:
@@ -230,12 +267,12 @@ class CheckpointManager:
 
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""
-        self._check_open()
+        _refuse(closed=self._closed)
         self._coordinator.once(lambda: self._catalog.pin(step, reason))
 
     def unpin(self, step: int) -> None:
         """Take the protection of a step away."""
-        self._check_open()
+        _refuse(closed=self._closed)
         self._coordinator.once(lambda: self._catalog.unpin(step))
 
     def close(self) -> None:
@@ -267,13 +304,6 @@ class CheckpointManager:
                 raise
             error.add_note(f"while closing the checkpoint manager: {failure}")
 
-    def _request(self, directory: str, items: Collection[str] | None = None) -> LoadRequest:
-        return LoadRequest(directory=directory, items=items, allow_pickle=self.options.allow_pickle)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this CheckpointManager is closed; make a new one")
-
 
 def as_source(state: State, items: Collection[str] | None = None) -> StateSource:
     """The state as a `StateSource` of only the given items."""
@@ -291,3 +321,12 @@ def as_source(state: State, items: Collection[str] | None = None) -> StateSource
 
 def _capture(state: State | CapturedState) -> CapturedState:
     return state if isinstance(state, CapturedState) else as_source(state).capture()
+
+
+def _request(options: CheckpointOptions, directory: str, items: Collection[str] | None = None) -> LoadRequest:
+    return LoadRequest(directory=directory, items=items, allow_pickle=options.allow_pickle)
+
+
+def _refuse(*, closed: bool) -> None:
+    if closed:
+        raise ConfigError("this CheckpointManager is closed; make a new one")

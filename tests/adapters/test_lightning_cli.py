@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from examples import lightning_cli, lightning_train
+from lightning_ckpt import ShardedCheckpoint
 from tests.adapters.lightning_jobs import committed
 
 # Lightning warns of small data sets and few workers, and torchdata of torch.
@@ -38,6 +39,10 @@ def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
         "--trainer.callbacks.dirpath=runs/added",
         "--trainer.callbacks.save.every_steps=5",
         "--trainer.callbacks.save_last=false",
+        "--trainer.callbacks.arenas=2",
+        "--trainer.callbacks.back_pressure=coalesce",
+        "--trainer.callbacks.staging_memory=64 MiB",
+        "--trainer.callbacks.write_bandwidth=500 MB/s",
     ]
     plain = yaml.safe_load(EXAMPLE.read_text())
     del plain["trainer"]["callbacks"]
@@ -46,6 +51,11 @@ def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
     lightning_cli.main(first)
     cli = lightning_cli.main([*first[:-1], "--trainer.max_steps=12", "--ckpt_path=last"])
 
+    (checkpoint,) = [each for each in cli.trainer.callbacks if isinstance(each, ShardedCheckpoint)]
+    options = checkpoint.settings.options
+    assert (options.arenas, options.back_pressure) == (2, "coalesce")
+    assert options.staging_memory_bytes == 64 << 20
+    assert options.write_bytes_per_second == 500_000_000
     assert committed(tmp_path / "runs" / "added") == ["step-000000005", "step-000000010"]
     assert cli.trainer.global_step == 12
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 
 from ckpt_core import AtSteps, CheckpointManager, EverySeconds, EverySteps, TrainState
+from ckpt_core.staging import _host_copies
 from tests.adapters.lightning_jobs import Job, Model, Outcome, committed, digest, fit, make_trainer
 
 # Lightning warns of small data sets and few workers, and torchdata of torch.
@@ -52,6 +56,35 @@ def test_overlapped_staging_saves_the_same(tmp_path):
     resumed = fit(Job(max_steps=9, ckpt_path="last", **cut))
 
     assert_same(full, resumed, first=5)
+
+
+def test_weights_that_averaging_exchanges_do_not_reach_an_overlapped_save(tmp_path, monkeypatch):
+    """The copies are held back until somebody waits for them: an exchange that did not would be saved."""
+    begin, start = threading.Event(), _host_copies.start_thread
+    monkeypatch.setattr(_host_copies, "start_thread", lambda work: start(lambda: begin.wait(5) and work()))
+
+    class Averaging(WeightAveraging):
+        """Its average is far from the weights."""
+
+        def setup(self, trainer, pl_module, stage):
+            super().setup(trainer, pl_module, stage)
+            for each in self._average_model.parameters():
+                each.data.fill_(9)
+
+        def should_update(self, step_idx=None, epoch_idx=None):
+            return False
+
+    def tensors_of_every_save(root, **options):
+        settings = {"save": EverySteps(1), **options}
+        job = Job(root=str(root), max_steps=EPOCH, validate=True, options=settings)
+        fit(replace(job, trainer={"val_check_interval": 2, "callbacks": [Averaging()]}))
+        return {name: (root / "run" / name / "__0_0.distcp").read_bytes() for name in committed(root / "run")}
+
+    blocking = tensors_of_every_save(tmp_path / "blocking")
+    overlapped = tensors_of_every_save(tmp_path / "overlapped", staging="overlapped")
+    assert len(blocking) == EPOCH
+    assert overlapped.keys() == blocking.keys()
+    assert [name for name in blocking if overlapped[name] != blocking[name]] == []
 
 
 def test_a_plain_loader_resumes_exactly_between_epochs(tmp_path):

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckpt_core import CheckpointManager, SaveError, TrainState
-from ckpt_core.staging import Copy, DeferredCopies
+from ckpt_core.staging import _host_copies
 
 TENSORS = 40
+LONG = 60.0
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Keeps the thread that copies from beginning until it is set: whoever needs a copy has to make it."""
+    begin, start = threading.Event(), _host_copies.start_thread
+
+    def start_later(work: Callable[[], None]) -> bool:
+        return start(lambda: begin.wait(LONG) and work())
+
+    monkeypatch.setattr(_host_copies, "start_thread", start_later)
+    yield begin
+    begin.set()
 
 
 def training():
@@ -53,42 +69,135 @@ def test_training_that_changes_everything_after_the_call_does_not_reach_the_chec
             assert same(values(model, optimizer), expected), f"step {number}"
 
 
-def test_a_step_waits_for_copies_that_are_not_made():
-    """The optimizer's pre-hook holds the step back until the background has copied."""
-    source, target = torch.zeros(4), torch.full((4,), -1.0)
-    copies = DeferredCopies([Copy("w", source, target)])
-    stepped = threading.Event()
-
-    def train():
-        copies.wait()
-        source.add_(1)
-        stepped.set()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    assert not stepped.wait(0.05)
-    copies.finish()
-    thread.join(10)
-    assert stepped.is_set()
-    assert target.tolist() == [0, 0, 0, 0]
+def ema_of(model):
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 
 
-def test_a_change_outside_the_step_is_never_saved_as_a_mixture():
-    source, target = torch.zeros(4), torch.zeros(4)
-    copies = DeferredCopies([Copy("layer.weight", source, target)])
-    source.add_(1)
-    with pytest.raises(Exception, match=r"layer\.weight.*blocking"):
-        copies.finish()
+def change_by_step(model, optimizer, ema):
+    step(model, optimizer)
 
 
-def test_a_save_spoilt_by_such_a_change_is_reported_and_the_next_one_succeeds(tmp_path):
+def change_batch_norm(model, optimizer, ema):
+    model(torch.randn(8, 64))
+
+
+def change_ema(model, optimizer, ema):
+    ema.update_parameters(model)
+
+
+def change_gradients(model, optimizer, ema):
+    model(torch.randn(8, 64)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def change_parameter_set(model, optimizer, ema):
+    extra = nn.Parameter(torch.ones(3))
+    model.register_parameter("extra", extra)
+    optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    extra.grad = torch.ones(3)
+    optimizer.step()
+
+
+def change_what_is_trained(model, optimizer, ema):
+    next(model.parameters()).requires_grad_(requires_grad=False)
+    step(model, optimizer)
+
+
+def change_by_replacing(model, optimizer, ema):
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter)  # another storage: the copied one stays as it is
+    step(model, optimizer)
+
+
+def change_learning_rate(model, optimizer, ema):
+    optimizer.param_groups[0]["lr"] = 7.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_by_step,
+        change_batch_norm,
+        change_ema,
+        change_gradients,
+        change_parameter_set,
+        change_what_is_trained,
+        change_by_replacing,
+        change_learning_rate,
+    ],
+)
+def test_what_changes_right_after_the_call_does_not_reach_the_checkpoint(tmp_path, held, change):
+    model, optimizer = training()
+    ema = ema_of(model)
+    step(model, optimizer)
+    expected, average = values(model, optimizer), [v.clone() for v in ema.state_dict().values()]
+    with CheckpointManager(tmp_path, staging="overlapped") as checkpoints:
+        checkpoints.save(1, TrainState(model=model, optimizer=optimizer, ema=ema))
+        change(model, optimizer, ema)
+        held.set()
+        checkpoints.wait()
+        model, optimizer = training()
+        ema = ema_of(model)
+        checkpoints.load(TrainState(model=model, optimizer=optimizer, ema=ema), step=1)
+    assert same(values(model, optimizer), expected)
+    assert same(list(ema.state_dict().values()), average)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def swap(model):
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.full_like(parameter, 3.0))
+
+
+def test_weights_swapped_through_data_after_wait_staged_do_not_reach_the_checkpoint(tmp_path, held):
+    model, optimizer = training()
+    step(model, optimizer)
+    expected = values(model, optimizer)
+    state = TrainState(model=model, optimizer=optimizer)
+    with CheckpointManager(tmp_path, staging="overlapped") as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait_staged()
+        swap(model)
+        held.set()
+        checkpoints.load(state, step=1)
+    assert same(values(model, optimizer), expected)
+
+
+def test_wait_staged_guards_every_save_in_flight_and_so_does_a_step(tmp_path, held):
+    model, optimizer = training()
+    step(model, optimizer)
+    state = TrainState(model=model, optimizer=optimizer)
+    for guard in ("wait_staged", "step"):
+        expected = values(model, optimizer)
+        with CheckpointManager(tmp_path / guard, staging="overlapped", arenas=2) as checkpoints:
+            checkpoints.save(1, state)
+            checkpoints.save(2, state)  # no step between them
+            if guard == "step":
+                step(model, optimizer)
+            else:
+                checkpoints.wait_staged()
+                swap(model)
+            held.set()
+            for number in (1, 2):
+                checkpoints.load(state, step=number)
+                assert same(values(model, optimizer), expected), (guard, number)
+        held.clear()
+
+
+def test_without_overlap_there_is_nothing_to_wait_for(tmp_path):
+    model, optimizer = training()
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.wait_staged()
+        checkpoints.save(1, TrainState(model=model, optimizer=optimizer))
+        checkpoints.wait_staged()
+
+
+def test_a_save_spoilt_by_another_change_is_reported_and_the_next_one_succeeds(tmp_path, held):
     model, optimizer = training()
     state = TrainState(model=model, optimizer=optimizer)
     step(model, optimizer)
-    held = threading.Event()
     with CheckpointManager(tmp_path, staging="overlapped") as checkpoints:
-        # The one background thread is kept busy, so that the copies cannot start before the change.
-        checkpoints._saver._flight._pool.submit(held.wait)
         checkpoints.save(1, state)
         with torch.no_grad():
             next(model.parameters()).mul_(2)

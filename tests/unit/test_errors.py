@@ -18,6 +18,7 @@ from ckpt_core.errors import (
     DeadlineError,
     FileFailure,
     SaveError,
+    StagingMemoryError,
 )
 
 ALL = [
@@ -51,6 +52,7 @@ def test_errors_survive_the_trip_between_ranks(error, travel):
         (CheckpointNotFoundError, FileNotFoundError),
         (CheckpointExistsError, FileExistsError),
         (DeadlineError, TimeoutError),
+        (StagingMemoryError, MemoryError),
     ],
 )
 def test_errors_are_caught_by_the_builtin_a_caller_would_expect(error, builtin):

@@ -44,6 +44,50 @@ def test_back_pressure_skip_returns_none_while_a_save_is_in_flight(tmp_path):
     assert [event.attributes["step"] for event in sink.events if event.name == "save.skipped"] == [2]
 
 
+def test_back_pressure_coalesce_makes_up_for_all_by_one_with_the_state_of_its_own_step(tmp_path):
+    gate = Gate()
+    value = torch.zeros(1)
+    options = {"save": EverySteps(10), "back_pressure": "coalesce"}
+    with CheckpointManager(gate.before(LocalStorage(tmp_path)), **options) as checkpoints:
+        first = checkpoints.maybe_save(10, {"a": value.fill_(10)})
+        gate.reached.wait(LONG)
+        for step in range(11, 35):  # 20 and 30 are due
+            assert checkpoints.maybe_save(step, {"a": value.fill_(step)}) is None
+        gate.open()
+        first.result(LONG)
+        assert checkpoints.due(35) == "coalesced"
+        assert checkpoints.maybe_save(35, {"a": value.fill_(35)}).result(LONG).step == 35
+        assert checkpoints.due(36) is None
+        assert checkpoints.due(40) == "every 10 steps"
+        loaded = {"a": torch.zeros(1)}
+        checkpoints.load(loaded, step=35)
+        assert loaded["a"].item() == 35
+        assert steps(checkpoints) == [10, 35]
+
+
+def test_two_arenas_let_two_saves_be_in_flight(tmp_path):
+    gate = Gate()
+    storage = gate.before(LocalStorage(tmp_path))
+    with CheckpointManager(storage, back_pressure="skip", arenas=2) as checkpoints:
+        saved = [checkpoints.save(step, {"a": torch.full((9,), step)}) for step in (1, 2, 3)]
+        assert saved[2] is None
+        gate.open()
+        checkpoints.wait()
+        for step in (1, 2):
+            loaded = {"a": torch.zeros(9, dtype=torch.int64)}
+            checkpoints.load(loaded, step=step)
+            assert loaded["a"].tolist() == [step] * 9
+
+
+def test_a_state_that_does_not_fit_into_staging_memory_fails_its_save_with_figures(tmp_path):
+    with CheckpointManager(tmp_path, staging_memory="1 MiB") as checkpoints:
+        handle = checkpoints.save(1, {"a": torch.ones(1 << 20)})
+        with pytest.raises(SaveError, match=r"needs 4\.0 MiB more .* take only 1\.0 MiB"):
+            checkpoints.wait()
+        assert handle.staged.exception(LONG) is not None
+        assert checkpoints.save(2, {"a": torch.ones(9)}).result(LONG).step == 2
+
+
 def test_back_pressure_wait_saves_everything(tmp_path):
     with CheckpointManager(tmp_path) as checkpoints:
         for step in range(5):

@@ -192,7 +192,7 @@ def test_every_offender_is_listed_at_once():
         ({"save": 500}, "save must be a SavePolicy, not 500"),
         ({"save": KeepLatest(3)}, "save must be a SavePolicy"),
         ({"keep": EverySteps(3)}, "keep must be a RetentionPolicy"),
-        ({"back_pressure": "block"}, "back_pressure must be one of 'wait', 'skip'"),
+        ({"back_pressure": "block"}, "back_pressure must be one of 'wait', 'skip', 'coalesce'"),
         ({"on_error": "ignore"}, "on_error must be one of 'raise', 'warn'"),
         ({"verify": 1}, "verify must be true or false"),
         ({"allow_pickle": "yes"}, "allow_pickle"),
@@ -239,3 +239,49 @@ def test_yaml_without_pyyaml_says_what_to_install(tmp_path):
     )
     assert done.returncode != 0
     assert "pip install pyyaml" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("written", "size_bytes"),
+    [
+        (None, None),
+        (4096, 4096),
+        ("4096", 4096),
+        ("512 MiB", 512 << 20),
+        ("512mib", 512 << 20),
+        ("1.5 GB", 1_500_000_000),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_memory_is_written_as_a_number_or_as_people_do(written, size_bytes):
+    assert CheckpointOptions.from_mapping({"staging_memory": written}).staging_memory_bytes == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("written", "rate"), [("500 MB/s", 500_000_000), ("1 GiB", 1 << 30), (2.5e8, 250_000_000)]
+)
+def test_a_bandwidth_is_written_as_a_number_or_as_people_do(written, rate):
+    assert CheckpointOptions(write_bandwidth=written).write_bytes_per_second == rate
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"staging_memory": "much"},
+        {"staging_memory": "5 MB/s"},
+        {"staging_memory": 0},
+        {"staging_memory": -1},
+        {"staging_memory": True},
+        {"staging_memory": float("nan")},
+        {"write_bandwidth": "5 parsecs"},
+        {"write_bandwidth": "0 MB/s"},
+        {"arenas": 0},
+        {"arenas": 3},
+        {"arenas": True},
+        {"arenas": "2"},
+    ],
+)
+def test_amounts_that_make_no_sense_are_refused_by_name(wrong):
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        CheckpointOptions.from_mapping(wrong)

@@ -1,14 +1,16 @@
-"""The save in flight: one at a time, on one background thread, its outcome never lost."""
+"""The saves in flight: one after another on one background thread, their outcomes never lost."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
 from ckpt_core.coordination import Coordinator
+from ckpt_core.errors import SaveError
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.options import BackPressure, OnError
 
@@ -17,38 +19,54 @@ _logger = logging.getLogger(__name__)
 
 @final
 class Flight:
-    """Runs saves one after another and delivers their failures to the main thread, once.
+    """Runs saves in the order in which they were started and delivers each failure to the main thread, once.
 
-    Concurrency: all methods on the main thread; `ready` is collective.
+    Up to `limit` saves are in flight, as many as there are arenas. One that has ended counts until its
+    outcome is delivered, which happens at the same calls on every rank.
+
+    Concurrency: all methods on the main thread; `ready` and `overdue` are collective.
     """
 
-    def __init__(self, coordinator: Coordinator, *, back_pressure: BackPressure, on_error: OnError) -> None:
+    def __init__(
+        self, coordinator: Coordinator, *, back_pressure: BackPressure, on_error: OnError, limit: int = 1
+    ) -> None:
         self._coordinator = coordinator
         self._back_pressure = back_pressure
         self._on_error = on_error
+        self._limit = limit
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
-        self._undelivered: SaveHandle | None = None
+        self._undelivered: deque[SaveHandle] = deque()
         self._run: Future[None] | None = None
+        self._pending = False
         self.latest: SaveHandle | None = None
         """The last save started, unless it is known to have failed."""
 
     def ready(self) -> bool:
-        """Whether a new save may start; waits for the one in flight unless the policy is to skip.
+        """Whether a new save may start; waits for the oldest in flight unless the policy is to skip.
 
         Raises:
-            SaveError: the save before failed, and errors are to be raised.
+            SaveError: the oldest save has failed, and errors are to be raised.
         """
-        if self._back_pressure == "skip":
-            flying = int(self._undelivered is not None and not self._undelivered.done())
-            # Ranks finish at different moments, but they must all skip or all save.
-            if self._coordinator.combine([flying])[0]:
-                return False
-        self._deliver()
+        if self._back_pressure != "wait" and self._full():
+            self._pending = self._back_pressure == "coalesce"
+            return False
+        # How many there are is the same on every rank, so that all of them raise at the same call.
+        while len(self._undelivered) >= self._limit:
+            self._deliver()
         return True
+
+    def overdue(self) -> bool:
+        """Whether a save that back-pressure kept from starting can be made up for now.
+
+        Communicates only while there is one.
+        """
+        return self._pending and not self._full()
 
     def start(self, handle: SaveHandle, run: Callable[[], None]) -> None:
         """Run a save in the background; it resolves `handle`."""
-        self.latest = self._undelivered = handle
+        self.latest = handle
+        self._undelivered.append(handle)
+        self._pending = False
 
         def ended(future: Future[None]) -> None:
             error = future.exception()
@@ -63,35 +81,52 @@ class Flight:
         self._run.add_done_callback(ended)
 
     def wait(self) -> None:
-        """Wait for the save in flight, and for the prune behind it, and deliver its failure.
+        """Wait for every save in flight, and for the prune behind it, and deliver the first failure.
 
         Raises:
-            SaveError: it failed, and errors are to be raised.
+            SaveError: one failed, and errors are to be raised. Failures behind it come with the next call.
         """
         if self._run is not None:
             futures.wait((self._run,))
-        self._deliver()
-
-    def _deliver(self) -> None:
-        handle = self._undelivered
-        if handle is None:
-            return
-        error = handle.committed.exception()
-        self._undelivered = None
-        if error is None:
-            return
-        self.latest = None  # a save of the same name from now on is another try
-        if self._on_error == "raise":
-            raise error
-        _logger.error("training goes on without the checkpoint of step %d: %s", handle.step, error)
+        while self._undelivered:
+            self._deliver()
 
     def forget(self) -> None:
         """The training has moved to another step: a save of a name seen before is not the same save again."""
         self.latest = None
+        self._pending = False
 
     def close(self) -> None:
-        """Wait for the save in flight and stop the thread; same errors as `wait`."""
+        """Wait for every save in flight and stop the thread; same errors as `wait`, later ones logged."""
         try:
             self.wait()
         finally:
             self._pool.shutdown(wait=True)
+            for handle in self._undelivered:
+                _log_failure(handle)
+            self._undelivered.clear()
+
+    def _full(self) -> bool:
+        """Whether every arena is in flight on some rank; ranks finish at different moments."""
+        flying = sum(not handle.done() for handle in self._undelivered)
+        return bool(self._coordinator.combine([int(flying >= self._limit)])[0])
+
+    def _deliver(self) -> None:
+        """Wait for the oldest save and tell what became of it."""
+        handle = self._undelivered[0]
+        error = handle.committed.exception()
+        self._undelivered.popleft()
+        if error is None:
+            return
+        if self.latest is handle:
+            self.latest = None  # a save of the same name from now on is another try
+        # Only a save that failed may be lived with: that the root belongs to another job may not.
+        if self._on_error == "raise" or not isinstance(error, SaveError):
+            raise error
+        _log_failure(handle)
+
+
+def _log_failure(handle: SaveHandle) -> None:
+    error = handle.committed.exception()
+    if error is not None:
+        _logger.error("training goes on without the checkpoint of step %d: %s", handle.step, error)

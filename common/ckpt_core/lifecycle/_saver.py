@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Any, final
-
-from torch.utils.hooks import RemovableHandle
+from typing import final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CheckpointError, SaveError
 from ckpt_core.lifecycle._flight import Flight
+from ckpt_core.lifecycle._guard import StepGuard
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._ownership import Ownership
@@ -21,6 +20,7 @@ from ckpt_core.lifecycle._prune import prune
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._save import SaveContext, SaveRun
 from ckpt_core.lifecycle._stage import Stager
+from ckpt_core.lifecycle._throttle import Throttle
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.staging import Arenas
 from ckpt_core.storage import Storage
@@ -46,21 +46,27 @@ class Saver:
         self._telemetry = telemetry
         self._workshop = Workshop(
             plans=AgreedPlans(),
-            stager=Stager(Arenas()),
+            stager=Stager(Arenas(options.arenas, options.staging_memory_bytes)),
             overlapped=options.staging == "overlapped",
         )
-        self._step_hooks: list[RemovableHandle] = []
+        self._guard = StepGuard()
         self._ownership = Ownership(storage, coordinator)
+        rate = options.write_bytes_per_second
         self._context = SaveContext(
             storage=storage,
             coordinator=coordinator,
             telemetry=telemetry,
-            memory=WriteMemory(),
+            memory=WriteMemory(pace=None if rate is None else Throttle(rate)),
             deadline_seconds=options.deadline_seconds,
             check=self._ownership.check,
             committed=self._committed,
         )
-        self._flight = Flight(coordinator, back_pressure=options.back_pressure, on_error=options.on_error)
+        self._flight = Flight(
+            coordinator,
+            back_pressure=options.back_pressure,
+            on_error=options.on_error,
+            limit=options.arenas,
+        )
 
     def save(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> SaveHandle | None:
         """Stage now, commit later; None if the policy is to skip it: a save in flight, or an error.
@@ -98,6 +104,19 @@ class Saver:
         self._flight.wait()
         return warm_up(capture, coordinator=self._coordinator, workshop=self._workshop, url=self._storage.url)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory that the arenas take."""
+        return self._workshop.stager.arenas.size_bytes
+
+    def overdue(self) -> bool:
+        """Whether a save that had to be left out can be made up for now; see `Flight.overdue`."""
+        return self._flight.overdue()
+
+    def wait_staged(self) -> None:
+        """Let what this thread does next come after the copies of saves in flight; see `StepGuard.wait`."""
+        self._guard.wait()
+
     def own_root(self) -> None:
         """Wait for the save in flight and claim the root; see `Ownership.take`."""
         self._flight.wait()
@@ -108,7 +127,7 @@ class Saver:
         self._ownership.note_damaged(names)
 
     def wait(self) -> None:
-        """Wait for the save in flight and deliver its failure; see `Flight.wait`."""
+        """Wait for the saves in flight and deliver a failure; see `Flight.wait`."""
         self._flight.wait()
 
     def rewound(self) -> None:
@@ -121,31 +140,19 @@ class Saver:
         try:
             self._flight.close()
         finally:
-            for hook in self._step_hooks:
-                hook.remove()
+            self._guard.close()
             self._workshop.stager.close()
             self._ownership.release()
 
     def _launch(self, prepared: PreparedSave) -> SaveHandle:
         request = prepared.request
         handle = SaveHandle(request.step, request.name, prepared.assignment.created)
-        self._guard_steps(prepared)
+        deferred = prepared.staged.deferred
+        if deferred is not None:
+            self._guard.watch(deferred, prepared.optimizers)
         run = SaveRun(prepared, handle, self._context)
         self._flight.start(handle, run.run)
         return handle
-
-    def _guard_steps(self, prepared: PreparedSave) -> None:
-        for hook in self._step_hooks:
-            hook.remove()
-        self._step_hooks = []
-        deferred = prepared.staged.deferred
-        if deferred is None:
-            return
-
-        def wait(*_: Any) -> None:
-            deferred.wait()
-
-        self._step_hooks = [each.register_step_pre_hook(wait) for each in prepared.optimizers]
 
     def _committed(self, info: CheckpointInfo) -> None:
         self._ownership.note_committed(info.name)

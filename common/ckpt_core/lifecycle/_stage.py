@@ -54,7 +54,7 @@ class Stager:
     """Copies shards on the main thread. Layouts and memory are kept for as long as the plans are the same."""
 
     def __init__(self, arenas: Arenas) -> None:
-        self._arenas = arenas
+        self.arenas = arenas
         self._generation = -1
         self._layouts: _Layouts = {}
 
@@ -104,7 +104,7 @@ class Stager:
         """Make the arenas for these parts, headers in place; returns the bytes that all arenas take."""
         pinned = any(shard.is_cuda for part in parts.values() for shard in part.shards())
         total = _total(self._laid_out(parts, generation))
-        size_bytes = self._arenas.prewarm(total, pinned=pinned)
+        size_bytes = self.arenas.prewarm(total, pinned=pinned)
         arena, _ = self._reserve(parts, generation, pinned=pinned)
         arena.release()
         return size_bytes
@@ -112,13 +112,13 @@ class Stager:
     def close(self) -> None:
         """Give the memory back to the system."""
         self._layouts, self._generation = {}, -1
-        self._arenas.close()
+        self.arenas.close()
 
     def _reserve(
         self, parts: Mapping[str, Part], generation: int, *, pinned: bool
     ) -> tuple[Arena, Mapping[str, Image]]:
         layouts = self._laid_out(parts, generation)
-        arena = self._arenas.reserve(_total(layouts), pinned=pinned)
+        arena = self.arenas.reserve(_total(layouts), pinned=pinned)
         attached = arena.attached
         if attached is not None and attached[0] is layouts:
             return arena, attached[1]

@@ -13,10 +13,11 @@ from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._problems import Problems
+from ckpt_core.options._sizes import parse_size
 from ckpt_core.retention import RetentionPolicy
-from ckpt_core.validation import boolean, one_of, positive, require
+from ckpt_core.validation import boolean, integer, one_of, positive, require
 
-BackPressure = Literal["wait", "skip"]
+BackPressure = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
 Staging = Literal["blocking", "overlapped"]
 
@@ -32,10 +33,21 @@ class CheckpointOptions:
     Attributes:
         save: when to save; None leaves every save to explicit calls.
         keep: which checkpoints a prune spares; None never prunes.
-        back_pressure: what a save that is due does while another is in flight: `wait` for it, or `skip`.
+        back_pressure: what a save that is due does while every arena is in flight: `wait` for the oldest;
+            `skip`, so that it is lost; or `coalesce`: all that are due meanwhile become one, which `due` and
+            `maybe_save` ask for at the first step at which an arena is free on every rank, with the state of
+            that step. One that is pending when the manager is closed is not made.
+        arenas: how many saves may be in flight at once, 1 or 2; each has its copy of this rank's share of
+            the state in host memory, and none is allocated before it is needed.
+        staging_memory: the most host memory, in bytes or as "512 MiB", that all arenas of one rank may
+            take; None for what is free when one is made, less a headroom of 5 % and at least 512 MiB.
+            Ranks of one machine do not see what the others are about to take: there a number is safer.
+        write_bandwidth: the most bytes per second that one rank writes, as a number or as "500 MB/s"; None
+            for as many as possible.
         staging: whether a save returns when the state is copied (`blocking`), or before, so that parameters
             and optimizer state are copied while forward and backward run (`overlapped`): then nothing but
-            the optimizers' steps may change them until the handle's `staged` is done.
+            the optimizers' steps may change them until the handle's `staged` is done or `wait_staged` of
+            the manager has returned.
         on_error: whether a failed background save stops the training or is only reported.
         verify: whether a checkpoint's checksums are verified before it is loaded.
         allow_pickle: whether loading may execute pickles, which can run any code.
@@ -46,6 +58,9 @@ class CheckpointOptions:
     save: SavePolicy | None = None
     keep: RetentionPolicy | None = None
     back_pressure: BackPressure = "wait"
+    arenas: int = 1
+    staging_memory: int | str | None = None
+    write_bandwidth: float | str | None = None
     staging: Staging = "blocking"
     on_error: OnError = "raise"
     verify: bool = True
@@ -59,6 +74,9 @@ class CheckpointOptions:
             _optional("save", self.save, SavePolicy),
             _optional("keep", self.keep, RetentionPolicy),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
+            _arenas(self.arenas),
+            _size("staging_memory", self.staging_memory),
+            _size("write_bandwidth", self.write_bandwidth, rate=True),
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
             boolean("verify", self.verify),
@@ -66,6 +84,16 @@ class CheckpointOptions:
             positive("deadline_seconds", self.deadline_seconds),
             _string_keys("storage_options", self.storage_options),
         )
+
+    @property
+    def staging_memory_bytes(self) -> int | None:
+        """`staging_memory` in bytes."""
+        return parse_size("staging_memory", self.staging_memory)
+
+    @property
+    def write_bytes_per_second(self) -> int | None:
+        """`write_bandwidth` in bytes per second."""
+        return parse_size("write_bandwidth", self.write_bandwidth, rate=True)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -106,6 +134,19 @@ def _optional(name: str, value: Any, kind: type) -> str | None:
     if value is None or isinstance(value, kind):
         return None
     return f"{name} must be a {kind.__name__}, not {value!r} (plain values go through from_mapping)"
+
+
+def _arenas(value: Any) -> str | None:
+    problem = integer("arenas", value, minimum=1)
+    return problem or (None if value in {1, 2} else f"arenas must be 1 or 2, not {value!r}")
+
+
+def _size(name: str, value: Any, *, rate: bool = False) -> str | None:
+    try:
+        parse_size(name, value, rate=rate)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _string_keys(name: str, value: Any) -> str | None:

@@ -37,7 +37,7 @@ class Arena:
         return self._slot.attached
 
     def attach(self, value: Any) -> None:
-        """Keep something with the memory for its next user, e.g. views of it: dropped before the memory is."""
+        """Keep something with the memory for its next user, e.g. views; it is dropped before the memory."""
         self._slot.attached = value
 
     def release(self) -> None:
@@ -200,9 +200,9 @@ class Arenas:
         return StagingMemoryError(
             f"the copy of this rank's share of the state needs {needed_bytes / _MIB:,.1f} MiB more of host "
             f"memory, but it may take only {available_bytes / _MIB:,.1f} MiB ({known}; all arenas hold "
-            f"{self.size_bytes / _MIB:,.1f} MiB now); nothing was allocated. To go on: {fewer}shard the state "
-            "over more ranks, run fewer ranks or data-loader workers per machine, or set staging_memory= if "
-            "you know that the memory is there",
+            f"{self.size_bytes / _MIB:,.1f} MiB now); nothing was allocated. To go on: {fewer}shard the "
+            "state over more ranks, run fewer ranks or data-loader workers per machine, or set "
+            "staging_memory= if you know that the memory is there",
             needed_bytes=needed_bytes,
             available_bytes=available_bytes,
         )

@@ -23,8 +23,8 @@ def handle(step: int = 1) -> SaveHandle:
 
 
 @contextmanager
-def flight(back_pressure: str = "wait", on_error: str = "raise") -> Generator[Flight]:
-    made = Flight(Solo(), back_pressure=back_pressure, on_error=on_error)
+def flight(back_pressure: str = "wait", on_error: str = "raise", limit: int = 1) -> Generator[Flight]:
+    made = Flight(Solo(), back_pressure=back_pressure, on_error=on_error, limit=limit)
     try:
         yield made
     finally:
@@ -68,7 +68,7 @@ def test_ready_refuses_while_a_save_is_in_flight_if_told_to_skip():
         assert each.ready()
 
 
-@pytest.mark.parametrize("back_pressure", ["wait", "skip"])
+@pytest.mark.parametrize("back_pressure", ["wait", "skip", "coalesce"])
 @pytest.mark.parametrize("deliver", ["ready", "wait", "close"])
 def test_a_failure_is_delivered_exactly_once(deliver, back_pressure):
     with flight(back_pressure) as each:
@@ -159,3 +159,116 @@ def test_nobody_who_holds_a_handle_can_cancel_the_save():
         save.staged.result(0)
     assert save.result() is save.uploaded.result()
     assert not isinstance(save.committed.exception(), CancelledError)
+
+
+def held(of: SaveHandle, go: threading.Event) -> Callable[[], None]:
+    def run() -> None:
+        assert go.wait(LONG)
+        of.committed.set_result(INFO)
+
+    return run
+
+
+def test_as_many_saves_are_in_flight_as_there_are_arenas_and_no_more():
+    with flight("skip", limit=2) as each:
+        first, second, go = handle(1), handle(2), threading.Event()
+        assert each.ready()
+        each.start(first, held(first, go))
+        assert each.ready()
+        each.start(second, held(second, go))
+        assert not each.ready()
+        go.set()
+        second.result(LONG)
+        assert each.ready()
+
+
+def test_saves_run_one_after_another_in_their_order():
+    with flight(limit=2) as each:
+        order: list[int] = []
+        saves = [handle(step) for step in (1, 2)]
+
+        def run(of: SaveHandle) -> None:
+            order.append(of.step)
+            of.committed.set_result(INFO)
+
+        for save in saves:
+            assert each.ready()
+            each.start(save, lambda save=save: run(save))
+        each.wait()
+        assert order == [1, 2]
+
+
+def test_ready_waits_for_the_oldest_save_only():
+    with flight(limit=2) as each:
+        first, second, go, later = handle(1), handle(2), threading.Event(), threading.Event()
+        each.start(first, held(first, go))
+        each.start(second, held(second, later))
+        go.set()
+        assert each.ready()
+        assert first.done()
+        assert not second.done()
+        later.set()
+
+
+def test_failures_of_two_saves_are_delivered_once_each_and_in_order():
+    with flight(limit=2) as each:
+        for step in (1, 2):
+            save = handle(step)
+            each.start(save, fail(save, f"disk {step}"))
+        for expected in ("disk 1", "disk 2"):
+            with pytest.raises(SaveError, match=expected):
+                each.wait()
+        each.wait()
+        assert each.ready()
+
+
+def test_a_failure_is_told_at_the_same_call_on_every_rank():
+    """A rank that has seen the failure already must not raise before the others can."""
+    with flight(limit=2) as each:
+        save = handle(1)
+        each.start(save, fail(save))
+        save.committed.exception(LONG)
+        assert each.ready()
+        later = handle(2)
+        each.start(later, succeed(later))
+        with pytest.raises(SaveError, match="disk"):
+            each.ready()
+
+
+def test_a_failure_behind_the_one_that_close_raises_is_logged(caplog):
+    with flight(limit=2) as each:
+        for step in (1, 2):
+            save = handle(step)
+            each.start(save, fail(save, f"disk {step}"))
+        with pytest.raises(SaveError, match="disk 1"):
+            each.close()
+    assert "without the checkpoint of step 2: disk 2" in caplog.text
+
+
+def test_a_save_that_back_pressure_coalesced_is_overdue_once_an_arena_is_free():
+    with flight("coalesce") as each:
+        save, go = handle(), threading.Event()
+        assert not each.overdue()
+        each.start(save, held(save, go))
+        assert not each.ready()
+        assert not each.overdue()
+        go.set()
+        save.result(LONG)
+        assert each.overdue()
+        assert each.ready()
+        again = handle(2)
+        each.start(again, succeed(again))
+        assert not each.overdue()
+
+
+def test_nothing_is_overdue_that_was_skipped_for_good_or_before_a_load():
+    for back_pressure, forget in (("skip", False), ("coalesce", True)):
+        with flight(back_pressure) as each:
+            save, go = handle(), threading.Event()
+            each.start(save, held(save, go))
+            assert not each.ready()
+            if forget:
+                each.forget()
+            go.set()
+            save.result(LONG)
+            assert not each.overdue()
