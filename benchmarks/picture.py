@@ -1,0 +1,123 @@
+"""The pictures. matplotlib is imported when one is asked for, and only then."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import Kind
+from benchmarks.report import Bars, Lines
+from benchmarks.timing import short
+
+_COLOURS: dict[Kind, str] = {"ours": "#1f77b4", "stock": "#9aa0a6", "other": "#c9b38c", "limit": "#2f2f2f"}
+_MEANING: dict[Kind, str] = {
+    "ours": "ckpt-suite",
+    "stock": "comes with torch",
+    "other": "other packages",
+    "limit": "limit of this machine",
+}
+
+
+class PictureError(Exception):
+    """A picture was asked for and cannot be drawn."""
+
+
+def require_matplotlib() -> None:
+    """Fail before anything is measured rather than after.
+
+    Raises:
+        PictureError: it is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise PictureError("--picture needs matplotlib: pip install 'ckpt-suite[bench]'") from error
+
+
+def draw(path: Path, title: str, panels: Sequence[Bars | Lines], caption: Sequence[str]) -> None:
+    """Draw panels side by side and write the file; its ending says in which format."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    rows = max([len(panel.bars) for panel in panels if isinstance(panel, Bars)], default=8)
+    text = [line for each in caption for line in textwrap.wrap(each, 70 * len(panels))]
+    height = 0.42 * rows + 1.9 + 0.17 * len(text)
+    figure = Figure(figsize=(3.2 + 4.6 * len(panels), height), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for index, (axes, panel) in enumerate(zip(all_axes, panels, strict=True)):
+        if isinstance(panel, Bars):
+            _draw_bars(axes, panel, labels=index == 0)
+        else:
+            _draw_lines(axes, panel)
+    _legend(figure, panels)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold")
+    figure.supxlabel("\n".join(text), fontsize=7.5, x=0.01, ha="left", color="#444444")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_bars(axes: Any, panel: Bars, *, labels: bool) -> None:
+    known = [bar.spread for bar in panel.bars if bar.spread is not None]
+    highest = max([spread.high for spread in known], default=1.0)
+    lowest = min([spread.low for spread in known if spread.low > 0], default=highest / 10)
+    if panel.log:
+        axes.set_xscale("log")
+        axes.set_xlim(lowest / 2, highest * 6)
+    else:
+        axes.set_xlim(min(0, *(spread.low for spread in known)) if known else 0, highest * 1.3)
+    for row, bar in enumerate(panel.bars):
+        if bar.spread is None:
+            # In axes' units across: a log scale has no 0 to put it at.
+            axes.text(
+                0.01,
+                row,
+                bar.note,
+                transform=axes.get_yaxis_transform(),
+                va="center",
+                fontsize=7,
+                color="#777777",
+            )
+            continue
+        median, low, high = bar.spread.median, bar.spread.low, bar.spread.high
+        axes.barh(row, median, height=0.62, color=_COLOURS[bar.kind])
+        axes.errorbar(
+            median, row, xerr=[[median - low], [high - median]], color="#d62728", capsize=2.5, linewidth=1
+        )
+        axes.annotate(
+            short(median), (high, row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.set_yticks(range(len(panel.bars)), [bar.label for bar in panel.bars] if labels else [])
+    axes.set_ylim(len(panel.bars) - 0.4, -0.6)
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_xlabel(panel.axis + (", log scale" if panel.log else ""))
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_lines(axes: Any, panel: Lines) -> None:
+    for name, values in panel.curves.items():
+        axes.plot(panel.x, values, label=name, linewidth=1, marker="." if len(panel.x) < 20 else "")
+    if panel.log:
+        axes.set_yscale("log")
+        axes.set_xscale("log")
+        axes.set_xticks(list(panel.x), [f"{value:g}" for value in panel.x])
+        axes.minorticks_off()
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_xlabel(panel.x_axis)
+    axes.set_ylabel(panel.y_axis + (", log scale" if panel.log else ""))
+    axes.legend(fontsize=7, frameon=False)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(figure: Any, panels: Sequence[Bars | Lines]) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = dict.fromkeys(bar.kind for panel in panels if isinstance(panel, Bars) for bar in panel.bars)
+    if len(kinds) > 1:
+        handles = [Patch(color=_COLOURS[kind], label=_MEANING[kind]) for kind in kinds]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(kinds), fontsize=8, frameon=False)
