@@ -104,7 +104,7 @@ def _text(value: float | None) -> str:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float | None]]]:
-    """Our key -> other's key -> measure -> the other's median over ours; more than 1 means ours is quicker."""
+    """Our key -> other's key -> measure -> the other's median over ours: above 1, ours is quicker."""
     return {
         ours.contender.key: {
             other.contender.key: {

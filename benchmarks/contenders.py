@@ -1,4 +1,4 @@
-"""What a contender is: it saves the same state to the same disk as all others, and says when what was done."""
+"""What a contender is: it saves the state that all others save, and says when what was done."""
 
 from __future__ import annotations
 

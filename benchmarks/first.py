@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from benchmarks.comparison import Row, report_rows
-from benchmarks.contenders import Task
+from benchmarks.contenders import Contender, Task
 from benchmarks.lineup import ALL, ContenderType, opened
 from benchmarks.machine import CONDITIONS
 from benchmarks.ours import PREWARMED
@@ -72,8 +73,8 @@ def _report(rows: Sequence[Row], found: dict[str, list[dict[str, Any]]], setting
         size_bytes=size_bytes,
         conditions=[
             *CONDITIONS,
-            f"{settings.rounds} processes for each contender, in turns. Importing torch, making the state and "
-            "constructing the manager or stager are not counted; prewarm() is not counted either, but stated.",
+            f"{settings.rounds} processes for each contender, in turns. Importing torch, making the state "
+            "and constructing the manager are not counted; prewarm() is not counted either, but stated.",
         ],
     )
     prewarm = {
@@ -113,19 +114,19 @@ def _in_fresh_process(each: ContenderType, settings: Settings, root: Path) -> di
 
 def main(order: dict[str, Any], outcome: Path) -> None:
     """In the fresh process: one save."""
-    known = ALL | {each.key: each for each in PREWARMED}
+    known = {**ALL, **{each.key: each for each in PREWARMED}}
     contender_type = known[order["key"]]
     task = make_task(StateShape(**order["shape"]), torch.device(order["device"]), Path(order["root"]))
     with opened([contender_type], task) as lineup:
         found: list[dict[str, Any]] = []
         for contender in list(lineup.running):
-            done = lineup.attempt(contender, lambda each=contender: _first_save(each, task))
+            done = lineup.attempt(contender, partial(_first_save, contender, task))
             found += [] if done is None else [done]
         result = found[0] if found else {"not_run": lineup.not_run[contender_type.key]}
     outcome.write_text(json.dumps(result))
 
 
-def _first_save(contender: Any, task: Task) -> dict[str, Any]:
+def _first_save(contender: Contender, task: Task) -> dict[str, Any]:
     start = time.perf_counter()
     if type(contender) in PREWARMED or contender.kind == "limit":
         contender.prewarm()

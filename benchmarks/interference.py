@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -25,9 +26,9 @@ from benchmarks.timing import Spread, settle, short, wait_for_device
 from benchmarks.training import Training
 
 _CONDITIONS = (
-    "Time lost per save: the stall of the call, plus (step - median step before the save) over all steps until "
-    "the save is durable. The worst step includes the stall, if it is the first. Speed kept: median step before, "
-    "over mean step while the save is in flight.",
+    "Time lost per save: the stall of the call, plus (step - median step before the save) over all steps "
+    "until the save is durable. The stall counts as a part of the first step. Speed kept: median step "
+    "before, over mean step while the save is in flight.",
 )
 _HEADER = (
     "", "time lost s, median [min, max]", "worst step / median", "speed kept", "stall s", "durable s", "steps"
@@ -49,7 +50,7 @@ class Settings:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbance:
-    """What one save did to the steps beside it; `speed_kept` is None if it had ended before the first step."""
+    """What one save did to the steps beside it; no `speed_kept` if it had ended before the first."""
 
     lost_s: float
     worst_step: float
@@ -58,6 +59,25 @@ class Disturbance:
     durable_s: float
     median_step_s: float
     steps: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What all saves of one contender did; nothing, if `not_run` says why."""
+
+    contender: ContenderType
+    seen: Sequence[Disturbance]
+    not_run: str | None
+
+    def spread(self, measure: str) -> Spread | None:
+        """Of one of `MEASURES`."""
+        return Spread.of(getattr(each, measure) for each in self.seen)
+
+    def text(self, measure: str, form: Callable[[float], str]) -> str:
+        """The median of one of `MEASURES`, formatted; nothing if there is none."""
+        spread = self.spread(measure)
+        return "" if spread is None else form(spread.median)
 
 
 MEASURES = ("lost_s", "worst_step", "speed_kept", "stall_s", "durable_s", "median_step_s", "steps")
@@ -80,13 +100,16 @@ def run_interference(
             for number in range(settings.saves + 1):
                 for contender in list(lineup.running):
                     seen = lineup.attempt(
-                        contender,
-                        lambda each=contender, n=number: one_save(each, n, training, settings.base_steps),
+                        contender, partial(one_save, contender, number, training, settings.base_steps)
                     )
                     if seen is not None and number:
                         found.setdefault(contender.key, []).append(seen)
                 progress(f"save {number} of {settings.saves}")
-    return _report(types, found, lineup.not_run, settings, training.repeats)
+    findings = [
+        Finding(contender=each, seen=found.get(each.key, ()), not_run=lineup.not_run.get(each.key))
+        for each in types
+    ]
+    return _report(findings, settings, repeats=training.repeats)
 
 
 def one_save(contender: Contender, number: int, training: Training, base_steps: int) -> Disturbance:
@@ -147,91 +170,62 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _report(
-    types: Sequence[ContenderType],
-    found: Mapping[str, Sequence[Disturbance]],
-    not_run: Mapping[str, str],
-    settings: Settings,
-    repeats: int,
-) -> Report:
-    steps = Spread.of(each.median_step_s for many in found.values() for each in many)
-    length = "unknown" if steps is None else f"{steps.median * 1e3:.0f} ms"
+def _report(findings: Sequence[Finding], settings: Settings, *, repeats: int) -> Report:
+    steps = Spread.of(seen.median_step_s for each in findings for seen in each.seen)
+    length = "unknown length" if steps is None else f"{steps.median * 1e3:.0f} ms"
     return Report(
         benchmark="interference",
         title=f"A one-thread training loop (steps of {length}) beside saves of {settings.shape}",
-        table=_table(types, found, not_run),
+        table=render(_HEADER, [_row(each) for each in findings]),
         results={
             "step_passes": repeats,
-            "contenders": {
-                each.key: _data(each, found.get(each.key, ()), not_run.get(each.key)) for each in types
-            },
+            "contenders": {each.contender.key: _data(each) for each in findings},
         },
         panels=[
-            _panel(types, found, not_run, "lost_s", "Training time lost per save", "seconds"),
-            _panel(types, found, not_run, "worst_step", "Worst step", "times the median step"),
+            _panel(findings, "lost_s", "Training time lost per save", "seconds"),
+            _panel(findings, "worst_step", "Worst step", "times the median step"),
         ],
         conditions=[
             *CONDITIONS,
             *_CONDITIONS,
-            f"{settings.saves} saves each, in turns, after one that is not counted; {settings.base_steps} steps "
-            "before each. Bars are medians, whiskers minimum and maximum.",
+            f"{settings.saves} saves each, in turns, after one that is not counted; {settings.base_steps} "
+            "steps before each. Bars are medians, whiskers minimum and maximum.",
         ],
     )
 
 
-def _spread(seen: Sequence[Disturbance], measure: str) -> Spread | None:
-    return Spread.of(getattr(each, measure) for each in seen)
+def _row(finding: Finding) -> list[str]:
+    if not finding.seen:
+        return [finding.contender.name, f"not run: {finding.not_run}"]
+    return [
+        finding.contender.name,
+        str(finding.spread("lost_s")),
+        finding.text("worst_step", "{:.2f}".format),
+        finding.text("speed_kept", "{:.0%}".format),
+        finding.text("stall_s", short),
+        finding.text("durable_s", short),
+        finding.text("steps", "{:.0f}".format),
+    ]
 
 
-def _table(
-    types: Sequence[ContenderType], found: Mapping[str, Sequence[Disturbance]], not_run: Mapping[str, str]
-) -> list[str]:
-    rows: list[list[str]] = []
-    for each in types:
-        seen = found.get(each.key, ())
-        if not seen:
-            rows.append([each.name, f"not run: {not_run.get(each.key)}"])
-            continue
-        spreads = {measure: _spread(seen, measure) for measure in MEASURES}
-        kept = spreads["speed_kept"]
-        rows.append(
-            [
-                each.name,
-                str(spreads["lost_s"]),
-                *(f"{spread.median:.2f}" if (spread := spreads["worst_step"]) else "" for _ in (0,)),
-                "" if kept is None else f"{kept.median:.0%}",
-                *(short(spread.median) if (spread := spreads[m]) else "" for m in ("stall_s", "durable_s")),
-                *(f"{spread.median:.0f}" if (spread := spreads["steps"]) else "" for _ in (0,)),
-            ]
-        )
-    return render(_HEADER, rows)
-
-
-def _data(each: ContenderType, seen: Sequence[Disturbance], not_run: str | None) -> dict[str, Any]:
+def _data(finding: Finding) -> dict[str, Any]:
     return {
-        "name": each.name,
-        "kind": each.kind,
-        "not_run": not_run,
-        **{measure: spread_json(_spread(seen, measure)) for measure in MEASURES},
-        "samples": [asdict(one) for one in seen],
+        "name": finding.contender.name,
+        "kind": finding.contender.kind,
+        "not_run": finding.not_run,
+        **{measure: spread_json(finding.spread(measure)) for measure in MEASURES},
+        "samples": [asdict(seen) for seen in finding.seen],
     }
 
 
-def _panel(
-    types: Sequence[ContenderType],
-    found: Mapping[str, Sequence[Disturbance]],
-    not_run: Mapping[str, str],
-    measure: str,
-    title: str,
-    axis: str,
-) -> Bars:
+def _panel(findings: Sequence[Finding], measure: str, title: str, axis: str) -> Bars:
     bars = [
         Bar(
-            label=each.name,
-            kind=each.kind,
-            spread=_spread(found.get(each.key, ()), measure),
-            note=f"not run: {not_run.get(each.key, '')}"[:60],
+            label=each.contender.name,
+            kind=each.contender.kind,
+            spread=each.spread(measure),
+            note=f"not run: {each.not_run}"[:60],
         )
-        for each in types
+        for each in findings
     ]
     return Bars(title=title, axis=axis, bars=bars)

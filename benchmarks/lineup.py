@@ -27,8 +27,8 @@ ContenderType = type[Contender]
 _Result = TypeVar("_Result")
 
 SAVE: Sequence[ContenderType] = (
-    OursOverlapped, OursBlocking, StockSaveOneThread, StockSaveTwoThreads, StockAsyncDefault, StockAsyncReused,
-    StockAsyncProcess, TorchSnapshot, TorchCheckpointing, TorchSave, Memcpy, RawDirect,
+    OursOverlapped, OursBlocking, StockSaveOneThread, StockSaveTwoThreads, StockAsyncDefault,
+    StockAsyncReused, StockAsyncProcess, TorchSnapshot, TorchCheckpointing, TorchSave, Memcpy, RawDirect,
 )  # fmt: skip
 INTERFERENCE: Sequence[ContenderType] = (*SAVE, RawDirectOneThread, RawDirectChecksums)
 RANKS: Sequence[ContenderType] = (

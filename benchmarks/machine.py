@@ -13,8 +13,8 @@ import torch
 import ckpt_core
 
 CONDITIONS = (
-    "Durable means fsync, which is part of every durable time; where a contender does not fsync, it is done for "
-    "it and counted.",
+    "Durable means fsync, which is part of every durable time; where a contender does not fsync, it is done "
+    "for it and counted.",
     "The page cache is not dropped: the state is in memory, and saves write. After every save its files are "
     "deleted and all dirty pages written back (os.sync), outside the timing.",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable
@@ -38,11 +39,7 @@ class TorchSnapshot(_Other):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        try:
-            import torchsnapshot
-        except ImportError as error:
-            raise NotRunError(f"not installed ({error}): pip install torchsnapshot") from error
-        self._library: Any = torchsnapshot
+        self._library = _imported("torchsnapshot")
 
     def start(self, number: int) -> InFlight:
         """Take; it returns when the state is staged."""
@@ -64,13 +61,10 @@ class TorchCheckpointing(_Other):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        try:
-            from torch_checkpointing import CheckpointManager
-            from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-        except ImportError as error:
-            raise NotRunError(f"not installed ({error}): pip install torch_checkpointing") from error
-        storage = LocalFileSystemStorageConfig(use_direct_io=False)
-        self._manager: Any = CheckpointManager.Config(storage_config=storage).build()
+        library = _imported("torch_checkpointing")
+        files = _imported("torch_checkpointing.storage.filesystem")
+        storage = files.LocalFileSystemStorageConfig(use_direct_io=False)
+        self._manager: Any = library.CheckpointManager.Config(storage_config=storage).build()
 
     def start(self, number: int) -> InFlight:
         """Save; it tells publicly only when all is written."""
@@ -85,6 +79,13 @@ class TorchCheckpointing(_Other):
     def close(self) -> None:
         """Close the manager."""
         self._manager.close()
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise NotRunError(f"not installed ({error}): pip install 'ckpt-suite[bench]'") from error
 
 
 def in_background(work: Callable[[], None]) -> Future[None]:

@@ -42,7 +42,7 @@ def draw(path: Path, title: str, panels: Sequence[Bars | Lines], caption: Sequen
     from matplotlib.figure import Figure
 
     rows = max([len(panel.bars) for panel in panels if isinstance(panel, Bars)], default=8)
-    text = [line for each in caption for line in textwrap.wrap(each, 70 * len(panels))]
+    text = [line for each in caption for line in textwrap.wrap(each, 40 + 62 * len(panels))]
     height = 0.42 * rows + 1.9 + 0.17 * len(text)
     figure = Figure(figsize=(3.2 + 4.6 * len(panels), height), layout="constrained")
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]

@@ -25,8 +25,8 @@ class PlanningCost:
     """One save, without its data.
 
     Attributes:
-        coordinator_cpu_s: CPU seconds of the coordinator's process: messages unpickled and pickled, plans made,
-            `.metadata` written.
+        coordinator_cpu_s: CPU seconds of the coordinator's process: messages unpickled and pickled, plans
+            made, `.metadata` written.
         gathered_bytes: of all ranks together, to the coordinator.
         scattered_bytes: of all ranks together, from the coordinator, each rank its own.
         broadcast_bytes: from the coordinator, the same to every rank; counted once.
@@ -45,8 +45,8 @@ class PlanningCost:
 class Planning(ABC):
     """Plans saves of one workload, in one process that plays the coordinator of many ranks.
 
-    The ranks' own work is done too, but neither its time nor its memory counts: only what a real coordinator's
-    process would compute lies between the clocks, and every message is pickled as it would be sent.
+    The ranks' own work is done too, but neither its time nor its memory counts: only what a real
+    coordinator's process would compute is timed, and every message is pickled as it would be sent.
     """
 
     key: ClassVar[str]

@@ -58,9 +58,9 @@ def run_ranks_benchmark(types: Sequence[ContenderType], settings: Settings, root
         size_bytes=outcomes[0]["size_bytes"],
         conditions=[
             *CONDITIONS,
-            f"{settings.world_size} gloo processes of one thread each on this machine; DTensors in Shard(0), every "
-            f"{_REPLICATED_EVERY}th replicated. The slowest rank counts. {settings.rounds} interleaved rounds after "
-            "one that is not counted.",
+            f"{settings.world_size} gloo processes of one thread each on this machine; DTensors in Shard(0), "
+            f"every {_REPLICATED_EVERY}th replicated. The slowest rank counts. {settings.rounds} interleaved "
+            "rounds after one that is not counted.",
         ],
     )
 

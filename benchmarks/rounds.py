@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def run_rounds(
         size_bytes=task.size_bytes,
         conditions=[
             *CONDITIONS,
-            f"{rounds} rounds, in each of which every contender saves once, after one round that is not counted. "
+            f"{rounds} rounds, in each of which every contender saves once, after one that is not counted. "
             "Bars are medians, whiskers minimum and maximum.",
         ],
     )
@@ -55,7 +56,7 @@ def measure(lineup: Lineup, *, rounds: int, warm_up: int, progress: Progress) ->
     timings: Timings = {}
     for number in range(rounds + warm_up):
         for contender in list(lineup.running):
-            timing = lineup.attempt(contender, lambda each=contender, n=number: one_save(each, n))
+            timing = lineup.attempt(contender, partial(one_save, contender, number))
             if timing is not None and number >= warm_up:
                 timings.setdefault(contender.key, []).append(timing)
         progress(f"round {number + 1 - warm_up} of {rounds}")

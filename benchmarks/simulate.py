@@ -1,4 +1,4 @@
-"""Planning at hundreds and thousands of ranks, simulated in one process: the coordinator's CPU, the messages."""
+"""Planning at thousands of ranks, simulated in one process: the coordinator's CPU, the messages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from benchmarks.timing import short
 
 PLANNINGS: Sequence[type[Planning]] = (StockPlanning, StockCachedPlanning)
 _CONDITIONS = (
-    "One process plays the coordinator: real plans of DTensors in Shard(0), each pickled as the rank would send it, "
-    "unpickled, planned, answered; CPU seconds are of the coordinator's part alone (time.process_time).",
+    "One process plays the coordinator: real plans of DTensors in Shard(0), each pickled as the rank "
+    "would send it, unpickled, planned, answered; CPU seconds are of the coordinator's part alone "
+    "(time.process_time).",
     "Bytes are of pickled messages; that torch pads them all to the longest is not counted. No network.",
 )
 
@@ -53,10 +54,8 @@ def run_simulation(
         table=_table(outcomes),
         results={"tensors": tensors, "outcomes": [_data(each) for each in outcomes]},
         panels=[
-            _panel(
-                outcomes, world_sizes, "Coordinator", "CPU seconds", lambda cost, _: cost.coordinator_cpu_s
-            ),
-            _panel(outcomes, world_sizes, "Messages of a rank", "bytes", PlanningCost.bytes_per_rank),
+            _panel(outcomes, "Coordinator", "CPU seconds", value=lambda cost, _: cost.coordinator_cpu_s),
+            _panel(outcomes, "Messages of a rank", "bytes", value=PlanningCost.bytes_per_rank),
         ],
         conditions=_CONDITIONS,
     )
@@ -81,7 +80,8 @@ def _measured(kind: type[Planning], workload: Workload, root: Path) -> Outcome:
 
 def _table(outcomes: Sequence[Outcome]) -> list[str]:
     header = (
-        "", "ranks", "first: CPU s", "KiB per rank", "gathered MiB", "later: CPU s", "KiB per rank", "gathered MiB"
+        "", "ranks",
+        "first: CPU s", "KiB per rank", "gathered MiB", "later: CPU s", "KiB per rank", "gathered MiB",
     )  # fmt: skip
     rows: list[list[str]] = []
     for each in outcomes:
@@ -117,15 +117,12 @@ def _data(outcome: Outcome) -> dict[str, Any]:
 
 
 def _panel(
-    outcomes: Sequence[Outcome],
-    world_sizes: Sequence[int],
-    title: str,
-    unit: str,
-    value: Callable[[PlanningCost, int], float],
+    outcomes: Sequence[Outcome], title: str, unit: str, *, value: Callable[[PlanningCost, int], float]
 ) -> Lines:
     curves: dict[str, list[float]] = {}
     for each in outcomes:
         for which, cost in (("first save", each.first), ("later saves", each.later)):
             known = float("nan") if cost is None else value(cost, each.world_size)
             curves.setdefault(f"{each.planning.name}, {which}", []).append(known)
-    return Lines(title=title, x_axis="ranks", y_axis=unit, x=list(world_sizes), curves=curves, log=True)
+    sizes = list(dict.fromkeys(each.world_size for each in outcomes))
+    return Lines(title=title, x_axis="ranks", y_axis=unit, x=sizes, curves=curves, log=True)

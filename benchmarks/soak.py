@@ -27,8 +27,8 @@ _REPORT_EVERY = 50
 class Sample:
     """The process after one save.
 
-    `resident_mib` is all of its memory, `shared_mib` the part of it that is mapped shared: libraries, which do
-    not change, and a staging arena that is a shared mapping.
+    `resident_mib` is all of its memory, `shared_mib` the part of it that is mapped shared: libraries, which
+    do not change, and a staging arena if that is a shared mapping.
     """
 
     stall_s: float

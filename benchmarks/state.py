@@ -10,6 +10,7 @@ import torch
 
 GIB = 1 << 30
 LARGE_TENSORS = 16
+_MULTIPLE = 64  # as the sizes of real layers; torchsnapshot 0.1 cannot save bf16 of an odd number of elements
 
 
 @final
@@ -48,9 +49,12 @@ def tensor_sizes(shape: StateShape) -> dict[str, tuple[int, torch.dtype]]:
     weights = [1 if shape.even else 1 + (index % 7) ** 3 for index in range(shape.tensors)]
     dtypes = [torch.float32, torch.float32 if shape.even else torch.bfloat16]
     unit = shape.gib * GIB / sum(weights)
-    smallest = 1 if shape.even else 512
+    smallest = _MULTIPLE if shape.even else 512
     return {
-        f"layer{index}.weight": (max(smallest, int(unit * weight) // dtype.itemsize), dtype)
+        f"layer{index}.weight": (
+            max(smallest, int(unit * weight) // dtype.itemsize // _MULTIPLE * _MULTIPLE),
+            dtype,
+        )
         for index, weight in enumerate(weights)
         for dtype in (dtypes[index % 2],)
     }

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -149,7 +149,6 @@ class TorchSave(Contender):
 
 def _staging(task: Task, *, shared: bool) -> StagingOptions:
     cuda = task.device.type == "cuda"
-    options: Any = StagingOptions(
+    return StagingOptions(
         use_pinned_memory=cuda, use_shared_memory=shared, use_async_staging=cuda, use_non_blocking_copy=cuda
     )
-    return options

@@ -1,4 +1,4 @@
-"""How stock DCP plans: `dcp.save`'s gathers, scatter and broadcast, its planner and its writer, without processes."""
+"""How stock DCP plans: what `dcp.save` gathers, plans, scatters and broadcasts, without processes."""
 
 from __future__ import annotations
 
