@@ -73,7 +73,7 @@ def _report(rows: Sequence[Row], found: dict[str, list[dict[str, Any]]], setting
         size_bytes=size_bytes,
         conditions=[
             *CONDITIONS,
-            f"{settings.rounds} processes for each contender, in turns. Importing torch, making the state "
+            f"Processes for each contender: {settings.rounds}, in turns. Importing torch, making the state "
             "and constructing the manager are not counted; prewarm() is not counted either, but stated.",
         ],
     )

@@ -188,8 +188,8 @@ def _report(findings: Sequence[Finding], settings: Settings, *, repeats: int) ->
         conditions=[
             *CONDITIONS,
             *_CONDITIONS,
-            f"{settings.saves} saves each, in turns, after one that is not counted; {settings.base_steps} "
-            "steps before each. Bars are medians, whiskers minimum and maximum.",
+            f"Saves of each contender: {settings.saves}, in turns, after one that is not counted; "
+            f"{settings.base_steps} steps before each. Bars are medians, whiskers minimum and maximum.",
         ],
     )
 

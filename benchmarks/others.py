@@ -67,9 +67,11 @@ class TorchCheckpointing(_Other):
         self._manager: Any = library.CheckpointManager.Config(storage_config=storage).build()
 
     def start(self, number: int) -> InFlight:
-        """Save; it tells publicly only when all is written."""
+        """Save; that it is staged, only its lock tells."""
         written = self._manager.save(str(self.directory(number)), {"model": dict(self.task.tensors)})
-        return InFlight(durable=self.made_durable(number, written.result))
+        return InFlight(
+            durable=self.made_durable(number, written.result), staged=in_background(self._wait_staged)
+        )
 
     def step_guard(self) -> AbstractContextManager[Any]:
         """Its lock, which waits for a staging in progress."""
@@ -79,6 +81,10 @@ class TorchCheckpointing(_Other):
     def close(self) -> None:
         """Close the manager."""
         self._manager.close()
+
+    def _wait_staged(self) -> None:
+        with self._manager.lock():
+            return
 
 
 def _imported(module: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,8 +52,9 @@ def draw(path: Path, title: str, panels: Sequence[Bars | Lines], caption: Sequen
             _draw_bars(axes, panel, labels=index == 0)
         else:
             _draw_lines(axes, panel)
-    _legend(figure, panels)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold")
+    # The legend is put over lines that are left free for it below the caption.
+    text += [""] * (2 if _legend(figure, panels) else 0)
+    figure.suptitle(textwrap.fill(title, 60 * len(panels)), fontsize=11, x=0.01, ha="left", weight="bold")
     figure.supxlabel("\n".join(text), fontsize=7.5, x=0.01, ha="left", color="#444444")
     figure.savefig(path, dpi=150)
 
@@ -97,13 +99,17 @@ def _draw_bars(axes: Any, panel: Bars, *, labels: bool) -> None:
 
 
 def _draw_lines(axes: Any, panel: Lines) -> None:
-    for name, values in panel.curves.items():
-        axes.plot(panel.x, values, label=name, linewidth=1, marker="." if len(panel.x) < 20 else "")
+    few = len(panel.x) < 20
+    for index, (name, values) in enumerate(panel.curves.items()):
+        # Curves may lie upon each other: those below show between the dashes of those above.
+        style = {"marker": ".", "linestyle": ("-", "--", "-.", ":")[index % 4]} if few else {}
+        axes.plot(panel.x, values, label=name, linewidth=1.2, **style)
     if panel.log:
         axes.set_yscale("log")
         axes.set_xscale("log")
-        axes.set_xticks(list(panel.x), [f"{value:g}" for value in panel.x])
-        axes.minorticks_off()
+        axes.set_xticks(list(panel.x), [f"{value:,g}" for value in panel.x])
+        axes.xaxis.minorticks_off()
+        axes.set_ylim(*_decades(panel))
     else:
         axes.set_ylim(bottom=0)
     axes.set_title(panel.title, fontsize=10)
@@ -114,10 +120,19 @@ def _draw_lines(axes: Any, panel: Lines) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(figure: Any, panels: Sequence[Bars | Lines]) -> None:
+def _decades(panel: Lines) -> tuple[float, float]:
+    """Whole powers of ten around all values."""
+    known = [value for values in panel.curves.values() for value in values if value > 0]
+    exponents = [math.log10(value) for value in known] or [0.0, 1.0]
+    return 10 ** math.floor(min(exponents)), 10 ** math.ceil(max(exponents) + 0.01)
+
+
+def _legend(figure: Any, panels: Sequence[Bars | Lines]) -> bool:
     from matplotlib.patches import Patch
 
     kinds = dict.fromkeys(bar.kind for panel in panels if isinstance(panel, Bars) for bar in panel.bars)
-    if len(kinds) > 1:
-        handles = [Patch(color=_COLOURS[kind], label=_MEANING[kind]) for kind in kinds]
-        figure.legend(handles=handles, loc="outside upper right", ncols=len(kinds), fontsize=8, frameon=False)
+    if len(kinds) < 2:
+        return False
+    handles = [Patch(color=_COLOURS[kind], label=_MEANING[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="lower left", ncols=len(kinds), fontsize=8, frameon=False)
+    return True

@@ -47,11 +47,18 @@ class Planning(ABC):
 
     The ranks' own work is done too, but neither its time nor its memory counts: only what a real
     coordinator's process would compute is timed, and every message is pickled as it would be sent.
+
+    Attributes:
+        key: its name in JSON.
+        name: its name in tables and pictures.
+        kind: whose it is.
+        learns: whether a later save may differ from the first; if not, it is not measured again.
     """
 
     key: ClassVar[str]
     name: ClassVar[str]
     kind: ClassVar[Kind]
+    learns: ClassVar[bool] = True
 
     def __init__(self, workload: Workload, directory: Path) -> None:
         self.workload = workload

@@ -59,8 +59,8 @@ def run_ranks_benchmark(types: Sequence[ContenderType], settings: Settings, root
         conditions=[
             *CONDITIONS,
             f"{settings.world_size} gloo processes of one thread each on this machine; DTensors in Shard(0), "
-            f"every {_REPLICATED_EVERY}th replicated. The slowest rank counts. {settings.rounds} interleaved "
-            "rounds after one that is not counted.",
+            f"every {_REPLICATED_EVERY}th replicated. The slowest rank counts. Interleaved rounds: "
+            f"{settings.rounds}, after one that is not counted.",
         ],
     )
 

@@ -45,7 +45,7 @@ def run_rounds(
         size_bytes=task.size_bytes,
         conditions=[
             *CONDITIONS,
-            f"{rounds} rounds, in each of which every contender saves once, after one that is not counted. "
+            f"Rounds: {rounds}, in each of which every contender saves once, after one that is not counted. "
             "Bars are medians, whiskers minimum and maximum.",
         ],
     )
