@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from benchmarks.machine import CONDITIONS
 from benchmarks.report import Bar, Bars, Report, render, spread_json
 from benchmarks.state import StateShape, make_state
 from benchmarks.timing import Spread, settle, short, wait_for_device
-from benchmarks.training import Training
+from benchmarks.training import Training, one_thread
 
 _CONDITIONS = (
     "Time lost per save: the stall of the call, plus (step - median step before the save) over all steps "
@@ -87,7 +86,7 @@ def run_interference(
     types: Sequence[ContenderType], settings: Settings, root: Path, *, progress: Callable[[str], None]
 ) -> Report:
     """Contenders take turns, save by save, after one save each that does not count."""
-    with _one_thread():
+    with one_thread():
         training = Training(settings.device, step_seconds=settings.step_seconds)
         task = Task(
             tensors=make_state(settings.shape, settings.device),
@@ -158,16 +157,6 @@ def disturbance(
         median_step_s=median_step,
         steps=len(during),
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _report(findings: Sequence[Finding], settings: Settings, *, repeats: int) -> Report:

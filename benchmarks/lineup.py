@@ -78,8 +78,8 @@ def opened(types: Sequence[ContenderType], task: Task, *, budgeted: bool = True)
     budget = psutil.virtual_memory().available - task.size_bytes
     try:
         for each in types:
-            budget -= each.copies * task.size_bytes
-            if budgeted and budget < 0:
+            needed = each.copies * task.size_bytes
+            if budgeted and needed > budget:
                 lineup.not_run[each.key] = (
                     "memory would not do for all contenders' copies: name a few by --only"
                 )
@@ -89,6 +89,7 @@ def opened(types: Sequence[ContenderType], task: Task, *, budgeted: bool = True)
             except NotRunError as error:
                 lineup.not_run[each.key] = str(error)
                 continue
+            budget -= needed
             everyone.append(contender)
             lineup.running.append(contender)
         yield lineup

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -52,3 +53,14 @@ class Training:
         three = min(self.step(nullcontext()) for _ in range(_WARM_UP))
         per_pass = max((three - one) / 2, 1e-6)
         return max(1, round((step_seconds - one) / per_pass) + 1)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as a training that leaves the other cores to its data loader."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
