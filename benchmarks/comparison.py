@@ -59,7 +59,7 @@ def report_rows(
     return Report(
         benchmark=benchmark,
         title=title,
-        table=[*_table(rows, size_bytes), "", *_ratio_lines(rows)],
+        table=[*_table(rows, size_bytes), "", *_ratio_lines(rows, size_bytes)],
         results=_data(rows, size_bytes),
         panels=[
             _panel(rows, "stall_s", "The training stands still for", log=True),
@@ -123,10 +123,20 @@ def _over(other: float | None, ours: float | None) -> float | None:
     return None if other is None or not ours else other / ours
 
 
-def _ratio_lines(rows: Sequence[Row]) -> list[str]:
+def _copy_rate(row: Row, size_bytes: int) -> float | None:
+    """GB/s of a floor that copies: on CUDA, from the device to pinned memory."""
+    stall = row.median("stall_s") if row.contender.kind == "limit" else None
+    return None if stall is None else size_bytes / 1e9 / stall
+
+
+def _ratio_lines(rows: Sequence[Row], size_bytes: int) -> list[str]:
     """Ours against the floors: 1.00 is as quick as this machine can be."""
-    lines = []
     floors = [row for row in rows if row.contender.kind == "limit" and row.timings]
+    lines = [
+        f"{floor.contender.name}: {rate:.1f} GB/s"
+        for floor in floors
+        if (rate := _copy_rate(floor, size_bytes)) is not None
+    ]
     for ours in (row for row in rows if row.contender.kind == "ours" and row.timings):
         for floor in floors:
             for measure in ("stall_s", "durable_s"):
@@ -140,18 +150,19 @@ def _ratio_lines(rows: Sequence[Row]) -> list[str]:
 def _data(rows: Sequence[Row], size_bytes: int) -> dict[str, Any]:
     return {
         "size_bytes": size_bytes,
-        "contenders": {row.contender.key: _row_data(row) for row in rows},
+        "contenders": {row.contender.key: _row_data(row, size_bytes) for row in rows},
         "ratios": ratios(rows),
     }
 
 
-def _row_data(row: Row) -> dict[str, Any]:
+def _row_data(row: Row, size_bytes: int) -> dict[str, Any]:
     each: type[Contender] = row.contender
     return {
         "name": each.name,
         "kind": each.kind,
         "fsync": each.fsync,
         "not_run": row.not_run,
+        "copy_gb_per_s": _copy_rate(row, size_bytes),
         **{measure: spread_json(row.spread(measure)) for measure in MEASURES},
         "samples": {measure: [getattr(timing, measure) for timing in row.timings] for measure in MEASURES},
     }

@@ -60,6 +60,7 @@ class Contender(ABC):
         name: its name in tables and pictures.
         kind: whose it is.
         copies: copies of the state it keeps in host memory between saves.
+        passing_copies: copies that it allocates in every save, and frees.
         fsync: who makes its files durable.
     """
 
@@ -67,6 +68,7 @@ class Contender(ABC):
     name: ClassVar[str]
     kind: ClassVar[Kind]
     copies: ClassVar[int] = 0
+    passing_copies: ClassVar[int] = 0
     fsync: ClassVar[str] = "its own"
     has_stall: ClassVar[bool] = True
     has_durable: ClassVar[bool] = True

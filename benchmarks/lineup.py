@@ -74,22 +74,17 @@ def opened(types: Sequence[ContenderType], task: Task, *, budgeted: bool = True)
     """
     lineup = Lineup(running=[])
     everyone: list[Contender] = []
-    # One copy is left for what a contender allocates anew in every save.
-    budget = psutil.virtual_memory().available - task.size_bytes
+    fitting = affordable(types, psutil.virtual_memory().available // task.size_bytes) if budgeted else types
     try:
         for each in types:
-            needed = each.copies * task.size_bytes
-            if budgeted and needed > budget:
-                lineup.not_run[each.key] = (
-                    "memory would not do for all contenders' copies: name a few by --only"
-                )
+            if each not in fitting:
+                lineup.not_run[each.key] = "memory would not do for all contenders: name a few by --only"
                 continue
             try:
                 contender = each(task)
             except NotRunError as error:
                 lineup.not_run[each.key] = str(error)
                 continue
-            budget -= needed
             everyone.append(contender)
             lineup.running.append(contender)
         yield lineup
@@ -100,6 +95,18 @@ def opened(types: Sequence[ContenderType], task: Task, *, budgeted: bool = True)
             # A contender that failed before may fail again; the report of the others must not be lost.
             except (Exception, CheckpointException) as error:  # noqa: BLE001
                 lineup.not_run.setdefault(contender.key, f"while closing: {_reason(error)}")
+
+
+def affordable(types: Sequence[ContenderType], copies: int) -> list[ContenderType]:
+    """Those who can run together when `copies` of the state have room; ours and the floors come first."""
+    order = ("ours", "limit", "stock", "other")
+    chosen: list[ContenderType] = []
+    for each in sorted(types, key=lambda one: order.index(one.kind)):
+        candidates = [*chosen, each]
+        kept = sum(one.copies for one in candidates)
+        if kept + max(one.passing_copies for one in candidates) <= copies:
+            chosen = candidates
+    return chosen
 
 
 def _reason(error: BaseException) -> str:

@@ -36,6 +36,7 @@ class TorchSnapshot(_Other):
 
     key = "torchsnapshot"
     name = "torchsnapshot, async_take"
+    passing_copies = 1
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)

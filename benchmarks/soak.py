@@ -25,27 +25,22 @@ _REPORT_EVERY = 50
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The process after one save.
-
-    `resident_mib` is all of its memory, `shared_mib` the part of it that is mapped shared: libraries, which
-    do not change, and a staging arena if that is a shared mapping.
-    """
+    """The process after one save; `resident_mib` is all of its memory."""
 
     stall_s: float
     durable_s: float
     resident_mib: float
-    shared_mib: float
     threads: int
     descriptors: int
 
 
-MEASURES = ("stall_s", "durable_s", "resident_mib", "shared_mib", "threads", "descriptors")
+MEASURES = ("stall_s", "durable_s", "resident_mib", "threads", "descriptors")
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trend:
-    """Medians of the first and of the last tenth, and the least-squares growth per 1,000 saves."""
+    """Medians of the first and of the last tenth; least-squares growth per 1,000 saves after the first tenth."""
 
     first: float
     last: float
@@ -55,16 +50,16 @@ class Trend:
 def run_soak(task: Task, saves: int, root: Path, *, progress: Callable[[str], None]) -> Report:
     """`saves` overlapped saves, the two newest checkpoints kept, one optimizer step after each."""
     process = psutil.Process()
-    before = process.memory_info().rss
     with CheckpointManager(root / "soak", staging="overlapped", keep=KeepLatest(2)) as manager:
         samples = []
         for number in range(saves):
             samples.append(_save(manager, task, number, process))
             if (number + 1) % _REPORT_EVERY == 0:
                 progress(f"save {number + 1} of {saves}")
-    # The first save allocates everything; what it adds over the state itself is staging.
-    growth = (samples[0].resident_mib * _MIB - before) / task.size_bytes
-    return _report(task, samples, growth)
+        open_bytes = process.memory_info().rss
+    gc.collect()
+    # What a manager keeps between saves goes back to the system when it is closed.
+    return _report(task, samples, staging_bytes=open_bytes - process.memory_info().rss)
 
 
 def _save(manager: CheckpointManager, task: Task, number: int, process: psutil.Process) -> Sample:
@@ -85,21 +80,19 @@ def _save(manager: CheckpointManager, task: Task, number: int, process: psutil.P
     durable = time.perf_counter() - start
     manager.wait()
     gc.collect()  # garbage that waits for a collection is no leak
-    memory = process.memory_info()
     return Sample(
         stall_s=stall,
         durable_s=durable,
-        resident_mib=memory.rss / _MIB,
-        shared_mib=memory.shared / _MIB,
+        resident_mib=process.memory_info().rss / _MIB,
         threads=process.num_threads(),
         descriptors=process.num_fds(),
     )
 
 
 def trend(values: Sequence[float]) -> Trend:
-    """How a series develops; the first value, which allocates, is left out of the slope."""
+    """How a series develops; the first tenth, in which things are allocated, is left out of the slope."""
     tenth = max(1, len(values) // 10)
-    rest = values[1:] if len(values) > 2 else values
+    rest = values[tenth:]
     slope = statistics.linear_regression(range(len(rest)), rest).slope if len(rest) > 1 else 0.0
     return Trend(
         first=statistics.median(values[:tenth]),
@@ -108,18 +101,20 @@ def trend(values: Sequence[float]) -> Trend:
     )
 
 
-def _report(task: Task, samples: Sequence[Sample], growth: float) -> Report:
+def _report(task: Task, samples: Sequence[Sample], *, staging_bytes: int) -> Report:
     columns = {measure: [float(getattr(each, measure)) for each in samples] for measure in MEASURES}
     trends = {measure: trend(values) for measure, values in columns.items()}
+    kept = staging_bytes / task.size_bytes
     size = f"{task.size_bytes / _MIB:.0f} MiB"
     return Report(
         benchmark="soak",
         title=f"{len(samples):,} saves of {size} in one process",
-        table=[*_table(trends), "", f"Memory added by the first save: {growth:.3f} x the state's bytes"],
+        table=[*_table(trends), "", f"Given back by close(): {kept:.3f} x the bytes of the state"],
         results={
             "size_bytes": task.size_bytes,
             "saves": len(samples),
-            "first_save_memory_ratio": growth,
+            "staging_bytes": staging_bytes,
+            "staging_ratio": kept,
             "trends": {measure: asdict(each) for measure, each in trends.items()},
             "samples": columns,
         },
@@ -144,7 +139,7 @@ def _panels(columns: Mapping[str, Sequence[float]]) -> list[Lines]:
         count = len(columns["stall_s"])
         return Lines(title=title, x_axis="save", y_axis=unit, x=range(1, count + 1), curves=curves)
 
-    memory = {"resident": columns["resident_mib"], "of which shared": columns["shared_mib"]}
+    memory = {"resident": columns["resident_mib"]}
     counts = {"threads": columns["threads"], "descriptors": columns["descriptors"]}
     times = {"stall": columns["stall_s"], "durable": columns["durable_s"]}
     return [

@@ -87,6 +87,7 @@ class StockAsyncDefault(_StockAsync):
 
     key = "dcp-async"
     name = "dcp.async_save, default"
+    passing_copies = 1
 
 
 @final

@@ -94,6 +94,7 @@ def test_the_comparison_reports_medians_ratios_and_conditions(bench, capsys):
         assert each["stall_s"] is None or each["stall_s"]["min"] <= each["stall_s"]["median"]
         assert len(each["samples"]["durable_s"]) == 2
     assert contenders["memcpy"]["durable_s"] is None
+    assert contenders["memcpy"]["copy_gb_per_s"] > 0
     assert contenders["o-direct"]["stall_s"] is None
     ratio = report["results"]["ratios"]["ours-blocking"]["dcp-save"]["stall_s"]
     medians = [contenders[key]["stall_s"]["median"] for key in ("dcp-save", "ours-blocking")]
@@ -126,6 +127,22 @@ def test_whoever_cannot_run_is_reported_with_the_reason(task):
     assert "pip install" in opened.not_run["not-installed"]
     assert "--only" in opened.not_run["huge"]
     assert {key: len(each) for key, each in timings.items()} == {"failing": 1, "ours-blocking": 2}
+
+
+def test_where_memory_is_short_ours_and_the_floors_come_first():
+    assert lineup.affordable(lineup.SAVE, 100) == sorted(
+        lineup.SAVE, key=lambda each: ("ours", "limit", "stock", "other").index(each.kind)
+    )
+    few = lineup.affordable(lineup.SAVE, 4)
+    assert {each.key for each in few} >= {
+        "ours-overlapped",
+        "ours-blocking",
+        "memcpy",
+        "o-direct",
+        "dcp-save",
+    }
+    assert {each.key for each in few}.isdisjoint({"dcp-async", "dcp-async-reused", "torchsnapshot"})
+    assert lineup.affordable([OursOverlapped], 1) == [OursOverlapped]
 
 
 def test_every_save_is_deleted_after_its_turn(task):
@@ -220,7 +237,7 @@ def test_a_spread_knows_only_what_was_measured():
     assert Spread.of([3.0, None, 1.0, 2.0]) == Spread(median=2.0, low=1.0, high=3.0)
 
 
-def test_a_trend_shows_growth_and_forgives_the_first_save():
+def test_a_trend_shows_growth_and_forgives_the_first_saves():
     assert trend([100.0] + [10.0] * 50).per_thousand == pytest.approx(0)
     growing = trend([float(number) for number in range(100)])
     assert growing.per_thousand == pytest.approx(1000)
@@ -245,6 +262,7 @@ def test_a_soak_samples_every_save(bench):
     report = bench("--soak", "4", "--gib", "0.002", "--tensors", "5")
     assert report["results"]["saves"] == 4
     assert {len(values) for values in report["results"]["samples"].values()} == {4}
+    assert report["results"]["staging_bytes"] < 10 * report["results"]["size_bytes"]
     assert report["results"]["trends"].keys() == report["results"]["samples"].keys()
 
 
