@@ -40,7 +40,7 @@ MEASURES = ("stall_s", "durable_s", "resident_mib", "threads", "descriptors")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trend:
-    """Medians of the first and of the last tenth; least-squares growth per 1,000 saves after the first tenth."""
+    """Medians of the first and of the last tenth; least-squares growth per 1,000 saves after the first."""
 
     first: float
     last: float
