@@ -21,7 +21,7 @@ from benchmarks.lineup import ContenderType, opened
 from benchmarks.machine import CONDITIONS
 from benchmarks.report import Bar, Bars, Report, render, spread_json
 from benchmarks.state import StateShape, make_state
-from benchmarks.timing import Spread, settle, short, wait_for_device
+from benchmarks.timing import Spread, end_of, settle, short, wait_for_device
 from benchmarks.training import Training, one_thread
 
 _CONDITIONS = (
@@ -122,17 +122,18 @@ def one_save(contender: Contender, number: int, training: Training, base_steps: 
 
 def _disturbance(contender: Contender, number: int, training: Training, median_step: float) -> Disturbance:
     during: list[float] = []
-    ends: list[float] = []
     wait_for_device(contender.task.device)
     start = time.perf_counter()
     flight = contender.start(number)
     stall = time.perf_counter() - start
-    flight.durable.add_done_callback(lambda _: ends.append(time.perf_counter() - start))
+    durable_at = end_of(flight.durable)
     beside = not flight.durable.done()
     while not during or not flight.durable.done():
         during.append(training.step(contender.step_guard()))
     flight.durable.result()
-    return disturbance(during, stall=stall, durable=ends[0], median_step=median_step, beside=beside)
+    return disturbance(
+        during, stall=stall, durable=durable_at.result() - start, median_step=median_step, beside=beside
+    )
 
 
 def disturbance(

@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -74,6 +75,13 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def end_of(future: Future[Any]) -> Future[float]:
+    """When `future` ends, by `time.perf_counter`, whoever waits for it and however late."""
+    seen: Future[float] = Future()
+    future.add_done_callback(lambda _: seen.set_result(time.perf_counter()))
+    return seen
+
+
 def time_save(contender: Contender, number: int) -> Timing:
     """One save, from the call to the fsync."""
     device = contender.task.device
@@ -84,15 +92,16 @@ def time_save(contender: Contender, number: int) -> Timing:
         # A copy may have been enqueued in the way of the training without holding the call.
         torch.cuda.current_stream(device).synchronize()
     stall = time.perf_counter() - start
-    staged: list[float] = []
+    staged = None
     if flight.staged is not None:
-        flight.staged.add_done_callback(lambda _: staged.append(time.perf_counter() - start))
+        staged_at = end_of(flight.staged)
         flight.staged.result()
+        staged = staged_at.result() - start
     flight.durable.result()
     durable = time.perf_counter() - start
     return Timing(
         stall_s=stall if contender.has_stall else None,
-        staged_s=staged[0] if staged else None,
+        staged_s=staged,
         durable_s=durable if contender.has_durable else None,
     )
 

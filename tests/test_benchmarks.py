@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from benchmarks.soak import trend
 from benchmarks.state import GIB, StateShape, tensor_sizes
 from benchmarks.stock import StockAsyncDefault, StockSaveOneThread
 from benchmarks.stock_planning import StockCachedPlanning, StockPlanning, local_plan
-from benchmarks.timing import Spread, Timing, time_save
+from benchmarks.timing import Spread, Timing, end_of, time_save
 from benchmarks.training import Training, one_thread
 from ckpt_core import CheckpointManager
 
@@ -210,6 +211,15 @@ def test_lost_time_counts_the_stall_and_every_slow_step():
     blocking = disturbance([0.2], stall=3.0, durable=3.0, median_step=0.2, beside=False)
     assert blocking.lost_s == pytest.approx(3.0)
     assert blocking.speed_kept is None
+
+
+def test_the_end_of_a_save_is_its_own_and_not_that_of_waiting_for_it():
+    future: Future[None] = Future()
+    seen = end_of(future)
+    assert not seen.done()
+    before = time.perf_counter()
+    future.set_exception(OSError("disk full"))
+    assert before <= seen.result() <= time.perf_counter()
 
 
 def test_the_slowest_rank_counts():
