@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar, final
@@ -63,7 +63,9 @@ def chosen(types: Sequence[ContenderType], only: Sequence[str]) -> list[Contende
 
 
 @contextmanager
-def opened(types: Sequence[ContenderType], task: Task, *, budgeted: bool = True) -> Iterator[Lineup]:
+def opened(
+    types: Sequence[ContenderType], task: Task, *, budgeted: bool = True
+) -> Generator[Lineup, None, None]:
     """Construct the contenders, and close them in the end.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,8 @@ def require_matplotlib() -> None:
     Raises:
         PictureError: it is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise PictureError("--picture needs matplotlib: pip install 'ckpt-suite[bench]'") from error
+    if find_spec("matplotlib") is None:
+        raise PictureError("--picture needs matplotlib: pip install 'ckpt-suite[bench]'")
 
 
 def draw(path: Path, title: str, panels: Sequence[Bars | Lines], caption: Sequence[str]) -> None:
@@ -130,7 +129,8 @@ def _decades(panel: Lines) -> tuple[float, float]:
 def _legend(figure: Any, panels: Sequence[Bars | Lines]) -> bool:
     from matplotlib.patches import Patch
 
-    kinds = dict.fromkeys(bar.kind for panel in panels if isinstance(panel, Bars) for bar in panel.bars)
+    bars = [bar for panel in panels if isinstance(panel, Bars) for bar in panel.bars]
+    kinds: dict[Kind, None] = {bar.kind: None for bar in bars}
     if len(kinds) < 2:
         return False
     handles = [Patch(color=_COLOURS[kind], label=_MEANING[kind]) for kind in kinds]

@@ -24,6 +24,7 @@ from benchmarks.picture import PictureError, draw, require_matplotlib
 from benchmarks.report import Report
 from benchmarks.state import state_shape
 
+_DESCRIPTION = "How long a save stops the training, and how long until it is durable."
 _LOCAL_OPTIONS = {"root", "json", "picture"}
 
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.save", description=__doc__.partition("\n")[0])
+    made = argparse.ArgumentParser(prog="python -m benchmarks.save", description=_DESCRIPTION)
     state = made.add_argument_group("the state")
     state.add_argument(
         "--gib", type=_positive, help="GiB to save (default 1; --many 0.3, --large 2, --soak 0.0625)"

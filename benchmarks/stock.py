@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import ClassVar, final
@@ -117,7 +117,7 @@ class StockAsyncProcess(_StockAsync):
         return DefaultStager(_staging(self.task, shared=True))
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> Generator[None, None, None]:
         """It asks for a process group, even of one rank; the others must not be measured with one."""
         if dist.is_initialized():
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -56,7 +56,7 @@ class Training:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> Generator[None, None, None]:
     """Compute with one thread, as a training that leaves the other cores to its data loader."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
