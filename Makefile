@@ -40,8 +40,12 @@ check: setup  ## Format, lint, types and layers, without changing anything
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports
 
-bench: setup  ## Measure saves and loads on this machine
-	@$(BIN)/python -m benchmarks $(ARGS)
+bench: setup $(VENV)/.bench  ## Measure saves on this machine (ARGS="--gib 2 --rounds 11 --picture out.png")
+	@$(BIN)/python -m benchmarks.save $(ARGS)
+
+$(VENV)/.bench: $(VENV)/.installed
+	@$(PIP) install --editable ".[bench]"
+	@touch $@
 
 clean:  ## Remove what make and the tools created
 	rm -rf $(VENV) dist build demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,183 +1,116 @@
-"""Who is measured: each contender saves the same state to the same disk and says when it was done."""
+"""What a contender is: it saves the state that all others save, and says when what was done."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import shutil
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.optim import Optimizer
 
-from ckpt_core import CheckpointManager
-from ckpt_core.types import CapturedState
-
-_PLAIN = StagingOptions(
-    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-)
 Tensors = Mapping[str, torch.Tensor]
+Kind = Literal["ours", "stock", "other", "limit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
-    """Seconds the training stood, and seconds until the bytes were durable."""
+class Task:
+    """What every contender is given.
 
-    stall_s: float
-    durable_s: float
+    Attributes:
+        tensors: name -> live tensor.
+        root: an existing directory on the disk to measure.
+        device: where the tensors are.
+        optimizers: their steps are the only thing that changes the tensors.
+        shared: what contenders share, made by the first that needs it.
+    """
+
+    tensors: Tensors
+    root: Path
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    optimizers: Sequence[Optimizer] = ()
+    shared: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors together, on this rank's view of them (global for DTensors)."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InFlight:
+    """A save after the call has returned; `staged` is None if it was staged by then."""
+
+    durable: Future[Any]
+    staged: Future[Any] | None = None
 
 
 class Contender(ABC):
-    """Saves a state into a fresh directory, over and over; `fsync` is part of every durable time."""
+    """Saves one state over and over, each time to a fresh place; `fsync` is part of every durable time.
 
-    name: str
+    Constructing one must be cheap; what it keeps between saves is made in its first save, or by `prewarm`.
+
+    Attributes:
+        key: its name on the command line and in JSON.
+        name: its name in tables and pictures.
+        kind: whose it is.
+        copies: copies of the state it keeps in host memory between saves.
+        passing_copies: copies that it allocates in every save, and frees.
+        fsync: who makes its files durable.
+    """
+
+    key: ClassVar[str]
+    name: ClassVar[str]
+    kind: ClassVar[Kind]
+    copies: ClassVar[int] = 0
+    passing_copies: ClassVar[int] = 0
+    fsync: ClassVar[str] = "its own"
+    has_stall: ClassVar[bool] = True
+    has_durable: ClassVar[bool] = True
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
 
     @abstractmethod
-    def save(self, tensors: Tensors, directory: Path) -> Timing:
-        """Save once."""
+    def start(self, number: int) -> InFlight:
+        """Begin save `number`; returns when the training may go on."""
+
+    def directory(self, number: int) -> Path:
+        """Where save `number` goes; it does not exist before."""
+        return self.task.root / f"{self.key}-{number}"
+
+    def clean(self, number: int) -> None:
+        """Delete save `number`; nothing of it is in flight any more."""
+        shutil.rmtree(self.directory(number), ignore_errors=True)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around each of its saves, outside the timing."""
+        return nullcontext()
+
+    def step_guard(self) -> AbstractContextManager[Any]:
+        """Around each optimizer step, where its documentation asks for one."""
+        return nullcontext()
+
+    def prewarm(self) -> None:
+        """Do ahead of the first save what can be done."""
+        raise NotRunError(f"{self.name} has nothing to prewarm")
 
     def close(self) -> None:
         """Release what was kept between saves."""
         return
 
 
-@final
-class Ours(Contender):
-    """`CheckpointManager.save`: checksums, manifest and commit included."""
-
-    name = "ckpt-suite"
-
-    def __init__(self, root: Path) -> None:
-        self._manager = CheckpointManager(root / "ours")
-        self._step = 0
-
-    def save(self, tensors: Tensors, directory: Path) -> Timing:  # noqa: ARG002 - it has a root
-        """Save, wait for the commit, and drop the checkpoint."""
-        self._step += 1
-        start = time.perf_counter()
-        handle = self._manager.save(self._step, CapturedState(sharded={"": {"model": tensors}}))
-        stall = time.perf_counter() - start
-        if handle is None:
-            raise RuntimeError("a save was skipped although the one before had ended")
-        info = handle.result()
-        durable = time.perf_counter() - start
-        shutil.rmtree(Path(self._manager.storage.url) / info.name)
-        return Timing(stall_s=stall, durable_s=durable)
-
-    def close(self) -> None:
-        """Close the manager."""
-        self._manager.close()
+class NotRunError(Exception):
+    """A contender cannot run here; the text says why and ends up in the table."""
 
 
-@final
-class StockSave(Contender):
-    """`dcp.save` with its own writer, which fsyncs."""
-
-    def __init__(self, threads: int) -> None:
-        self.name = f"dcp.save, {threads} thread{'s' if threads > 1 else ''}"
-        self._threads = threads
-
-    def save(self, tensors: Tensors, directory: Path) -> Timing:
-        """Save; all of it is a stall."""
-        start = time.perf_counter()
-        dcp.save(
-            {"model": dict(tensors)}, storage_writer=FileSystemWriter(directory, thread_count=self._threads)
-        )
-        seconds = time.perf_counter() - start
-        return Timing(stall_s=seconds, durable_s=seconds)
-
-
-@final
-class StockAsync(Contender):
-    """`dcp.async_save`, as it comes or with one stager for all saves."""
-
-    def __init__(self, *, reused: bool) -> None:
-        self.name = f"dcp.async_save, {'reused stager' if reused else 'default'}"
-        self._stager = DefaultStager(_PLAIN) if reused else None
-
-    def save(self, tensors: Tensors, directory: Path) -> Timing:
-        """Save and wait for the upload."""
-        start = time.perf_counter()
-        response = dcp.async_save(
-            {"model": dict(tensors)},
-            storage_writer=FileSystemWriter(directory),
-            async_stager=self._stager,
-        )
-        stall = time.perf_counter() - start
-        future = getattr(response, "upload_completion", response)
-        future.result()
-        return Timing(stall_s=stall, durable_s=time.perf_counter() - start)
-
-    def close(self) -> None:
-        """Close the stager."""
-        if self._stager is not None:
-            self._stager.close()
-
-
-@final
-class TorchSave(Contender):
-    """`torch.save` of everything into one file, then fsync."""
-
-    name = "torch.save + fsync"
-
-    def save(self, tensors: Tensors, directory: Path) -> Timing:
-        """Save; all of it is a stall."""
-        directory.mkdir()
-        start = time.perf_counter()
-        with open(directory / "state.pt", "wb") as file:
-            torch.save(dict(tensors), file)
-            file.flush()
-            os.fsync(file.fileno())
-        seconds = time.perf_counter() - start
-        return Timing(stall_s=seconds, durable_s=seconds)
-
-
-@final
-class Memcpy(Contender):
-    """The floor of a blocking stall: the same bytes copied into buffers that exist already."""
-
-    name = "limit: memcpy"
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def save(self, tensors: Tensors, directory: Path) -> Timing:  # noqa: ARG002 - it has no file
-        """Copy once; nothing becomes durable."""
-        if not self._buffers:
-            self._buffers = {name: tensor.clone() for name, tensor in tensors.items()}
-        start = time.perf_counter()
-        for name, tensor in tensors.items():
-            self._buffers[name].copy_(tensor)
-        seconds = time.perf_counter() - start
-        return Timing(stall_s=seconds, durable_s=float("nan"))
-
-
-@final
-class RawDirect(Contender):
-    """The floor of a durable save: as many bytes by O_DIRECT from one aligned buffer, then fsync."""
-
-    name = "limit: O_DIRECT + fsync"
-
-    def __init__(self, piece_bytes: int = 16 << 20) -> None:
-        self._piece = mmap.mmap(-1, piece_bytes)
-        self._piece.write(os.urandom(1 << 20) * (piece_bytes >> 20))
-
-    def save(self, tensors: Tensors, directory: Path) -> Timing:
-        """Write once."""
-        directory.mkdir()
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        start = time.perf_counter()
-        file = os.open(directory / "raw", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        for offset in range(0, total, len(self._piece)):
-            os.pwrite(file, self._piece, offset)
-        os.fsync(file)
-        os.close(file)
-        seconds = time.perf_counter() - start
-        return Timing(stall_s=float("nan"), durable_s=seconds)
+def ended() -> Future[None]:
+    """A future for what is done already."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

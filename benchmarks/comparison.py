@@ -1,0 +1,183 @@
+"""Timings of all contenders side by side: as a table, as ratios, as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from benchmarks.contenders import Contender
+from benchmarks.lineup import ContenderType
+from benchmarks.report import Bar, Bars, Report, render, spread_json
+from benchmarks.state import GIB
+from benchmarks.timing import MEASURES, Spread, Timing, short
+
+_HEADER = (
+    "",
+    "stall s, median [min, max]",
+    "x ours",
+    "staged s",
+    "durable s, median [min, max]",
+    "x ours",
+    "GiB/s",
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One contender's timings; without any, `not_run` says why."""
+
+    contender: ContenderType
+    timings: Sequence[Timing]
+    not_run: str | None = None
+
+    def spread(self, measure: str) -> Spread | None:
+        """Of one of `MEASURES`."""
+        return Spread.of(getattr(timing, measure) for timing in self.timings)
+
+    def median(self, measure: str) -> float | None:
+        """Of one of `MEASURES`."""
+        spread = self.spread(measure)
+        return None if spread is None else spread.median
+
+
+def compare(
+    types: Sequence[ContenderType], timings: Mapping[str, Sequence[Timing]], not_run: Mapping[str, str]
+) -> list[Row]:
+    """Rows in the order of `types`."""
+    return [
+        Row(contender=each, timings=timings.get(each.key, ()), not_run=not_run.get(each.key))
+        for each in types
+    ]
+
+
+def report_rows(
+    benchmark: str, title: str, rows: Sequence[Row], *, size_bytes: int, conditions: Sequence[str]
+) -> Report:
+    """Table, data and picture of a comparison of saves of `size_bytes` each."""
+    return Report(
+        benchmark=benchmark,
+        title=title,
+        table=[*_table(rows, size_bytes), "", *_ratio_lines(rows, size_bytes)],
+        results=_data(rows, size_bytes),
+        panels=[
+            _panel(rows, "stall_s", "The training stands still for", log=True),
+            _panel(rows, "durable_s", "Durable after (with fsync)", log=False),
+        ],
+        conditions=conditions,
+    )
+
+
+def _table(rows: Sequence[Row], size_bytes: int) -> list[str]:
+    ours = next((row for row in rows if row.contender.kind == "ours" and row.timings), None)
+    body: list[list[str]] = []
+    for row in rows:
+        if not row.timings:
+            body.append([row.contender.name, f"not run: {row.not_run}"])
+            continue
+        durable = row.median("durable_s")
+        body.append(
+            [
+                row.contender.name,
+                *(_with_ratio(row, "stall_s", ours)),
+                _text(row.median("staged_s")),
+                *(_with_ratio(row, "durable_s", ours)),
+                "" if durable is None else f"{size_bytes / GIB / durable:.2f}",
+            ]
+        )
+        if row.not_run:
+            body.append([f"  {row.contender.name}", f"stopped: {row.not_run}"])
+    return render(_HEADER, body)
+
+
+def _with_ratio(row: Row, measure: str, ours: Row | None) -> tuple[str, str]:
+    spread = row.spread(measure)
+    if spread is None:
+        return "-", ""
+    base = None if ours is None else ours.median(measure)
+    return str(spread), f"{spread.median / base:.2f}" if base else ""
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else short(value)
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """Our key -> other's key -> measure -> the other's median over ours: above 1, ours is quicker."""
+    return {
+        ours.contender.key: {
+            other.contender.key: {
+                measure: _over(other.median(measure), ours.median(measure))
+                for measure in ("stall_s", "durable_s")
+            }
+            for other in rows
+            if other is not ours and other.timings
+        }
+        for ours in rows
+        if ours.contender.kind == "ours" and ours.timings
+    }
+
+
+def _over(other: float | None, ours: float | None) -> float | None:
+    return None if other is None or not ours else other / ours
+
+
+def _copy_rate(row: Row, size_bytes: int) -> float | None:
+    """GB/s of a floor that copies: on CUDA, from the device to pinned memory."""
+    stall = row.median("stall_s") if row.contender.kind == "limit" else None
+    return None if stall is None else size_bytes / 1e9 / stall
+
+
+def _ratio_lines(rows: Sequence[Row], size_bytes: int) -> list[str]:
+    """Ours against the floors: 1.00 is as quick as this machine can be."""
+    floors = [row for row in rows if row.contender.kind == "limit" and row.timings]
+    lines = [
+        f"{floor.contender.name}: {rate:.1f} GB/s"
+        for floor in floors
+        if (rate := _copy_rate(floor, size_bytes)) is not None
+    ]
+    for ours in (row for row in rows if row.contender.kind == "ours" and row.timings):
+        for floor in floors:
+            for measure in ("stall_s", "durable_s"):
+                ratio = _over(ours.median(measure), floor.median(measure))
+                if ratio is not None:
+                    word = measure.removesuffix("_s")
+                    lines.append(f"{ours.contender.name}: {word} is {ratio:.3g} x {floor.contender.name}")
+    return lines
+
+
+def _data(rows: Sequence[Row], size_bytes: int) -> dict[str, Any]:
+    return {
+        "size_bytes": size_bytes,
+        "contenders": {row.contender.key: _row_data(row, size_bytes) for row in rows},
+        "ratios": ratios(rows),
+    }
+
+
+def _row_data(row: Row, size_bytes: int) -> dict[str, Any]:
+    each: type[Contender] = row.contender
+    return {
+        "name": each.name,
+        "kind": each.kind,
+        "fsync": each.fsync,
+        "not_run": row.not_run,
+        "copy_gb_per_s": _copy_rate(row, size_bytes),
+        **{measure: spread_json(row.spread(measure)) for measure in MEASURES},
+        "samples": {measure: [getattr(timing, measure) for timing in row.timings] for measure in MEASURES},
+    }
+
+
+def _panel(rows: Sequence[Row], measure: str, title: str, *, log: bool) -> Bars:
+    bars = []
+    for row in rows:
+        reason = f"not run: {row.not_run}" if not row.timings else "does not apply"
+        bars.append(
+            Bar(
+                label=row.contender.name,
+                kind=row.contender.kind,
+                spread=row.spread(measure),
+                note=reason if len(reason) < 60 else reason[:57] + "...",
+            )
+        )
+    return Bars(title=title, axis="seconds", bars=bars, log=log)

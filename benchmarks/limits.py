@@ -1,0 +1,138 @@
+"""The floors: nothing that copies, or writes, or both, can be quicker than these."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import ClassVar, final
+
+import torch
+from isal.isal_zlib import crc32
+
+from benchmarks.contenders import Contender, InFlight, Kind, Task, ended
+from benchmarks.others import in_background
+
+PIECE_BYTES = 16 << 20
+
+
+class _Limit(Contender):
+    kind: ClassVar[Kind] = "limit"
+    copies: ClassVar[int] = 1
+    fsync: ClassVar[str] = "the benchmark's"
+
+
+@final
+class Memcpy(_Limit):
+    """The floor of a blocking stall: every tensor copied to memory that exists already, on CUDA pinned."""
+
+    key = "memcpy"
+    name = "limit: memcpy"
+    has_durable = False
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def prewarm(self) -> None:
+        """Allocate the memory, and touch it."""
+        pinned = self.task.device.type == "cuda"
+        for name, tensor in self.task.tensors.items():
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers[name] = buffer.copy_(tensor)
+
+    def start(self, number: int) -> InFlight:  # noqa: ARG002 - it has no file
+        """Copy; nothing becomes durable."""
+        if not self._buffers:
+            self.prewarm()
+        for name, tensor in self.task.tensors.items():
+            self._buffers[name].copy_(tensor, non_blocking=True)
+        if self.task.device.type == "cuda":
+            torch.cuda.current_stream(self.task.device).synchronize()
+        return InFlight(durable=ended())
+
+
+class _RawDirect(_Limit):
+    """The floor of a durable save: as many bytes by O_DIRECT from memory that exists already, then fsync."""
+
+    has_stall = False
+    threads: ClassVar[int]
+    checksums: ClassVar[bool] = False
+
+    def prewarm(self) -> None:
+        """Fill memory as large as the state with its bytes, which compress as badly."""
+        if "raw" in self.task.shared:
+            return
+        memory = mmap.mmap(-1, -(-self.task.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        target, offset = torch.frombuffer(memory, dtype=torch.uint8), 0
+        for tensor in self.task.tensors.values():
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            target[offset : offset + source.numel()].copy_(source)
+            offset += source.numel()
+        self.task.shared["raw"] = memory
+
+    def start(self, number: int) -> InFlight:
+        """Write in the background."""
+        self.prewarm()
+        memory = memoryview(self.task.shared["raw"])
+        self.directory(number).mkdir()
+        path = self.directory(number) / "raw"
+        return InFlight(durable=in_background(lambda: self._write(path, memory)))
+
+    def _write(self, path: Path, memory: memoryview) -> None:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        failures: list[OSError] = []
+
+        def work(index: int) -> None:
+            try:
+                for offset in range(index * PIECE_BYTES, len(memory), self.threads * PIECE_BYTES):
+                    piece = memory[offset : offset + PIECE_BYTES]
+                    if self.checksums:
+                        crc32(piece)
+                    os.pwrite(file, piece, offset)
+            except OSError as error:
+                failures.append(error)
+
+        try:
+            others = [threading.Thread(target=work, args=(index,)) for index in range(1, self.threads)]
+            for thread in others:
+                thread.start()
+            work(0)
+            for thread in others:
+                thread.join()
+            os.fsync(file)
+        finally:
+            os.close(file)
+        if failures:
+            raise failures[0]
+
+
+@final
+class RawDirect(_RawDirect):
+    """Two threads: what a virtual disk needs to be kept busy."""
+
+    key = "o-direct"
+    name = "limit: O_DIRECT + fsync, 2 threads"
+    threads = 2
+
+
+@final
+class RawDirectOneThread(_RawDirect):
+    """One thread: the least that a write in the background can disturb."""
+
+    copies = 0
+    key = "o-direct-1"
+    name = "limit: O_DIRECT + fsync, 1 thread"
+    threads = 1
+
+
+@final
+class RawDirectChecksums(_RawDirect):
+    """One thread that also computes a CRC-32 of every byte."""
+
+    copies = 0
+    key = "o-direct-crc"
+    name = "limit: CRC-32 + O_DIRECT + fsync"
+    threads = 1
+    checksums = True

@@ -1,0 +1,131 @@
+"""Planning at thousands of ranks, simulated in one process: the coordinator's CPU, the messages."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import psutil
+
+from benchmarks.planning import Planning, PlanningCost, Workload
+from benchmarks.report import Lines, Report, render
+from benchmarks.state import GIB
+from benchmarks.stock_planning import StockCachedPlanning, StockPlanning
+from benchmarks.timing import short
+
+PLANNINGS: Sequence[type[Planning]] = (StockPlanning, StockCachedPlanning)
+_CONDITIONS = (
+    "One process plays the coordinator: real plans of DTensors in Shard(0), each pickled as the rank "
+    "would send it, unpickled, planned, answered; CPU seconds are of the coordinator's part alone "
+    "(time.process_time).",
+    "Without plan caching DCP does the same for every save, which is measured once.",
+    "Bytes are of pickled messages; that torch pads them all to the longest is not counted. No network.",
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """A first and a later save at one size, or why there are none."""
+
+    planning: type[Planning]
+    world_size: int
+    first: PlanningCost | None = None
+    later: PlanningCost | None = None
+    not_run: str | None = None
+
+
+def run_simulation(
+    world_sizes: Sequence[int], tensors: int, root: Path, *, progress: Callable[[str], None]
+) -> Report:
+    """Every planning at every size."""
+    outcomes = []
+    for planning in PLANNINGS:  # the first planning in a process pays for imports
+        _measured(planning, Workload(world_size=2, tensors=10), root)
+    for world_size in world_sizes:
+        for planning in PLANNINGS:
+            workload = Workload(world_size=world_size, tensors=tensors)
+            outcomes.append(_measured(planning, workload, root))
+            progress(f"{planning.name}: {world_size} ranks")
+    return Report(
+        benchmark="simulate-ranks",
+        title=f"Planning a save of {tensors:,} tensors, each sharded over all ranks",
+        table=_table(outcomes),
+        results={"tensors": tensors, "outcomes": [_data(each) for each in outcomes]},
+        panels=[
+            _panel(outcomes, "Coordinator", "CPU seconds", value=lambda cost, _: cost.coordinator_cpu_s),
+            _panel(outcomes, "Messages of a rank", "bytes", value=PlanningCost.bytes_per_rank),
+        ],
+        conditions=_CONDITIONS,
+    )
+
+
+def _measured(kind: type[Planning], workload: Workload, root: Path) -> Outcome:
+    with tempfile.TemporaryDirectory(dir=root) as directory:
+        planning = kind(workload, Path(directory))
+        try:
+            needed, available = planning.memory_bytes(), psutil.virtual_memory().available
+            if needed > available:
+                reason = f"needs about {needed / GIB:.0f} GiB of memory, {available / GIB:.0f} are available"
+                return Outcome(planning=kind, world_size=workload.world_size, not_run=reason)
+            first = planning.save()
+            later = planning.save() if kind.learns else first
+            return Outcome(planning=kind, world_size=workload.world_size, first=first, later=later)
+        finally:
+            planning.close()
+            del planning
+            gc.collect()
+
+
+def _table(outcomes: Sequence[Outcome]) -> list[str]:
+    header = (
+        "", "ranks",
+        "first: CPU s", "KiB per rank", "gathered MiB", "later: CPU s", "KiB per rank", "gathered MiB",
+    )  # fmt: skip
+    rows: list[list[str]] = []
+    for each in outcomes:
+        if each.first is None or each.later is None:
+            rows.append([each.planning.name, f"{each.world_size} ranks not run: {each.not_run}"])
+            continue
+        cells = [
+            text
+            for cost in (each.first, each.later)
+            for text in (
+                short(cost.coordinator_cpu_s),
+                f"{cost.bytes_per_rank(each.world_size) / 1024:,.1f}",
+                f"{cost.gathered_bytes / 2**20:,.1f}",
+            )
+        ]
+        rows.append([each.planning.name, str(each.world_size), *cells])
+    return render(header, rows)
+
+
+def _data(outcome: Outcome) -> dict[str, Any]:
+    def cost(of: PlanningCost | None) -> dict[str, Any] | None:
+        return None if of is None else {**asdict(of), "bytes_per_rank": of.bytes_per_rank(outcome.world_size)}
+
+    return {
+        "key": outcome.planning.key,
+        "name": outcome.planning.name,
+        "kind": outcome.planning.kind,
+        "world_size": outcome.world_size,
+        "not_run": outcome.not_run,
+        "first": cost(outcome.first),
+        "later": cost(outcome.later),
+    }
+
+
+def _panel(
+    outcomes: Sequence[Outcome], title: str, unit: str, *, value: Callable[[PlanningCost, int], float]
+) -> Lines:
+    curves: dict[str, list[float]] = {}
+    for each in outcomes:
+        for which, cost in (("first save", each.first), ("later saves", each.later)):
+            known = float("nan") if cost is None else value(cost, each.world_size)
+            curves.setdefault(f"{each.planning.name}, {which}", []).append(known)
+    sizes = list(dict.fromkeys(each.world_size for each in outcomes))
+    return Lines(title=title, x_axis="ranks", y_axis=unit, x=sizes, curves=curves, log=True)
