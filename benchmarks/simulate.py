@@ -11,13 +11,14 @@ from typing import Any, final
 
 import psutil
 
+from benchmarks.our_planning import OurPlanning
 from benchmarks.planning import Planning, PlanningCost, Workload
 from benchmarks.report import Lines, Report, render
 from benchmarks.state import GIB
 from benchmarks.stock_planning import StockCachedPlanning, StockPlanning
 from benchmarks.timing import short
 
-PLANNINGS: Sequence[type[Planning]] = (StockPlanning, StockCachedPlanning)
+PLANNINGS: Sequence[type[Planning]] = (OurPlanning, StockPlanning, StockCachedPlanning)
 _CONDITIONS = (
     "One process plays the coordinator: real plans of DTensors in Shard(0), each pickled as the rank "
     "would send it, unpickled, planned, answered; CPU seconds are of the coordinator's part alone "

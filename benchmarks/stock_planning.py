@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.planning import Planning, PlanningCost, Workload
 
-_ROWS, _COLUMNS = 8, 1024
+ROWS, COLUMNS = 8, 1024
 _BYTES_PER_ITEM = 4400  # plans, final plans, results and metadata of one shard, measured by peak memory
 
 
@@ -39,7 +39,7 @@ class _StockPlanning(Planning):
     def save(self) -> PlanningCost:
         """What `dcp.save` does on the coordinator, message by message."""
         self._saves += 1
-        clock = _Clock()
+        clock = Clock()
         gathered, plans = _received(self._local_plans(), clock)
         directory = self.directory / f"{self.key}-{self._saves}"
         directory.mkdir()
@@ -117,7 +117,7 @@ class _CachingPlanner(DefaultSavePlanner):
 
 
 @final
-class _Clock:
+class Clock:
     """CPU seconds of this process, summed over `with` blocks."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class _Clock:
         self.seconds += time.process_time() - self._start
 
 
-def _received(messages: Iterable[Any], clock: _Clock) -> tuple[int, list[Any]]:
+def _received(messages: Iterable[Any], clock: Clock) -> tuple[int, list[Any]]:
     """Bytes sent by all ranks, and what the coordinator has of it; only its unpickling is timed."""
     size, objects = 0, []
     for message in messages:
@@ -144,8 +144,8 @@ def _received(messages: Iterable[Any], clock: _Clock) -> tuple[int, list[Any]]:
 
 def local_plan(workload: Workload, rank: int) -> SavePlan:
     """The plan of one rank of `world_size`, as of DTensors in Shard(0); made without any of them."""
-    whole = torch.Size([_ROWS * workload.world_size, _COLUMNS])
-    offsets, sizes = torch.Size([_ROWS * rank, 0]), torch.Size([_ROWS, _COLUMNS])
+    whole = torch.Size([ROWS * workload.world_size, COLUMNS])
+    offsets, sizes = torch.Size([ROWS * rank, 0]), torch.Size([ROWS, COLUMNS])
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
         properties=TensorProperties(dtype=torch.bfloat16),
@@ -171,7 +171,7 @@ def _own(data: TensorWriteData) -> TensorWriteData:
 
 
 def _results(rank: int, plan: SavePlan) -> Sequence[WriteResult]:
-    size = _ROWS * _COLUMNS * 2
+    size = ROWS * COLUMNS * 2
     return [
         WriteResult(
             index=item.index,

@@ -2,7 +2,7 @@
 
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._metadata import entries, load_metadata
-from ckpt_core.dcp._plan import Part, decide
+from ckpt_core.dcp._plan import Part, Share, decide
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
 from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
@@ -15,6 +15,7 @@ __all__ = [
     "ShardReader",
     "ShardSpec",
     "ShardWriter",
+    "Share",
     "decide",
     "encode_metadata",
     "entries",

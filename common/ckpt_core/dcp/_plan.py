@@ -14,9 +14,13 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from ckpt_core.dcp._dedup import assign
+from ckpt_core.dcp._global import describe
 from ckpt_core.dcp._image import ShardSpec
 from ckpt_core.dcp._kinds import check_kind
 from ckpt_core.dcp._leaves import PLAIN, Kinds, Leaves
+
+Share: TypeAlias = tuple[int, ...] | None
+"""The items of its plan that a rank writes, by their places in it; None for all of them."""
 
 _Item: TypeAlias = tuple[int, MetadataIndex]
 
@@ -26,7 +30,7 @@ class Part:
     """One DCP part of the state on one rank, from save to save.
 
     Who calls what: 1. (all ranks, every save) `look`. 2. (all ranks, if any rank's part has changed)
-    `local_plan`; (coordinator) `decide` over all local plans; (all ranks) `accept` the plan that came back.
+    `local_plan`; (coordinator) `decide` over all local plans; (all ranks) `accept` the share that came back.
     3. (all ranks, every save) `shards` and `values`, then `forget`.
 
     Attributes:
@@ -39,6 +43,7 @@ class Part:
         self._kinds = Kinds([])
         self._leaves: Sequence[Any] = ()
         self._tree: Mapping[str, Any] = {}
+        self._plan = SavePlan([])
         self._shard_items: list[_Item] = []
         self._value_items: list[_Item] = []
         self._serialised: dict[MetadataIndex, tuple[str, bytes]] = {}
@@ -67,10 +72,11 @@ class Part:
         for fqn, value in planner.state_dict.items():
             if isinstance(value, torch.Tensor):
                 check_kind(value, fqn)
-        return planner.create_local_plan()
+        self._plan = planner.create_local_plan()
+        return self._plan
 
-    def accept(self, plan: SavePlan) -> None:
-        """Take over this rank's share of the writing.
+    def accept(self, share: Share) -> None:
+        """Take over this rank's share of the last local plan.
 
         Raises:
             ValueError: DCP sees other leaves than we do.
@@ -79,11 +85,12 @@ class Part:
         if len(names) != len(self._leaves):
             raise ValueError(f"DCP sees {len(names)} entries where there are {len(self._leaves)}")
         position = {name: at for at, name in enumerate(names)}
-        items = [(position[item.index.fqn], item) for item in plan.items]
+        chosen = self._plan.items if share is None else [self._plan.items[place] for place in share]
+        items = [(position[item.index.fqn], item) for item in chosen]
         byte_io = WriteItemType.BYTE_IO
         self._shard_items = [(at, item.index) for at, item in items if item.type != byte_io]
         self._value_items = [(at, item.index) for at, item in items if item.type == byte_io]
-        self._serialised = {}
+        self._serialised, self._plan = {}, SavePlan([])
         shapes = [(index, shard) for (_, index), shard in zip(self._shard_items, self.shards(), strict=True)]
         self.specs = [(index, shard.dtype, tuple(shard.shape)) for index, shard in shapes]
         self.value_indices = [index for _, index in self._value_items]
@@ -118,22 +125,30 @@ _SCALARS = frozenset({bool, int, float, str, type(None)})
 """Types whose `repr` tells every two values apart, whatever went before."""
 
 
-def decide(plans: Sequence[SavePlan], uneven: Collection[str] = ()) -> tuple[list[SavePlan], Metadata]:
+def decide(plans: Sequence[SavePlan], uneven: Collection[str] = ()) -> tuple[list[Share], Metadata]:
     """Leave every chunk to one rank and build the metadata. Coordinator only.
 
     Args:
         plans: every rank's local plan, by rank.
         uneven: names of entries whose replicas may differ: the lowest rank that has them writes them.
 
+    Returns:
+        What each rank writes of its plan, and DCP's metadata of all of it.
+
     Raises:
         ConfigError: replicas differ in dtype or shape.
         ValueError: the ranks' shards overlap or leave holes.
     """
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({}, None, is_coordinator=True)
-    final_plans, metadata = planner.create_global_plan(assign(plans, uneven))
-    # The path of every leaf is already in the metadata: sending it back to every rank would be waste.
-    return [SavePlan(plan.items) for plan in final_plans], metadata
+    chosen = assign(plans, uneven)
+    metadata = describe(chosen)
+    return [_share(plan, kept) for plan, kept in zip(plans, chosen, strict=True)], metadata
+
+
+def _share(plan: SavePlan, kept: SavePlan) -> Share:
+    if len(kept.items) == len(plan.items):
+        return None
+    own = {id(item) for item in kept.items}
+    return tuple(place for place, item in enumerate(plan.items) if id(item) in own)
 
 
 def _set_up(tree: Mapping[str, Any]) -> DefaultSavePlanner:

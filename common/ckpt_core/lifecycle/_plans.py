@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import Part, decide
+from ckpt_core.dcp import Part, Share, decide
 from ckpt_core.lifecycle._local import LocalKey
 
 
@@ -40,10 +40,10 @@ class _Proposal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Share:
+class _Assignment:
     """What one rank is told to write."""
 
-    plans: dict[str, SavePlan]
+    parts: dict[str, Share]
     files: frozenset[str]
     keeping: Keeping
 
@@ -100,12 +100,12 @@ class AgreedPlans:
             CoordinationError: a rank could not plan; the same on every rank.
         """
         self._valid, self._problem = False, None
-        share = coordinator.exchange(self._propose(), self._decide)
+        assigned = coordinator.exchange(self._propose(), self._decide)
         self.generation += 1
-        self.files, self.keeping = share.files, share.keeping
+        self.files, self.keeping = assigned.files, assigned.keeping
         try:
             for name, part in self.parts.items():
-                part.accept(share.plans[name])
+                part.accept(assigned.parts[name])
         except Exception as error:  # noqa: BLE001 - `check` raises it where every rank can be told
             self._problem = error
         else:
@@ -128,7 +128,7 @@ class AgreedPlans:
             return error
         return _Proposal(plans=plans, uneven=self._uneven, files=self._offered)
 
-    def _decide(self, proposals: list[_Proposal]) -> list[_Share]:
+    def _decide(self, proposals: list[_Proposal]) -> list[_Assignment]:
         everyone, self.metadata = _plan_all(proposals)
         writers: dict[str, int] = {}
         for rank, proposal in enumerate(proposals):
@@ -136,8 +136,8 @@ class AgreedPlans:
                 writers.setdefault(name, rank)
         keepings = _keepings([proposal.uneven for proposal in proposals])
         return [
-            _Share(
-                plans={part: plans[rank] for part, plans in everyone.items()},
+            _Assignment(
+                parts={part: shares[rank] for part, shares in everyone.items()},
                 files=frozenset(name for name, writer in writers.items() if writer == rank),
                 keeping=keepings[rank],
             )
@@ -147,8 +147,8 @@ class AgreedPlans:
 
 def _plan_all(
     proposals: Sequence[_Proposal],
-) -> tuple[dict[str, Sequence[SavePlan]], dict[str, Metadata]]:
-    everyone: dict[str, Sequence[SavePlan]] = {}
+) -> tuple[dict[str, Sequence[Share]], dict[str, Metadata]]:
+    everyone: dict[str, Sequence[Share]] = {}
     metadata: dict[str, Metadata] = {}
     for part in sorted({part for proposal in proposals for part in proposal.plans}):
         # A rank without the part still takes its place, so that ranks and plans stay aligned.

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
-from ckpt_core.state._names import Prefixes, parameter_names
+from ckpt_core.state._names import ParameterNames, Prefixes
 from ckpt_core.state._tensors import placeholders, template
 from ckpt_core.types import SavedEntries
 
@@ -50,7 +50,12 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def local_buffers(
-    model: nn.Module, state: Mapping[str, Any], *, part: str = "", prefix: str = "model."
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    part: str = "",
+    prefix: str = "model.",
+    names: ParameterNames | None = None,
 ) -> dict[tuple[str, str], torch.Tensor]:
     """The plain buffers in `state`, which nothing keeps equal over ranks, for `CapturedState.local`.
 
@@ -59,8 +64,9 @@ def local_buffers(
         state: its `model_state`.
         part: the DCP part that holds the state.
         prefix: what DCP's flattening puts before a name there.
+        names: the names of `model`, if they are known already.
     """
-    parameters = parameter_names(model)
+    parameters = (names or ParameterNames.of(model)).by_name
     return {
         (part, prefix + name): value
         for name, value in state.items()

@@ -50,10 +50,17 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
     return None
 
 
-def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+def optimizer_state(
+    model: nn.Module, optimizer: Any, *, names: ParameterNames | None = None
+) -> dict[str, Any]:
     """`{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}`, with live state tensors.
 
     Tensor hyperparameters are copied, for a scheduler changes them before the next step.
+
+    Args:
+        model: what it trains.
+        optimizer: itself, wrapped or not.
+        names: the names of `model`, if they are known already.
 
     Raises:
         ConfigError: the optimizer trains parameters that the model does not hold.
@@ -61,11 +68,11 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     optimizer = unwrap_optimizer(optimizer)
     if _fsdp1.is_fsdp1(model):
         return _with_own_groups(_fsdp1.optimizer_state(model, optimizer))
-    names = ParameterNames.of(model).of_groups(optimizer)
+    members_of_groups = (names or ParameterNames.of(model)).of_groups(optimizer)
     packed = optimizer.state_dict()
     by_index: dict[Any, str] = {}
     groups: list[dict[str, Any]] = []
-    for group, members in zip(packed["param_groups"], names, strict=True):
+    for group, members in zip(packed["param_groups"], members_of_groups, strict=True):
         by_index.update(zip(group["params"], members, strict=True))
         groups.append({**group, "params": list(members)})
     state = {by_index.get(key, str(key)): values for key, values in packed["state"].items()}

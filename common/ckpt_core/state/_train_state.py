@@ -22,6 +22,7 @@ from ckpt_core.state._model import (
     model_state,
     model_target,
 )
+from ckpt_core.state._names import ParameterNames
 from ckpt_core.state._nested import get, put, under
 from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, stable_tensors, unwrap_optimizer
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
@@ -120,9 +121,10 @@ class TrainState:
 
     def capture(self) -> CapturedState:
         """The state as it is now, with live tensors; training is as it would be without."""
+        names = ParameterNames.of(self._model)
         tree: dict[str, Any] = {"model": model_state(self._model)} if self._with_model else {}
         for name, optimizer in self._optimizers.items():
-            put(tree, _path(name), optimizer_state(self._model, optimizer))
+            put(tree, _path(name), optimizer_state(self._model, optimizer, names=names))
         shared: dict[str, Any] = {
             name: function_free(each.state_dict()) for name, each in self._shared.items()
         }
@@ -141,7 +143,7 @@ class TrainState:
             sharded={_PART: tree},
             per_rank=per_rank,
             shared=shared,
-            local=local_buffers(self._model, tree["model"]) if self._with_model else {},
+            local=local_buffers(self._model, tree["model"], names=names) if self._with_model else {},
             stable=stable_tensors(self._model, self.optimizers),
             optimizers=self.optimizers,
         )

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import weakref
+from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -34,8 +36,14 @@ def plans_of(*trees: dict[str, Any]):
     return [part_of(tree).local_plan() for tree in trees]
 
 
-def keys(plan: Any) -> list[str]:
-    return sorted(item.index.fqn for item in plan.items)
+def shared_out(trees: Sequence[dict[str, Any]], uneven: Collection[str] = ()) -> list[list[str]]:
+    """What each rank is to write, by name."""
+    plans = plans_of(*trees)
+    shares, _ = decide(plans, uneven)
+    return [
+        sorted(plan.items[at].index.fqn for at in (range(len(plan.items)) if share is None else share))
+        for plan, share in zip(plans, shares, strict=True)
+    ]
 
 
 def quantised() -> torch.Tensor:
@@ -61,31 +69,33 @@ def test_tensors_that_no_checkpoint_can_hold_are_refused_by_name_with_the_remedy
 
 def test_replicas_are_written_once_and_shared_out():
     tree = {f"w{i}": torch.ones(10) for i in range(6)}
-    plans, metadata = decide(plans_of(tree, tree, tree))
-    assert sorted(key for plan in plans for key in keys(plan)) == sorted(tree)
-    assert all(plan.items for plan in plans)
-    assert sorted(metadata.state_dict_metadata) == sorted(tree)
+    written = shared_out([tree] * 3)
+    assert sorted(chain.from_iterable(written)) == sorted(tree)
+    assert all(written)
 
 
 def test_entries_of_one_rank_only_are_kept_beside_those_of_all():
-    plans, metadata = decide(plans_of({"a": torch.ones(1), "x": 1}, {"a": torch.ones(1), "y": 2}))
+    trees = [{"a": torch.ones(1), "x": 1}, {"a": torch.ones(1), "y": 2}]
+    _, metadata = decide(plans_of(*trees))
     assert sorted(metadata.state_dict_metadata) == ["a", "x", "y"]
-    assert "y" in keys(plans[1])
-    assert "x" in keys(plans[0])
     assert metadata.planner_data == {"a": ("a",), "x": ("x",), "y": ("y",)}
+    first, second = shared_out(trees)
+    assert "x" in first
+    assert "y" in second
 
 
 def test_the_lowest_rank_that_has_an_uneven_key_writes_it():
     few, many = {"only": torch.ones(1)}, {"only": torch.ones(1), "stats": torch.ones(9)}
-    plans, _ = decide(plans_of(few, many, many), {"stats"})
-    assert [("stats" in keys(plan)) for plan in plans] == [False, True, False]
+    assert ["stats" in names for names in shared_out([few, many, many], {"stats"})] == [False, True, False]
 
 
 def test_the_lowest_rank_writes_uneven_keys_even_where_the_load_would_be_balanced():
     tree = {f"w{i}": torch.ones(10) for i in range(6)}
-    plans, _ = decide(plans_of(tree, tree), set(tree))
-    assert keys(plans[0]) == sorted(tree)
-    assert not plans[1].items
+    assert shared_out([tree, tree], set(tree)) == [sorted(tree), []]
+
+
+def test_a_rank_that_writes_all_it_has_is_told_in_one_word():
+    assert decide(plans_of({"a": torch.ones(1)}, {"b": 1}))[0] == [None, None]
 
 
 def test_the_paths_of_leaves_survive_the_choice_of_ranks():
