@@ -8,6 +8,7 @@ report holds the rank's chunk table. The coordinator keeps every rank's last tab
 from __future__ import annotations
 
 import json
+import mmap
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,9 @@ from typing import Any, Final, TypeAlias, final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckpt_core.checksums import checksum
 from ckpt_core.chunks import ChunkTable, TableEntry, encode_table
-from ckpt_core.dcp import Pace, encode_metadata, places_in
+from ckpt_core.dcp import PIECE_BYTES, Pace, encode_metadata, places_in
 from ckpt_core.errors import SaveError
 from ckpt_core.names import chunks_name
 from ckpt_core.types import FileEntry
@@ -61,6 +63,32 @@ class RankReport:
 
 
 @final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptContent:
+    """A file that is written many times: at thousands of ranks, hundreds of megabytes that never change.
+
+    Attributes:
+        memory: the bytes, on a page boundary as direct writes need it.
+        checksum: of them, taken once.
+    """
+
+    memory: memoryview
+    checksum: str
+
+    @classmethod
+    def of(cls, content: bytes) -> KeptContent:
+        """Keep a copy of `content`."""
+        kept = mmap.mmap(-1, max(1, len(content)))
+        kept.write(content)
+        return cls(memory=memoryview(kept)[: len(content)], checksum=checksum(content))
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The content, in pieces for `Storage.write_pieces`."""
+        for start in range(0, len(self.memory), PIECE_BYTES):
+            yield self.memory[start : start + PIECE_BYTES]
+
+
+@final
 class WriteMemory:
     """Kept by every rank for as long as its manager lives.
 
@@ -75,7 +103,7 @@ class WriteMemory:
         self._reported: _Layout | None = None
         self._pending: _Layout | None = None
         self._tables: dict[int, bytes] = {}
-        self._metadata: dict[str, tuple[Metadata, bytes]] = {}
+        self._metadata: dict[str, tuple[Metadata, KeptContent]] = {}
 
     def report(self, files: Iterable[FileEntry], entries: Sequence[TableEntry]) -> RankReport:
         """What to tell the coordinator of this rank's files, and of the entries of its chunk table."""
@@ -110,7 +138,7 @@ class WriteMemory:
                 "before: was it restarted alone? Restart all ranks together"
             )
 
-    def metadata(self, plans: Mapping[str, Metadata]) -> dict[str, bytes]:
+    def metadata(self, plans: Mapping[str, Metadata]) -> dict[str, KeptContent]:
         """Part -> content of its `.metadata`, made anew only if its plan or a rank's layout has changed."""
         stale = [part for part, plan in plans.items() if self._stale(part, plan)]
         if stale:
@@ -120,7 +148,8 @@ class WriteMemory:
             ]
             for part in stale:
                 places = dict(place for table in tables for place in places_in(table, part))
-                self._metadata[part] = plans[part], encode_metadata(plans[part], places)
+                content = KeptContent.of(encode_metadata(plans[part], places))
+                self._metadata[part] = plans[part], content
         return {part: self._metadata[part][1] for part in plans}
 
     def _stale(self, part: str, plan: Metadata) -> bool:

@@ -58,10 +58,10 @@ def commit_all(
     memory.take(reports)
     working, request = prepared.assignment.working, prepared.request
     files = [entry for report in reports for entry in report.entries()]
-    files += [
-        _write_file(storage, working, f"{part}/{METADATA}" if part else METADATA, content)
-        for part, content in memory.metadata(prepared.metadata).items()
-    ]
+    for part, content in memory.metadata(prepared.metadata).items():
+        path = f"{part}/{METADATA}" if part else METADATA
+        storage.write_pieces(f"{working}/{path}", content.pieces())
+        files.append(FileEntry(path=path, size_bytes=len(content.memory), checksum=content.checksum))
     manifest = Manifest(
         save_id=prepared.assignment.save_id,
         step=request.step,
