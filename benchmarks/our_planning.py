@@ -8,6 +8,7 @@ import pickle
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, final
 
@@ -46,10 +47,12 @@ class OurPlanning(Planning):
         self._storage = LocalStorage(directory)
         self._plans = AgreedPlans()
         self._memory = WriteMemory()
-        plan = local_plan(workload, 0)
-        specs = [(item.index, torch.bfloat16, (ROWS, COLUMNS)) for item in plan.items]
-        self._layout = ImageLayout(specs)
         self._saves = 0
+
+    @cached_property
+    def _layout(self) -> ImageLayout:
+        plan = local_plan(self.workload, 0)
+        return ImageLayout([(item.index, torch.bfloat16, (ROWS, COLUMNS)) for item in plan.items])
 
     def memory_bytes(self) -> int:
         """All ranks' plans at once."""

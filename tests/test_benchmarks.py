@@ -29,7 +29,6 @@ from benchmarks.stock import StockAsyncDefault, StockSaveOneThread
 from benchmarks.stock_planning import StockCachedPlanning, StockPlanning, local_plan
 from benchmarks.timing import Spread, Timing, end_of, time_save
 from benchmarks.training import Training, one_thread
-from ckpt_core import CheckpointManager
 
 CPU = torch.device("cpu")
 SMALL = ["--gib", "0.002", "--tensors", "5", "--rounds", "2"]
@@ -290,7 +289,11 @@ def test_interference_measures_steps_beside_saves(bench):
 def test_simulated_messages_are_those_of_the_planner(bench):
     report = bench("--simulate-ranks", "2,6", "--tensors", "10")
     outcomes = {(each["key"], each["world_size"]): each for each in report["results"]["outcomes"]}
-    assert len(outcomes) == 4
+    assert len(outcomes) == 6
+    ours = outcomes["ours", 6]
+    assert ours["later"]["gathered_bytes"] < 6 * 1024
+    assert ours["later"]["scattered_bytes"] == 0
+    assert ours["later"]["broadcast_bytes"] < 1024
     stock, cached = outcomes["dcp", 6], outcomes["dcp-cached", 6]
     assert stock["later"] == stock["first"]
     assert cached["first"]["gathered_bytes"] == stock["first"]["gathered_bytes"]
@@ -345,7 +348,6 @@ def test_the_first_save_is_measured_in_fresh_processes(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(CheckpointManager, "prewarm"), reason="needs CheckpointManager.prewarm")
 def test_our_first_save_is_measured_after_a_prewarm_too(bench):
     results = bench("--first", *SMALL[:4], "--rounds", "1", "--only", "ours-overlapped")["results"]
     assert results["contenders"]["ours-overlapped-prewarmed"]["not_run"] is None

@@ -1,13 +1,12 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
-from ckpt_core.dcp._image import PIECE_BYTES, Image, ImageLayout, ShardSpec, spec_of
+from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._metadata import entries, load_metadata
 from ckpt_core.dcp._plan import Part, Share, decide
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
 from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
 __all__ = [
-    "PIECE_BYTES",
     "Image",
     "ImageLayout",
     "Pace",

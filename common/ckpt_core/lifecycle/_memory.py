@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.checksums import checksum
 from ckpt_core.chunks import ChunkTable, TableEntry, encode_table
-from ckpt_core.dcp import PIECE_BYTES, Pace, encode_metadata, places_in
+from ckpt_core.dcp import Pace, encode_metadata, places_in
 from ckpt_core.errors import SaveError
 from ckpt_core.names import chunks_name
 from ckpt_core.types import FileEntry
 
 _Layout: TypeAlias = tuple[tuple[str, bytes], ...]
 _END_OF_HEAD: Final = b"\n"
+_PIECE_BYTES: Final = 16 << 20
 
 
 @final
@@ -84,8 +85,8 @@ class KeptContent:
 
     def pieces(self) -> Iterator[memoryview]:
         """The content, in pieces for `Storage.write_pieces`."""
-        for start in range(0, len(self.memory), PIECE_BYTES):
-            yield self.memory[start : start + PIECE_BYTES]
+        for start in range(0, len(self.memory), _PIECE_BYTES):
+            yield self.memory[start : start + _PIECE_BYTES]
 
 
 @final

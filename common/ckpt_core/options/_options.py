@@ -40,7 +40,7 @@ class CheckpointOptions:
         arenas: how many saves may be in flight at once, 1 or 2; each has its copy of this rank's share of
             the state in host memory, and none is allocated before it is needed.
         staging_memory: the most host memory, in bytes or as "512 MiB", that all arenas of one rank may
-            take; None for what is free when one is made, less a headroom of 5 % and at least 512 MiB.
+            take; None for what is free when one is made, less a headroom (5 %, at least 512 MiB).
             Ranks of one machine do not see what the others are about to take: there a number is safer.
         write_bandwidth: the most bytes per second that one rank writes, as a number or as "500 MB/s"; None
             for as many as possible.

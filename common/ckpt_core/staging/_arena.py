@@ -76,7 +76,7 @@ class Arenas:
     Args:
         count: how many saves may be in flight at once.
         budget_bytes: the most that all arenas of this rank may take together; None for what is free when
-            an arena is made, less a headroom of 5 %, at least 512 MiB.
+            an arena is made, less a headroom (`FreeMemory.usable_bytes`).
         probe: tells what is free, or None if that cannot be told.
     """
 

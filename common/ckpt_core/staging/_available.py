@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-_SMALLEST_HEADROOM_BYTES = 512 << 20
-_HEADROOM_PART = 20  # one twentieth
+_HEADROOM_BYTES = 512 << 20
+_PART_OF_TOTAL = 20
+_PART_OF_AVAILABLE = 4
 
 
 @final
@@ -21,9 +22,13 @@ class FreeMemory:
 
     @property
     def usable_bytes(self) -> int:
-        """What staging may take: the rest is left to data loaders and the page cache."""
-        headroom = max(_SMALLEST_HEADROOM_BYTES, self.total_bytes // _HEADROOM_PART)
-        return max(0, self.available_bytes - headroom)
+        """What staging may take; a headroom is left to data loaders and the page cache.
+
+        It is 5 % of all there is, at least 512 MiB; but where little is left, a quarter of that, so that a
+        small state can be saved on a machine that others have filled.
+        """
+        headroom = max(_HEADROOM_BYTES, self.total_bytes // _PART_OF_TOTAL)
+        return self.available_bytes - min(headroom, self.available_bytes // _PART_OF_AVAILABLE)
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory | None:

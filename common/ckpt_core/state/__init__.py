@@ -5,7 +5,6 @@ from ckpt_core.state._data import check_dataloader, dataloader_state, load_datal
 from ckpt_core.state._dict_state import DictState
 from ckpt_core.state._items import Counters
 from ckpt_core.state._model import as_module, load_model_state, local_buffers, model_state, model_target
-from ckpt_core.state._names import parameter_names
 from ckpt_core.state._nested import under
 from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, stable_tensors, unwrap_optimizer
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
@@ -36,7 +35,6 @@ __all__ = [
     "model_target",
     "optimizer_state",
     "optimizer_target",
-    "parameter_names",
     "rng_seed",
     "rng_state",
     "stable_tensors",

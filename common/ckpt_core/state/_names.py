@@ -90,8 +90,3 @@ class ParameterNames:
                 f"checkpoint; give every model that the optimizer trains ({'; '.join(strangers)})"
             )
         return [[self.own[parameter] for parameter in group] for group in groups]
-
-
-def parameter_names(model: nn.Module) -> frozenset[str]:
-    """All names of all parameters in `model_state(model)`; its other entries are buffers and extra state."""
-    return frozenset(ParameterNames.of(model).by_name)

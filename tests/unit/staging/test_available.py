@@ -60,9 +60,13 @@ def test_where_nothing_can_be_told_it_says_so(tmp_path):
     assert free_memory(tmp_path / "proc", tmp_path / "cgroup") is None
 
 
-@pytest.mark.parametrize(("total", "headroom"), [(GIB, GIB // 2), (100 * GIB, 5 * GIB)])
+@pytest.mark.parametrize(("total", "headroom"), [(4 * GIB, GIB // 2), (100 * GIB, 5 * GIB)])
 def test_the_headroom_is_five_percent_and_at_least_512_mib(total, headroom):
     assert FreeMemory(available_bytes=total, total_bytes=total).usable_bytes == total - headroom
+
+
+def test_where_little_is_left_staging_may_still_take_three_quarters_of_it():
+    assert FreeMemory(available_bytes=GIB, total_bytes=64 * GIB).usable_bytes == 3 * GIB // 4
 
 
 def test_this_machine_has_free_memory():
