@@ -8,7 +8,7 @@ hands the image to storage in large aligned pieces.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias, final
@@ -135,7 +135,7 @@ class ImageLayout:
 class Image:
     """A layout with memory behind it.
 
-    Concurrency: `copy` on one thread, then `pieces` on one thread; never both at once.
+    Concurrency: `copy` on one thread, then `pieces` on one thread, which may wait for slots that others fill.
 
     Args:
         layout: where everything goes.
@@ -161,13 +161,19 @@ class Image:
             for slot, target in zip(self.layout.slots, self.targets, strict=True):
                 target.copy_(shards[slot.index])
 
-    def pieces(self) -> Generator[memoryview]:
-        """Fill in the checksums and give the file, piece by piece; a piece that was given is final."""
+    def pieces(self, wait_for: Callable[[int], None] | None = None) -> Generator[memoryview]:
+        """Fill in the checksums and give the file, piece by piece; a piece that was given is final.
+
+        Args:
+            wait_for: returns when the slots up to the so-manyth are filled; None if all are.
+        """
         self._sums = _Sums()
         start = 0
         for end, first, last in self.layout.batches:
             # A header may lie in this piece and its payload end in a later one.
             if first < last:
+                if wait_for is not None:
+                    wait_for(last - 1)
                 self._fill_in(first, last)
             yield self._bytes[start:end]
             start = end

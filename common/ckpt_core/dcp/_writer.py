@@ -67,15 +67,19 @@ class ShardWriter(StorageWriter):
         self.files: list[FileEntry] = []
         self.tables: list[TableEntry] = []
 
-    def write_image(self, image: Image) -> Spans:
-        """Write a finished image of this rank's tensors.
+    def write_image(self, image: Image, wait_for: Callable[[int], None] | None = None) -> Spans:
+        """Write the image of this rank's tensors.
+
+        Args:
+            image: what to write.
+            wait_for: see `Image.pieces`.
 
         Returns:
             Start and end of every entry in the file, int64 [entries, 2]; it belongs to the layout.
         """
         if image.layout.slots:
             path = self._path(data_name(self._rank, _SHARDS))
-            pieces = image.pieces()
+            pieces = image.pieces(wait_for)
             self._storage.write_pieces(self._key(path), pieces if self._pace is None else self._pace(pieces))
             self.files.append(image.file_entry(path))
             self.tables.append(image.table_entry(path))

@@ -122,18 +122,25 @@ class SaveRun:
 
     def _staged(self) -> Event:
         error, deferred = self._prepared.error, self._prepared.staged.deferred
-        if error is None and deferred is not None:
-            step, rank = self._prepared.request.step, self._coordinator.rank
-            try:
-                with self._telemetry.span("save.copy", step=step, rank=rank):
-                    deferred.finish()
-            except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
-                error = SaveError(f"while staging: {type(caught).__name__}: {caught}")
-        if error is not None:
-            self._handle.staged.set_exception(error)
-            return Failed(error)
-        self._handle.staged.set_result(None)
+        if deferred is None or error is not None:
+            self._tell_staged(error)
+            return Staged() if error is None else Failed(error)
+        try:
+            # Writing begins while the rest is being copied, and tells in the end whether all of it was.
+            deferred.when_done(self._tell_staged)
+        except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
+            return Failed(SaveError(f"while staging: {type(caught).__name__}: {caught}"))
         return Staged()
+
+    def _tell_staged(self, error: BaseException | None) -> None:
+        if error is None:
+            self._handle.staged.set_result(None)
+        elif isinstance(error, SaveError):
+            self._handle.staged.set_exception(error)
+        else:
+            told = SaveError(f"while staging: {type(error).__name__}: {error}")
+            told.__cause__ = error
+            self._handle.staged.set_exception(told)
 
     def _open(self, error: BaseException | None) -> None:
         if error is not None and not self._coordinator.is_coordinator:
@@ -170,6 +177,8 @@ class SaveRun:
         try:
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
                 report = write_rank(self._storage, prepared, self._own_files(), self._memory)
+        except SaveError as error:
+            self._events.append(Failed(error))
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
             self._events.append(Failed(SaveError(f"while writing: {type(error).__name__}: {error}")))
         else:

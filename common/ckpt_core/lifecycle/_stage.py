@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, TypeAlias, final
 
 import torch
@@ -27,7 +28,8 @@ class StagedParts:
         images: part -> image of its data file.
         values: part -> byte entries.
         arena: the memory behind the images; None if nothing was staged.
-        deferred: copies still to be made; until then the images are not whole.
+        deferred: copies still to be made; until then the images are not whole, and before `finish` of these
+            has returned nothing that was written may count.
     """
 
     images: Mapping[str, Image]
@@ -35,13 +37,21 @@ class StagedParts:
     arena: Arena | None
     deferred: DeferredCopies | None = None
 
+    def wait_for(self, part: str, slot: int) -> None:
+        """Return when the slots of a part up to this one are filled; see `DeferredCopies.wait_for`."""
+        if self.deferred is not None:
+            before = takewhile(lambda each: each[0] != part, self.images.items())
+            self.deferred.wait_for(sum(len(image.layout.slots) for _, image in before) + slot)
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all images."""
         return sum(image.layout.size_bytes for image in self.images.values())
 
     def release(self) -> None:
-        """Give the memory back to the next save."""
+        """Give the memory back to the next save, when nothing is copied into it any more."""
+        if self.deferred is not None:
+            self.deferred.settle()
         if self.arena is not None:
             self.arena.release()
 
@@ -155,11 +165,11 @@ def _copy_unstable(
     """
     left: list[Copy] = []
     now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for name, source, target, is_stable in copies:
+    for slot, (name, source, target, is_stable) in enumerate(copies):
         if is_stable:
-            left.append(Copy(name, source, target))
+            left.append(Copy(name, source, target, slot))
         elif source.is_cuda:
-            left.append(Copy(name, source.detach().clone(), target))
+            left.append(Copy(name, source.detach().clone(), target, slot))
         else:
             now[0].append(target)
             now[1].append(source)

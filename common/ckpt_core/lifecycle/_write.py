@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,8 +14,10 @@ from ckpt_core.checksums import checksum
 from ckpt_core.chunks import TableEntry, encode_table
 from ckpt_core.commit import ItemKind, Manifest, commit
 from ckpt_core.dcp import ShardWriter
+from ckpt_core.errors import SaveError
 from ckpt_core.lifecycle._memory import RankReport, WriteMemory
 from ckpt_core.lifecycle._prepare import Assignment, PreparedSave
+from ckpt_core.lifecycle._stage import StagedParts
 from ckpt_core.names import METADATA, chunks_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, FileEntry
@@ -23,21 +26,39 @@ from ckpt_core.types import CheckpointInfo, FileEntry
 def write_rank(
     storage: Storage, prepared: PreparedSave, small: Mapping[str, bytes], memory: WriteMemory
 ) -> bytes:
-    """Write this rank's files durably and report them, as a message to the coordinator."""
+    """Write this rank's files durably and report them, as a message to the coordinator.
+
+    What is copied is written while the rest is still being copied; when this returns, all of it was.
+
+    Raises:
+        SaveError: a tensor could not be copied, or was changed meanwhile.
+        OSError: storage failed.
+    """
     working = prepared.assignment.working
     files: list[FileEntry] = []
     entries: list[TableEntry] = []
-    for part, image in prepared.staged.images.items():
+    staged = prepared.staged
+    for part, image in staged.images.items():
         writer = ShardWriter(storage, working, part=part, rank=prepared.rank, pace=memory.pace)
-        writer.write_image(image)
-        writer.write_values(prepared.staged.values[part])
+        writer.write_image(image, partial(staged.wait_for, part))
+        writer.write_values(staged.values[part])
         files += writer.files
         entries += writer.tables
+    _finish_copies(staged)
     table = {chunks_name(prepared.rank): encode_table(entries)} if entries else {}
     files += [_write_file(storage, working, name, content) for name, content in {**small, **table}.items()]
     for directory in _directories(prepared.assignment, files):
         storage.sync_directory(directory)
     return memory.report(files, entries).encode()
+
+
+def _finish_copies(staged: StagedParts) -> None:
+    if staged.deferred is None:
+        return
+    try:
+        staged.deferred.finish()
+    except Exception as error:
+        raise SaveError(f"while staging: {type(error).__name__}: {error}") from error
 
 
 def _write_file(storage: Storage, working: str, path: str, content: bytes) -> FileEntry:

@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 class HostCopies:
     """Begun at construction, behind nothing else; done at the latest when `help` returns.
 
-    Concurrency: `help` and `finish` on any thread. An error or an interruption of whoever copies ends the
+    Concurrency: everything on any thread. An error or an interruption of whoever copies ends the
     copies; nobody is left waiting, and `finish` tells.
     """
 
@@ -25,8 +25,10 @@ class HostCopies:
         self.changed: Sequence[str] = ()
         self._versions = Versions(copies)
         self._pieces: Generator[Piece] = pieces_of(copies)
-        self._lock = threading.Lock()
-        self._busy: set[int] = set()
+        self._lock = threading.Condition()
+        self._busy: dict[int, int] = {}
+        self._floor = copies[0].slot if copies else 0
+        self._listeners: list[Callable[[], None]] = []
         self._exhausted = False
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -52,11 +54,26 @@ class HostCopies:
         if self._error is not None:
             raise self._error
 
+    def wait_for(self, slot: int) -> None:
+        """Return when all slots up to this one are filled, or nothing is copied any more."""
+        if self._alone:
+            self._work_quietly()
+        with self._lock:
+            self._lock.wait_for(lambda: self.done or slot < self._first_open())
+
+    def when_done(self, listener: Callable[[], None]) -> None:
+        """Call `listener` once, on whichever thread ends the copies; at once if they have ended."""
+        with self._lock:
+            if not self.done:
+                self._listeners.append(listener)
+                return
+        listener()
+
     def _work_quietly(self) -> None:
         """Copy until nothing is left; an error is for `finish` to raise, an interruption goes on."""
         try:
             while (piece := self._take()) is not None:
-                piece()
+                piece.work()
                 self._put_back(None)
         except Exception as error:  # noqa: BLE001 - the save fails of it, not the training
             self._put_back(error)
@@ -69,22 +86,33 @@ class HostCopies:
             if self._exhausted:
                 return None
             # Before the piece is there, so that whatever comes in between is accounted for.
-            self._busy.add(threading.get_ident())
+            self._busy[threading.get_ident()] = self._floor
             piece = next(self._pieces, None)
-            if piece is None:
-                self._exhausted = True
-                self._leave()
-            return piece
+            if piece is not None:
+                self._busy[threading.get_ident()] = piece.slot
+                self._floor = piece.floor
+                return piece
+            self._exhausted = True
+            listeners = self._leave()
+        _call(listeners)
+        return None
 
     def _put_back(self, error: BaseException | None) -> None:
         with self._lock:
             if error is not None:
                 self._error = self._error or error
                 self._exhausted = True
-            self._leave()
+            listeners = self._leave()
+        _call(listeners)
 
-    def _leave(self) -> None:
-        self._busy.discard(threading.get_ident())
+    def _first_open(self) -> int:
+        """The first slot that is not filled, or may not be."""
+        return min(self._floor, *self._busy.values()) if self._busy else self._floor
+
+    def _leave(self) -> list[Callable[[], None]]:
+        """The calling thread copies no more; returns whom to tell that nothing is copied any more."""
+        self._busy.pop(threading.get_ident(), None)
+        listeners: list[Callable[[], None]] = []
         if self._exhausted and not self._busy and not self._ended.is_set():
             # At once, and before the end is told: from then on changes are allowed.
             self.changed = self._versions.changed()
@@ -93,6 +121,14 @@ class HostCopies:
             self._versions = Versions(())
             self._pieces = pieces_of(())
             self._ended.set()
+            listeners, self._listeners = self._listeners, []
+        self._lock.notify_all()
+        return listeners
+
+
+def _call(listeners: Sequence[Callable[[], None]]) -> None:
+    for listener in listeners:
+        listener()
 
 
 def start_thread(work: Callable[[], None]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from ckpt_core.errors import CheckpointError
@@ -16,8 +16,9 @@ class DeferredCopies:
     """Copies of tensors that change only in an optimizer step.
 
     Who calls what: 1. (main thread) construct, at the moment of the save; the copies begin. 2. (background
-    thread) `finish`. 3. (main thread) `wait`, from a step pre-hook of every optimizer that changes the
-    tensors; on the host it takes its share of what is left to copy.
+    thread) `wait_for`, to write what is copied while the rest still is; `finish` before any of it counts.
+    3. (main thread) `wait`, from a step pre-hook of every optimizer that changes the tensors; on the host it
+    takes its share of what is left to copy.
 
     Tensors' version counters tell whether something else has changed a source while it was being copied;
     `finish` then fails, so that a mixture of two moments never becomes a checkpoint. Changes that bypass the
@@ -33,6 +34,29 @@ class DeferredCopies:
     def done(self) -> bool:
         """Whether nothing is copied any more."""
         return self._host.done and self._device.done
+
+    def wait_for(self, slot: int) -> None:
+        """Return when every slot up to this one is filled; if something went wrong, only `finish` tells."""
+        self._device.finish()
+        self._host.wait_for(slot)
+
+    def when_done(self, tell: Callable[[BaseException | None], None]) -> None:
+        """Call `tell` once when nothing is copied any more, with what `finish` would raise.
+
+        Background thread; `tell` may be called on any.
+        """
+        try:
+            self._device.finish()
+        finally:
+            self._host.when_done(lambda: tell(self.settle()))
+
+    def settle(self) -> BaseException | None:
+        """Return when nothing is copied any more, with what `finish` would raise."""
+        try:
+            self.finish()
+        except Exception as error:  # noqa: BLE001 - for whoever is told
+            return error
+        return None
 
     def finish(self) -> None:
         """Return when every copy is made.

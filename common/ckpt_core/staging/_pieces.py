@@ -14,23 +14,41 @@ PIECE_BYTES = 16 << 20
 
 _SERIAL_BELOW = 32768  # elements; at::internal::GRAIN_SIZE: torch copies fewer without a team of threads
 _MOST_IN_A_BATCH = 1024
+_MOST_PASSED_BYTES = 2 * PIECE_BYTES  # whoever writes slot after slot waits for the smallest
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy to be made: from a live tensor into its slot; `name` is for messages."""
+    """One copy to be made: from a live tensor into its slot, the so-manyth; `name` is for messages."""
 
     name: str
     source: torch.Tensor
     target: torch.Tensor
+    slot: int = 0
 
 
-class Piece(Protocol):
-    """A part of the work; calling it does it, mostly without the GIL."""
+class Work(Protocol):
+    """Calling it makes copies, mostly without the GIL."""
 
     def __call__(self) -> object: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the work.
+
+    Attributes:
+        work: does it.
+        slot: the first slot that it fills, wholly or in part.
+        floor: pieces that come after this one fill no slot before that.
+    """
+
+    work: Work
+    slot: int
+    floor: int
 
 
 @final
@@ -49,10 +67,16 @@ class _Bytes:
 class _Batch:
     """Small tensors, all in one call."""
 
-    def __init__(self) -> None:
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
         self.sources: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
         self._size_bytes = 0
+        self._passed_bytes = 0
+
+    def pass_by(self, copy: Copy) -> None:
+        """A large tensor goes first, though its slot comes later."""
+        self._passed_bytes += copy.source.nbytes
 
     def add(self, copy: Copy) -> None:
         self.sources.append(copy.source)
@@ -61,7 +85,11 @@ class _Batch:
 
     @property
     def full(self) -> bool:
-        return self._size_bytes >= PIECE_BYTES or len(self.sources) >= _MOST_IN_A_BATCH
+        return (
+            self._size_bytes >= PIECE_BYTES
+            or self._passed_bytes >= _MOST_PASSED_BYTES
+            or len(self.sources) >= _MOST_IN_A_BATCH
+        )
 
     def __call__(self) -> None:
         with torch.no_grad():
@@ -81,20 +109,26 @@ class _Whole:
 
 
 def pieces_of(copies: Sequence[Copy]) -> Generator[Piece]:
-    """The copies in pieces of about `PIECE_BYTES`; those of one tensor may be made in any order."""
-    batch = _Batch()
+    """The copies in pieces of about `PIECE_BYTES`, about in the order of their slots, which must ascend.
+
+    Those of one tensor may be made in any order.
+    """
+    batch: _Batch | None = None
     for copy in copies:
-        if not _plain(copy):
-            yield _Whole(copy)
-        elif copy.source.numel() >= _SERIAL_BELOW:
-            yield from _slices(copy)
-        else:
+        if _plain(copy) and copy.source.numel() < _SERIAL_BELOW:
+            batch = batch or _Batch(copy.slot)
             batch.add(copy)
-            if batch.full:
-                yield batch
-                batch = _Batch()
-    if batch.sources:
-        yield batch
+        else:
+            floor = batch.slot if batch else copy.slot
+            for work in _slices(copy) if _plain(copy) else [_Whole(copy)]:
+                yield Piece(work, copy.slot, floor)
+            if batch:
+                batch.pass_by(copy)
+        if batch and batch.full:
+            yield Piece(batch, batch.slot, copy.slot)
+            batch = None
+    if batch:
+        yield Piece(batch, batch.slot, copies[-1].slot)
 
 
 def _plain(copy: Copy) -> bool:
@@ -105,7 +139,7 @@ def _plain(copy: Copy) -> bool:
     )
 
 
-def _slices(copy: Copy) -> Generator[Piece]:
+def _slices(copy: Copy) -> Generator[Work]:
     """Runs along the first dimension; a contiguous tensor is one long dimension."""
     words = _SAME_SIZE[copy.source.dtype.itemsize]
     source, target = (each.detach().view(words) for each in (copy.source, copy.target))

@@ -241,3 +241,44 @@ def test_numpy_sees_the_same_bytes_as_torch():
     target = torch.zeros_like(source)
     DeferredCopies([Copy("w", source, target)]).finish()
     assert np.array_equal(source.view(torch.int16).numpy(), target.view(torch.int16).numpy())
+
+
+def test_slots_are_written_while_later_ones_are_still_copied():
+    gate = Gate.new()
+    small = [Copy("s", torch.full((10,), n), torch.zeros(10, dtype=torch.int64), n) for n in range(3)]
+    large = [Copy("l", torch.full((40_000,), n), torch.zeros(40_000, dtype=torch.int64), n) for n in (3, 4)]
+    passed = torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)
+    copies = DeferredCopies(
+        [*small, *large, Copy("p", passed + 1, passed, 5), Copy("gate", torch.zeros(1), gate, 6)]
+    )
+    copies.wait_for(5)
+    assert not copies.done
+    assert all(torch.equal(each.source, each.target) for each in (*small, *large))
+    assert passed.all()
+    gate.opened.set()
+    copies.wait_for(6)
+    assert copies.done
+
+
+def test_whoever_wants_to_know_is_told_once_when_nothing_is_copied_any_more():
+    gate, told = Gate.new(), []
+    copies = behind(gate, "w", torch.ones(3), torch.zeros(3))
+    copies.when_done(told.append)
+    assert told == []
+    gate.opened.set()
+    copies.finish()
+    assert told == [None]
+    copies.when_done(told.append)
+    assert told == [None, None]
+
+
+def test_whoever_wants_to_know_is_told_of_a_failure():
+    gate, told = Gate.new(), []
+    gate.broken = True
+    copies = behind(gate, "w", torch.ones(3), torch.zeros(3))
+    copies.when_done(told.append)
+    gate.opened.set()
+    copies.wait_for(1)
+    (error,) = told
+    assert isinstance(error, OSError)
+    assert isinstance(copies.settle(), OSError)
