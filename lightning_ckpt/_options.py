@@ -9,7 +9,7 @@ from typing import Any, final
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import BackPressure, CheckpointOptions, OnError, Staging
+from ckpt_core.options import BackPressure, CheckpointOptions, OnError, Staging, Verify
 from ckpt_core.retention import AllOf, AnyOf, KeepBest, RetentionPolicy
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
@@ -91,7 +91,9 @@ class Configured:
         staging: whether training waits for the copy (`blocking`), or only the next optimizer step does
             (`overlapped`): then no hook may change weights during the batch after a save.
         on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
-        verify: whether a checkpoint's checksums are verified before it is loaded.
+        verify: what is compared with its checksums before a load changes anything: `read` (what will be
+            used), `full` (all of it) or `off`.
+        read_once: whether bytes that several ranks need are read by one of them, which passes them on.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
@@ -115,7 +117,8 @@ class Configured:
         write_bandwidth: float | str | None = None,
         staging: Staging = "blocking",
         on_error: OnError = "raise",
-        verify: bool = True,
+        verify: Verify | bool = "read",
+        read_once: bool = True,
         allow_pickle: bool = False,
         deadline_seconds: float = 1800.0,
         storage_options: dict[str, Any] | None = None,
@@ -133,6 +136,7 @@ class Configured:
             "staging": staging,
             "on_error": on_error,
             "verify": verify,
+            "read_once": read_once,
             "allow_pickle": allow_pickle,
             "deadline_seconds": deadline_seconds,
             "storage_options": storage_options or {},

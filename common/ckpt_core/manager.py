@@ -5,23 +5,32 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Self, final
 
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
-from ckpt_core.lifecycle import CadenceKeeper, Loader, LoadRequest, SaveHandle, Saver, SaveRequest, prune
+from ckpt_core.lifecycle import (
+    CadenceKeeper,
+    Loader,
+    LoadRequest,
+    SaveHandle,
+    Saver,
+    SaveRequest,
+    Selection,
+    narrowed,
+    prune,
+)
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.retention import KeepAll, PrunePlan
-from ckpt_core.state import DictState, StateSource, TrainState
+from ckpt_core.state import State, as_captured, as_source
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 from ckpt_core.validation import integer, require
-
-State: TypeAlias = StateSource | Mapping[str, Any]
 
 COALESCED = "coalesced"
 """The reason of a save that makes up for those that back-pressure kept from starting."""
@@ -142,7 +151,7 @@ class CheckpointManager:
             annotations=dict(annotations or {}),
             replace=name is not None,
         )
-        handle = self._saver.save(request, lambda: _capture(state))
+        handle = self._saver.save(request, lambda: as_captured(state))
         if handle is not None:
             self._cadence.saved(step, handle.created)
         return handle
@@ -158,7 +167,7 @@ class CheckpointManager:
             StagingMemoryError: this rank's share does not fit into its memory; other ranks may have room.
         """
         _refuse(closed=self._closed)
-        return self._saver.prewarm(lambda: _capture(state))
+        return self._saver.prewarm(lambda: as_captured(state))
 
     @property
     def staging_bytes(self) -> int:
@@ -179,13 +188,12 @@ class CheckpointManager:
         _refuse(closed=self._closed)
         self._saver.rewound()
         self._saver.own_root()
-        info, damaged = self._loader.newest(verified=self.options.verify)
-        self._saver.note_damaged(damaged)
-        if info is None:
+        loaded = self._loader.newest(self._request(Selection()), as_source(state))
+        self._saver.note_damaged(loaded.damaged)
+        if loaded.info is None:
             return None
-        self._loader.load(_request(self.options, info.name), as_source(state))
-        self._cadence.saved(info.step, self._coordinator.agree(time.time()))
-        return info.step
+        self._cadence.saved(loaded.info.step, self._coordinator.agree(time.time()))
+        return loaded.info.step
 
     def load(
         self,
@@ -194,28 +202,54 @@ class CheckpointManager:
         step: int | None = None,
         name: str | None = None,
         items: Collection[str] | None = None,
+        include: Collection[str] = (),
+        rename: Mapping[str, str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
     ) -> SavedState:
-        """Load one checkpoint.
+        """Load one checkpoint, or a part of one.
 
         Args:
             state: what to load into; a mapping is filled in place, as by `dcp.load`.
             step: which step; the newest that verifies if neither step nor name is given.
             name: directory name under the root, also of a directory that stock DCP wrote.
             items: load only these, e.g. `["model"]`.
+            include: load only entries whose dotted name matches one of these patterns, as by `fnmatch`, e.g.
+                `["model.encoder.*"]`. An optimizer's state is loaded whole or not at all.
+            rename: name in the checkpoint -> name here, of a parameter or of a module with all below it,
+                e.g. `{"backbone": "encoder"}`; optimizer state goes along.
+            strict: whether everything must fit; else entries of the model and of mappings that do not are
+                left as they are, with a warning, and are in the result's `left`.
+            cast: whether values of another dtype than the live tensor's are cast; else they do not fit.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
             CorruptCheckpointError: it is damaged; nothing was touched.
             IncompatibleCheckpointError: it does not fit; nothing was touched.
             UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
+            ConfigError: `include` or `rename` has a name that is not in the checkpoint; nothing was touched.
         """
         _refuse(closed=self._closed)
+        selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
         self._saver.rewound()
-        directory = self._loader.directory(step=step, name=name, verified=self.options.verify)
-        source = as_source(state, items)
-        # A TrainState has narrowed itself, by names of its own; others are narrowed by top-level key.
-        narrowed = None if isinstance(state, TrainState) else items
-        return self._loader.load(_request(self.options, directory, narrowed), source)
+        source, selection = narrowed(state, selection)
+        request = self._request(selection)
+        if step is None and name is None:
+            loaded = self._loader.newest(request, source)
+            if loaded.saved is None:
+                raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
+            return loaded.saved
+        directory = self._loader.directory(step=step, name=name)
+        return self._loader.load(replace(request, directory=directory), source)
+
+    def _request(self, selection: Selection) -> LoadRequest:
+        return LoadRequest(
+            directory="",
+            selection=selection,
+            allow_pickle=self.options.allow_pickle,
+            verification=self.options.verification,
+            read_once=self.options.read_once,
+        )
 
     def wait(self) -> None:
         """Wait for the saves in flight.
@@ -303,28 +337,6 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"while closing the checkpoint manager: {failure}")
-
-
-def as_source(state: State, items: Collection[str] | None = None) -> StateSource:
-    """The state as a `StateSource` of only the given items."""
-    if isinstance(state, TrainState):
-        return state if items is None else state.select(items)
-    if isinstance(state, StateSource):
-        return state
-    if isinstance(state, Mapping):
-        return DictState(state)
-    raise ConfigError(
-        f"a {type(state).__name__} is no training state: give TrainState(model=..., optimizer=...), "
-        "or a mapping of tensors and objects with state_dict and load_state_dict"
-    )
-
-
-def _capture(state: State | CapturedState) -> CapturedState:
-    return state if isinstance(state, CapturedState) else as_source(state).capture()
-
-
-def _request(options: CheckpointOptions, directory: str, items: Collection[str] | None = None) -> LoadRequest:
-    return LoadRequest(directory=directory, items=items, allow_pickle=options.allow_pickle)
 
 
 def _refuse(*, closed: bool) -> None:

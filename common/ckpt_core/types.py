@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 StateDict: TypeAlias = Mapping[str, Any]
@@ -111,6 +112,9 @@ class SavedState:
         world_size: number of ranks that saved; None for a directory written by stock DCP.
         step: the step saved; None for a directory written by stock DCP.
         name: the checkpoint's directory name under its root.
+        strict: whether everything wanted must fit; else what does not is left as it is.
+        include: patterns of what is wanted, see `wants`; everything if empty.
+        left: what was left as it is because it does not fit, in words, after a load that was not strict.
     """
 
     sharded: Mapping[str, SavedEntries]
@@ -119,3 +123,27 @@ class SavedState:
     world_size: int | None
     step: int | None
     name: str = ""
+    strict: bool = True
+    include: tuple[str, ...] = ()
+    left: Sequence[str] = ()
+
+    def wants(self, path: tuple[str | int, ...]) -> bool:
+        """Whether the live entry at `path` is to be loaded."""
+        return matches_any(path, self.include)
+
+
+def matches_any(path: tuple[str | int, ...], patterns: Collection[str], used: set[str] | None = None) -> bool:
+    """Whether the dotted name of `path` matches one of the patterns, as by `fnmatch`, or there is none.
+
+    Args:
+        path: of an entry.
+        patterns: the patterns.
+        used: those that match are added here.
+    """
+    if not patterns:
+        return True
+    name = ".".join(map(str, path))
+    found = {pattern for pattern in patterns if fnmatchcase(name, pattern)}
+    if used is not None:
+        used |= found
+    return bool(found)

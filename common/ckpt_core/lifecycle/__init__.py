@@ -7,5 +7,6 @@ from ckpt_core.lifecycle._loader import Loader
 from ckpt_core.lifecycle._prune import prune
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._saver import Saver
+from ckpt_core.lifecycle._selection import Selection, narrowed
 
-__all__ = ["CadenceKeeper", "LoadRequest", "Loader", "SaveHandle", "SaveRequest", "Saver", "prune"]
+__all__ = ["CadenceKeeper", "LoadRequest", "Loader", "SaveHandle", "SaveRequest", "Saver", "Selection", "narrowed", "prune"]

@@ -1,167 +1,214 @@
-"""One load: read what the checkpoint holds, validate it against the live state, then read into place.
+"""One load, in phases that every rank goes through together:
 
-Nothing live is touched before every rank knows that names, shapes and dtypes fit and that every byte entry
-can be read; the bytes themselves were verified before (see `_choose`).
+1. open and plan: what the checkpoint holds against what the live state needs; byte entries are read.
+2. verify: every byte that will be used is compared with its checksum. Nothing live has changed.
+3. begin: what is small and may refuse its state is put back, and taken back if anything refuses anywhere.
+4. fetch: the same bytes again, this time into the live tensors.
+5. apply: what needs the tensors, and the random number generators last.
+
+A load that fails before 4 leaves everything as it was. After that only storage can fail that answered a moment
+before, or an object without a `begin` that refuses its state; the error says that the state is partly overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import final
 
-from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import SafeLoadPlanner
-from ckpt_core.errors import CheckpointError, IncompatibleCheckpointError, LoadError
+from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.lifecycle._everywhere import everywhere
 from ckpt_core.lifecycle._local import put_local
 from ckpt_core.lifecycle._open import Opened, open_checkpoint
+from ckpt_core.lifecycle._part_load import PartLoad
+from ckpt_core.lifecycle._reads import Reads
+from ckpt_core.lifecycle._selection import Selection
 from ckpt_core.lifecycle._validate import Misfits
-from ckpt_core.state import StateSource
+from ckpt_core.options import Verify
+from ckpt_core.reading import Engine
+from ckpt_core.state import CarefulSource, StateSource
 from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import SavedState, StateDict
 
-T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 
+@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRequest:
     """Which checkpoint directory to load, and how.
 
     Attributes:
         directory: key of the checkpoint directory.
-        items: load only these items; all if None.
+        selection: what of it is wanted.
         allow_pickle: whether pickles may be executed.
+        verification: what is verified before anything live changes.
+        read_once: whether ranks read for one another.
     """
 
     directory: str
-    items: Collection[str] | None = None
+    selection: Selection = field(default_factory=Selection)
     allow_pickle: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PartLoad:
-    target: StateDict
-    planner: SafeLoadPlanner
-    plan: LoadPlan
+    verification: Verify = "read"
+    read_once: bool = True
 
 
 def load(
-    request: LoadRequest, source: StateSource, *, storage: Storage, coordinator: Coordinator
+    request: LoadRequest,
+    source: StateSource,
+    *,
+    storage: Storage,
+    coordinator: Coordinator,
+    telemetry: Telemetry,
 ) -> SavedState:
     """Load a checkpoint directory, ours or one that stock DCP wrote, into `source`. Collective.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: it is damaged; nothing was touched.
         IncompatibleCheckpointError: it does not fit the live state; nothing was touched.
         UnsafeCheckpointError: it needs pickle and that was not allowed; nothing was touched.
-        CorruptCheckpointError: a file is damaged.
         LoadError: a rank failed otherwise; the message says whether the live state was touched.
     """
-    place = f"{storage.url}/{request.directory}"
-
-    def open_and_validate() -> tuple[Opened, dict[str, _PartLoad]]:
-        opened = open_checkpoint(storage, request.directory, coordinator, allow_pickle=request.allow_pickle)
-        opened = replace(opened, saved=_select(opened.saved, request.items))
-        return opened, _plan(opened, source, request, place)
-
-    opened, parts = _everywhere(coordinator, open_and_validate, f"{place}: nothing was loaded")
-
-    def read_and_apply() -> None:
-        for part, loading in parts.items():
-            tensors = LoadPlan([i for i in loading.plan.items if i.type != LoadItemType.BYTE_IO])
-            opened.readers[part].read_data(tensors, loading.planner).wait()
-            put_local(opened.local, part, loading.planner.state_dict)
-        source.apply({part: loading.target for part, loading in parts.items()}, opened.saved)
-
-    _everywhere(
-        coordinator,
-        read_and_apply,
-        f"{place}: reading failed half-way and the live state is partly overwritten; "
-        "load another checkpoint before training goes on",
-    )
-    return opened.saved
+    with Engine(storage, request.directory) as engine:
+        return _Load(request, source, storage, coordinator, telemetry, engine).run()
 
 
-def _select(saved: SavedState, items: Collection[str] | None) -> SavedState:
-    if items is None:
-        return saved
-    return replace(
-        saved,
-        sharded={
-            part: {path: entry for path, entry in of_part.items() if path[0] in items}
-            for part, of_part in saved.sharded.items()
-        },
-        per_rank={name: value for name, value in saved.per_rank.items() if name in items},
-        shared={name: value for name, value in saved.shared.items() if name in items},
-    )
+@final
+class _Load:
+    """The state of one load on one rank."""
 
+    def __init__(
+        self,
+        request: LoadRequest,
+        source: StateSource,
+        storage: Storage,
+        coordinator: Coordinator,
+        telemetry: Telemetry,
+        engine: Engine,
+    ) -> None:
+        self._request = request
+        self._source = source
+        self._storage = storage
+        self._coordinator = coordinator
+        self._telemetry = telemetry
+        self._engine = engine
+        self._place = f"{storage.url}/{request.directory}"
 
-def _plan(opened: Opened, source: StateSource, request: LoadRequest, place: str) -> dict[str, _PartLoad]:
-    misfits = Misfits()
-    planners: dict[str, tuple[StateDict, SafeLoadPlanner]] = {}
-    for part, tree in _target(source, opened.saved, place).items():
-        target = {item: v for item, v in tree.items() if request.items is None or item in request.items}
-        if not target:
-            continue
-        metadata = opened.metadata.get(part, Metadata({}))
-        planner = SafeLoadPlanner(allow_pickle=request.allow_pickle)
-        planner.set_up_planner(target, metadata, is_coordinator=False)
-        misfits.compare(planner.state_dict, metadata)
-        planners[part] = target, planner
-    misfits.raise_if_any(place)
-    return {part: _plan_part(opened, part, *planned) for part, planned in planners.items()}
+    def run(self) -> SavedState:
+        """Go through all phases; see the module."""
+        untouched = f"{self._place}: nothing was loaded"
+        opened, parts = everywhere(self._coordinator, self._open_and_plan, untouched)
+        reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
+        with self._span("load.verify"):
+            everywhere(self._coordinator, lambda: self._verify(opened, parts, reads), untouched)
+        self._begin(opened, parts, untouched)
+        with self._span("load.read"):
+            everywhere(
+                self._coordinator,
+                lambda: self._fetch_and_apply(opened, parts, reads),
+                f"{self._place}: reading failed half-way and the live state is partly overwritten; "
+                "load another checkpoint before training goes on",
+            )
+        for line in opened.saved.left:
+            _logger.warning("%s: left as it is: %s", self._place, line)
+        return opened.saved
 
+    def _span(self, name: str) -> AbstractContextManager[object]:
+        attributes = {"name": self._request.directory, "rank": self._coordinator.rank}
+        return self._telemetry.span(name, **attributes)
 
-def _target(source: StateSource, saved: SavedState, place: str) -> Mapping[str, StateDict]:
-    try:
-        return source.target(saved)
-    except IncompatibleCheckpointError as error:
-        raise IncompatibleCheckpointError(
-            f"{place} does not fit the training state, and nothing was loaded: {error}. "
-            "Check the configuration, or load only what fits with items=",
-            missing=error.missing,
-            unexpected=error.unexpected,
-            mismatched=error.mismatched,
-        ) from error
-
-
-def _plan_part(opened: Opened, part: str, target: StateDict, planner: SafeLoadPlanner) -> _PartLoad:
-    plan = planner.create_local_plan()
-    # Byte entries first: they land in the template, not in anything live, and may turn out to be refused.
-    plain = LoadPlan([item for item in plan.items if item.type == LoadItemType.BYTE_IO])
-    opened.readers[part].read_data(plain, planner).wait()
-    return _PartLoad(target=target, planner=planner, plan=plan)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """How one rank fared, as it travels to the others."""
-
-    error: CheckpointError | None
-    text: str
-
-
-def _everywhere(coordinator: Coordinator, act: Callable[[], T], consequence: str) -> T:
-    """Run one phase on every rank; if it fails on any, the same error is raised on all."""
-    try:
-        result = act()
-    except Exception as error:
-        own = _Outcome(
-            error if isinstance(error, CheckpointError) else None, f"{type(error).__name__}: {error}"
+    def _open_and_plan(self) -> tuple[Opened, Mapping[str, PartLoad]]:
+        request = self._request
+        opened = open_checkpoint(
+            self._storage,
+            request.directory,
+            self._coordinator,
+            selection=request.selection,
+            allow_pickle=request.allow_pickle,
         )
-        _raise_first(coordinator.gather(own), consequence, error)
-        raise
-    _raise_first(coordinator.gather(_Outcome(None, "")), consequence, None)
-    return result
+        parts, misfits = self._targets(opened)
+        if request.selection.strict:
+            misfits.raise_if_any(self._place)
+        opened = replace(opened, saved=replace(opened.saved, left=misfits.lines))
+        for part, load in parts.items():
+            load.plan(opened.contents[part], request.selection)
+        return opened, parts
+
+    def _targets(self, opened: Opened) -> tuple[dict[str, PartLoad], Misfits]:
+        selection, misfits = self._request.selection, Misfits()
+        parts: dict[str, PartLoad] = {}
+        for part, tree in self._target(opened.saved).items():
+            target = {item: v for item, v in tree.items() if selection.items is None or item in selection.items}
+            if not target:
+                continue
+            metadata = opened.contents[part].metadata if part in opened.contents else Metadata({})
+            load = PartLoad.of(part, target, metadata, allow_pickle=self._request.allow_pickle)
+            load.leave(misfits.compare(load.entries, metadata, cast=selection.cast))
+            parts[part] = load
+        return parts, misfits
+
+    def _target(self, saved: SavedState) -> Mapping[str, StateDict]:
+        try:
+            return self._source.target(saved)
+        except IncompatibleCheckpointError as error:
+            raise IncompatibleCheckpointError(
+                f"{self._place} does not fit the training state, and nothing was loaded: {error}. "
+                "Check the configuration, or load only what fits with items= or strict=False",
+                missing=error.missing,
+                unexpected=error.unexpected,
+                mismatched=error.mismatched,
+            ) from error
+
+    def _verify(self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads) -> None:
+        if self._request.verification == "read":
+            failures = self._engine.verify(reads.checked())
+        else:
+            failures = opened.files.misplaced(reads.paths())
+        if failures:
+            raise _damaged(self._place, failures)
+        for load in parts.values():
+            load.try_odd_chunks()
+
+    def _begin(self, opened: Opened, parts: Mapping[str, PartLoad], untouched: str) -> None:
+        source = self._source
+        if not isinstance(source, CarefulSource):
+            return
+        begun: list[Callable[[], None]] = []
+        try:
+            everywhere(
+                self._coordinator,
+                lambda: begun.append(source.begin(_loaded(parts), opened.saved)),
+                untouched,
+            )
+        except BaseException:
+            for take_back in begun:
+                take_back()
+            raise
+
+    def _fetch_and_apply(self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads) -> None:
+        self._engine.fetch(reads.private())
+        reads.relay(self._coordinator, self._engine)
+        for part, load in parts.items():
+            load.read_odd_chunks()
+            put_local(opened.local, part, load.entries)
+        self._source.apply(_loaded(parts), opened.saved)
 
 
-def _raise_first(outcomes: list[_Outcome], consequence: str, cause: Exception | None) -> None:
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None:
-            raise outcome.error from cause
-        if outcome.text:
-            raise LoadError(f"{consequence} (rank {rank}: {outcome.text})") from cause
+def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointError:
+    told = "; ".join(map(str, failures[:5]))
+    return CorruptCheckpointError(
+        f"{place} is damaged in {len(failures)} place(s): {told}. "
+        "Nothing was loaded; load another step, or let resume() choose",
+        failures=tuple(failures),
+    )
+
+
+def _loaded(parts: Mapping[str, PartLoad]) -> dict[str, StateDict]:
+    return {part: load.target for part, load in parts.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 from ckpt_core.commit import Catalog, Survey, share, verify, verify_stock
@@ -27,6 +29,16 @@ _logger = logging.getLogger(__name__)
 
 
 @final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What `Loader.newest` has loaded, and the damaged checkpoints that it passed over."""
+
+    info: CheckpointInfo | None
+    saved: SavedState | None
+    damaged: tuple[str, ...]
+
+
+@final
 class Loader:
     """Finds, verifies and loads checkpoints. Every method is collective."""
 
@@ -35,55 +47,61 @@ class Loader:
         self._coordinator = coordinator
         self._telemetry = telemetry
 
-    def newest(self, *, verified: bool) -> tuple[CheckpointInfo | None, list[str]]:
-        """The newest committed checkpoint that verifies, or None, and the names of those that are damaged.
+    def newest(self, request: LoadRequest, source: StateSource) -> Loaded:
+        """Load the newest committed checkpoint that verifies; one that does not is reported and passed over.
 
         Raises:
-            CorruptCheckpointError: checkpoints are there, and every one is damaged.
-            IncompatibleCheckpointError: what may be the newest was written by a newer version.
+            CorruptCheckpointError: checkpoints are there, and every one is damaged; nothing was touched.
+            IncompatibleCheckpointError: the newest is of another state, or what may be the newest was written
+                by a newer version; nothing was touched.
         """
         survey: Survey = self._coordinator.once(self._survey)
-        rejected = list(survey.unreadable)
+        damaged = list(survey.unreadable)
         for name, error in survey.unreadable.items():
             self._report(name, parse_step_name(name), str(error))
         for info in reversed(survey.committed):
             _refuse_newer(survey, self._storage.url, than=info.step)
-            failures = self.failures(info.name) if verified else []
-            if not failures:
-                return info, rejected
-            rejected.append(info.name)
-            self._report(info.name, info.step, _shorten(failures))
+            try:
+                saved = self.load(replace(request, directory=info.name), source)
+            except CorruptCheckpointError as error:
+                damaged.append(info.name)
+                self._report(info.name, info.step, _shorten(error.failures) or str(error))
+            else:
+                return Loaded(info=info, saved=saved, damaged=tuple(damaged))
         _refuse_newer(survey, self._storage.url, than=-1)
-        if rejected:
+        if damaged:
             raise CorruptCheckpointError(
                 f"every committed checkpoint in {self._storage.url} is damaged: "
-                f"{', '.join(rejected)}. Nothing was loaded; look at each "
+                f"{', '.join(damaged)}. Nothing was loaded; look at each "
                 "with `ckpt verify`, bring one back from a copy, or start in another root"
             )
-        return None, rejected
+        return Loaded(info=None, saved=None, damaged=())
 
-    def directory(self, *, step: int | None, name: str | None, verified: bool) -> str:
-        """The directory of the checkpoint asked for: by step, by name, or the newest that verifies.
+    def directory(self, *, step: int | None, name: str | None) -> str:
+        """The directory of the checkpoint asked for.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
-            CorruptCheckpointError: it does not verify.
         """
-        if step is None and name is None:
-            info, _ = self.newest(verified=verified)
-            if info is None:
-                raise CheckpointNotFoundError(f"nothing has been committed to {self._storage.url} yet")
-            return info.name
-        chosen = self._coordinator.once(lambda: self._existing(step, name))
-        failures = self.failures(chosen) if verified else []
-        if failures:
-            raise self._damaged(chosen, failures)
-        return chosen
+        return self._coordinator.once(lambda: self._existing(step, name))
 
     def load(self, request: LoadRequest, source: StateSource) -> SavedState:
-        """Load a checkpoint directory; see `load`."""
-        with self._telemetry.span("load.read", name=request.directory, rank=self._coordinator.rank):
-            return load(request, source, storage=self._storage, coordinator=self._coordinator)
+        """Load one checkpoint directory; see `load`.
+
+        Raises:
+            CorruptCheckpointError: it does not verify; nothing was touched.
+        """
+        if request.verification == "full":
+            failures = self.failures(request.directory)
+            if failures:
+                raise self._damaged(request.directory, failures)
+        return load(
+            request,
+            source,
+            storage=self._storage,
+            coordinator=self._coordinator,
+            telemetry=self._telemetry,
+        )
 
     def failures(self, name: str) -> list[FileFailure]:
         """What is wrong with a checkpoint. The bytes to read are shared among the ranks."""
@@ -155,5 +173,5 @@ def _refuse_newer(survey: Survey, url: str, *, than: int) -> None:
             raise IncompatibleCheckpointError(f"{url}/{name}: {error}. Nothing was loaded") from error
 
 
-def _shorten(failures: list[FileFailure]) -> str:
+def _shorten(failures: Sequence[FileFailure]) -> str:
     return "; ".join(str(failure) for failure in failures[:5])

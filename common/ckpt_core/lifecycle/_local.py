@@ -15,7 +15,6 @@ import torch
 
 from ckpt_core.lifecycle._items import decode_items, encode_items
 from ckpt_core.names import local_name
-from ckpt_core.storage import Storage
 
 LocalKey: TypeAlias = tuple[str, str]
 _PIECE_BYTES = 8 << 20
@@ -89,13 +88,8 @@ def encode_local(
     return {local_name(rank): encode_items(values).content}
 
 
-def read_local(storage: Storage, directory: str, rank: int) -> dict[LocalKey, torch.Tensor]:
-    """A rank's own values; empty if it had none."""
-    path = f"{directory}/{local_name(rank)}"
-    try:
-        content = storage.read_bytes(path)
-    except FileNotFoundError:
-        return {}
+def decode_local(content: bytes, path: str) -> dict[LocalKey, torch.Tensor]:
+    """A rank's own values, from the content of its file at `path`."""
     return {_key(name): _joined(value) for name, value in decode_items(content, path).values.items()}
 
 

@@ -2,59 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from ckpt_core.checksums import crc32
 from ckpt_core.commit import Catalog
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import ShardReader, entries, load_value
+from ckpt_core.dcp import (
+    Place,
+    Places,
+    check_metadata,
+    checked_zip,
+    entries,
+    load_chunk,
+    load_metadata,
+    load_value,
+)
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
+from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._items import PICKLED, decode_items, pickled_key
-from ckpt_core.lifecycle._local import LocalKey, read_local
-from ckpt_core.names import MARKER, METADATA, SHARED, rank_name
+from ckpt_core.lifecycle._local import LocalKey, decode_local
+from ckpt_core.lifecycle._selection import Narrowed, Selection
+from ckpt_core.names import MARKER, METADATA, SHARED, local_name, rank_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedState
 
 
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """One part of a checkpoint: what it holds, and where.
+
+    Attributes:
+        metadata: DCP's, as far as it is wanted, under the names of the live state.
+    """
+
+    metadata: Metadata
+    _original: Mapping[str, str]
+    _places: Places
+    _storage: Storage
+    _directory: str
+    _allow_pickle: bool
+
+    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, Place]:
+        """Where these entries are; errors as by `Places.find`."""
+        saved = {MetadataIndex(self._original.get(i.fqn, i.fqn), i.offset): i for i in indices}
+        return {saved[index]: place for index, place in self._places.find(saved).items()}
+
+    def read_entry(self, place: Place) -> bytes:
+        """The stored bytes of a byte entry, verified.
+
+        Raises:
+            CorruptCheckpointError: they are not those that were saved, or nothing that torch would write.
+        """
+        content = self._read(place)
+        expected = None if place.payload is None else place.payload.crc32
+        if expected is not None and crc32(content) != expected:
+            raise self._damaged(place, "its checksum differs from that in the chunk table")
+        checked_zip(content, self._name(place), trusted=self._allow_pickle)
+        return content
+
+    def read_chunk(self, place: Place) -> torch.Tensor:
+        """A tensor chunk whose elements do not lie simply one after another, verified and rebuilt."""
+        return load_chunk(self._read(place), self._name(place))
+
+    def _read(self, place: Place) -> bytes:
+        try:
+            content = _read_at(self._storage, f"{self._directory}/{place.path}", place.offset, place.size_bytes)
+        except FileNotFoundError:
+            raise self._damaged(place, "missing") from None
+        if len(content) != place.size_bytes:
+            raise self._damaged(place, f"ends {place.size_bytes - len(content)} bytes too early")
+        return content
+
+    def _name(self, place: Place) -> str:
+        return f"{self._storage.url}/{self._directory}/{place.path}: {place.key!r:.200}"
+
+    def _damaged(self, place: Place, problem: str) -> CorruptCheckpointError:
+        failure = FileFailure(path=place.path, problem=f"{place.key!r:.200}: {problem}")
+        return CorruptCheckpointError(f"{self._name(place)}: {problem}", failures=(failure,))
+
+
+@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """An opened checkpoint: a reader and the metadata of every part, and everything small."""
+    """An opened checkpoint: where everything large is, and everything small."""
 
-    readers: Mapping[str, ShardReader]
-    metadata: Mapping[str, Metadata]
+    files: Files
+    contents: Mapping[str, Contents]
     saved: SavedState
     local: Mapping[LocalKey, Any]
 
 
 def open_checkpoint(
-    storage: Storage, directory: str, coordinator: Coordinator, *, allow_pickle: bool
+    storage: Storage,
+    directory: str,
+    coordinator: Coordinator,
+    *,
+    selection: Selection,
+    allow_pickle: bool,
 ) -> Opened:
     """Open a checkpoint of ours, or a directory that stock DCP wrote.
 
     Raises:
         CheckpointNotFoundError: there is neither.
+        ConfigError: the selection names what is not there.
         CorruptCheckpointError: a file is damaged.
         UnsafeCheckpointError: it needs pickle and that was not allowed.
     """
     ours = storage.exists(f"{directory}/{MARKER}")
     manifest = Catalog(storage).manifest(directory) if ours else None
-    readers = {part: ShardReader(storage, _join(directory, part)) for part in _parts(storage, directory)}
-    if not readers:
+    files = Files(storage, directory, manifest)
+    parts = _committed_parts(files.paths) if ours else _parts(storage, directory)
+    if not parts:
         raise CheckpointNotFoundError(
-            f"{storage.url}/{directory} holds neither a committed checkpoint ({MARKER}) "
+            f"{files.url} holds neither a committed checkpoint ({MARKER}) "
             f"nor one that torch.distributed.checkpoint wrote ({METADATA})"
         )
-    metadata = {part: reader.read_metadata() for part, reader in readers.items()}
-    for part, reader in readers.items():
-        reader.set_up_storage_reader(metadata[part], is_coordinator=False)
-    items = _Items(storage, directory, readers.get(""), metadata.get(""), allow_pickle=allow_pickle)
+    metadata = {part: _read_metadata(files, part) for part in parts}
+
+    def contents(part: str, narrowed: Narrowed) -> Contents:
+        return _contents(storage, directory, files, part, narrowed, allow_pickle=allow_pickle)
+
+    whole = contents("", Narrowed.everything(metadata[""])) if "" in metadata else None
+    items = _Items(files, whole, allow_pickle=allow_pickle)
+    wanted = selection.of_metadata(metadata, files.url)
     saved = SavedState(
         sharded={
-            part: {path: entry for path, entry in entries(of_part).items() if path[0] != PICKLED}
-            for part, of_part in metadata.items()
+            part: {path: entry for path, entry in entries(of_part.metadata).items() if path[0] != PICKLED}
+            for part, of_part in wanted.items()
         },
         per_rank=items.read(rank_name(coordinator.rank)),
         shared=items.read(SHARED),
@@ -62,9 +142,65 @@ def open_checkpoint(
         step=None if manifest is None else manifest.step,
         name=directory,
     )
-    same_ranks = saved.world_size == coordinator.world_size
-    local = read_local(storage, directory, coordinator.rank) if same_ranks else {}
-    return Opened(readers=readers, metadata=metadata, saved=saved, local=local)
+    local = local_name(coordinator.rank)
+    has_local = saved.world_size == coordinator.world_size and files.has(local)
+    return Opened(
+        files=files,
+        contents={part: contents(part, of_part) for part, of_part in wanted.items()},
+        saved=selection.of_state(saved),
+        local=decode_local(files.read(local), local) if has_local else {},
+    )
+
+
+def _read_metadata(files: Files, part: str) -> Metadata:
+    path = _join(part, METADATA)
+    name = f"{files.url}/{path}"
+    metadata = load_metadata(files.read(path), name)
+
+    def size(data: str) -> int:
+        return files.size(_join(part, data))
+
+    check_metadata(metadata, name, size)
+    return metadata
+
+
+def _contents(
+    storage: Storage,
+    directory: str,
+    files: Files,
+    part: str,
+    narrowed: Narrowed,
+    *,
+    allow_pickle: bool,
+) -> Contents:
+    if files.is_ours:
+        places = Places(narrowed.whole, part=part, directory=files.url, read_file=files.read)
+    else:
+
+        def read_at(path: str, offset: int, size: int) -> bytes:
+            return _read_at(storage, f"{directory}/{path}", offset, size)
+
+        places = Places(narrowed.whole, part=part, directory=files.url, read_at=read_at)
+    return Contents(
+        metadata=narrowed.metadata,
+        _original=narrowed.original,
+        _places=places,
+        _storage=storage,
+        _directory=directory,
+        _allow_pickle=allow_pickle,
+    )
+
+
+def _read_at(storage: Storage, key: str, offset: int, size: int) -> bytes:
+    with storage.open(key) as stream:
+        stream.seek(offset)
+        return stream.read(size)
+
+
+def _committed_parts(paths: Iterable[str]) -> list[str]:
+    """The parts that were committed; what else lies there does not count."""
+    found = [path for path in paths if path.rpartition("/")[2] == METADATA]
+    return sorted(path.removesuffix(METADATA).rstrip("/") for path in found)
 
 
 def _parts(storage: Storage, directory: str) -> list[str]:
@@ -86,39 +222,27 @@ def is_stock(storage: Storage, directory: str) -> bool:
 class _Items:
     """Reads the small files, and behind them the values that only pickle could hold."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        directory: str,
-        reader: ShardReader | None,
-        metadata: Metadata | None,
-        *,
-        allow_pickle: bool,
-    ) -> None:
-        self._storage = storage
-        self._directory = directory
-        self._reader = reader
-        self._metadata = metadata
+    def __init__(self, files: Files, contents: Contents | None, *, allow_pickle: bool) -> None:
+        self._files = files
+        self._contents = contents
         self._allow_pickle = allow_pickle
 
     def read(self, name: str) -> dict[str, Any]:
-        path = f"{self._directory}/{name}"
-        try:
-            content = self._storage.read_bytes(path)
-        except FileNotFoundError:
+        if not self._files.has(name):
             return {}
-        items = decode_items(content, path)
+        items = decode_items(self._files.read(name), f"{self._files.url}/{name}")
         scope = "shared" if name == SHARED else name
         return {**items.values, **{item: self._unpickle(scope, item) for item in items.pickled}}
 
     def _unpickle(self, scope: str, item: str) -> Any:
         key = f"{PICKLED}.{pickled_key(scope, item)}"
-        if self._reader is None or self._metadata is None or key not in self._metadata.state_dict_metadata:
-            failure = FileFailure(path=f"{self._directory}/{METADATA}", problem=f"lacks {key}")
-            raise CorruptCheckpointError(str(failure), failures=(failure,))
-        entry = load_value(self._reader.read_entry(MetadataIndex(key)), key, allow_pickle=False)
+        contents = self._contents
+        if contents is None or key not in contents.metadata.state_dict_metadata:
+            raise self._files.damaged(METADATA, f"lacks {key}")
+        index = MetadataIndex(key)
+        entry = load_value(contents.read_entry(contents.find([index])[index]), key, allow_pickle=False)
         return load_value(entry, f"item {item!r}", allow_pickle=self._allow_pickle)
 
 
-def _join(directory: str, part: str) -> str:
-    return f"{directory}/{part}" if part else directory
+def _join(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name

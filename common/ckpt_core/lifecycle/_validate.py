@@ -23,16 +23,36 @@ class Misfits:
     unexpected: list[str] = field(default_factory=list[str])
     mismatched: list[str] = field(default_factory=list[str])
 
-    def compare(self, target: Mapping[str, Any], metadata: Metadata) -> None:
-        """Note what differs between flattened live entries and what one part of the checkpoint holds."""
+    def compare(self, target: Mapping[str, Any], metadata: Metadata, *, cast: bool = False) -> list[str]:
+        """Note what differs between flattened live entries and what one part of the checkpoint holds.
+
+        Args:
+            target: the live entries.
+            metadata: of the part.
+            cast: whether another dtype is no misfit.
+
+        Returns:
+            The live entries that cannot be loaded.
+        """
         saved = metadata.state_dict_metadata
-        self.missing += [key for key in target if key not in saved]
-        self.mismatched += [
-            f"{key}: {problem}"
-            for key, value in target.items()
-            if key in saved and (problem := _mismatch(value, saved[key])) is not None
-        ]
+        missing = [key for key in target if key not in saved]
+        problems = {
+            key: _mismatch(value, saved[key], cast=cast) for key, value in target.items() if key in saved
+        }
+        mismatched = {key: problem for key, problem in problems.items() if problem is not None}
+        self.missing += missing
+        self.mismatched += [f"{key}: {problem}" for key, problem in mismatched.items()]
         self.unexpected += _unexpected(target, metadata)
+        return [*missing, *mismatched]
+
+    @property
+    def lines(self) -> list[str]:
+        """Everything that does not fit, a line each."""
+        return [
+            *(f"the checkpoint lacks {key}" for key in self.missing),
+            *(f"the training state lacks {key}" for key in self.unexpected),
+            *self.mismatched,
+        ]
 
     def raise_if_any(self, place: str) -> None:
         """Raise one error that lists everything.
@@ -50,14 +70,15 @@ class Misfits:
         told = "; ".join(f"{len(keys)} {verb}: {_shorten(keys)}" for verb, keys in kinds.items() if keys)
         raise IncompatibleCheckpointError(
             f"{place} does not fit the training state, and nothing was loaded. {told}. "
-            "It is probably another model's; load only what fits with items=, or check the configuration",
+            "It is probably another model's: check the configuration; or load only what fits, with items=, "
+            "include= or strict=False, under other names with rename=, in another dtype with cast=True",
             missing=tuple(self.missing),
             unexpected=tuple(self.unexpected),
             mismatched=tuple(self.mismatched),
         )
 
 
-def _mismatch(value: Any, saved: object) -> str | None:
+def _mismatch(value: Any, saved: object, *, cast: bool) -> str | None:
     tensor_like = hasattr(value, "size") and hasattr(value, "dtype")
     if not isinstance(saved, TensorStorageMetadata):
         return "a tensor here, a plain value in the checkpoint" if tensor_like else None
@@ -65,7 +86,7 @@ def _mismatch(value: Any, saved: object) -> str | None:
         return "a plain value here, a tensor in the checkpoint"
     if torch.Size(value.size()) != saved.size:
         return f"shape {tuple(value.size())} here, {tuple(saved.size)} in the checkpoint"
-    if value.dtype != saved.properties.dtype:
+    if value.dtype != saved.properties.dtype and not cast:
         return f"{value.dtype} here, {saved.properties.dtype} in the checkpoint"
     return None
 

@@ -8,7 +8,7 @@ A policy is written as a mapping whose entries are joined by "or"; `any`, `all_o
 
 from __future__ import annotations
 
-from ckpt_core.options._options import SECTION, BackPressure, CheckpointOptions, OnError, Staging
+from ckpt_core.options._options import SECTION, BackPressure, CheckpointOptions, OnError, Staging, Verify
 from ckpt_core.options._policies import policy_from
 
-__all__ = ["SECTION", "BackPressure", "CheckpointOptions", "OnError", "Staging", "policy_from"]
+__all__ = ["SECTION", "BackPressure", "CheckpointOptions", "OnError", "Staging", "Verify", "policy_from"]

@@ -20,6 +20,7 @@ from ckpt_core.validation import boolean, integer, one_of, positive, require
 BackPressure = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
 Staging = Literal["blocking", "overlapped"]
+Verify = Literal["full", "read", "off"]
 
 SECTION = "checkpoint"
 """The top-level key under which a file that also holds other things keeps our options."""
@@ -49,7 +50,11 @@ class CheckpointOptions:
             the optimizers' steps may change them until the handle's `staged` is done or `wait_staged` of
             the manager has returned.
         on_error: whether a failed background save stops the training or is only reported.
-        verify: whether a checkpoint's checksums are verified before it is loaded.
+        verify: what is compared with its checksums before anything live changes: the bytes that will be
+            used (`read`), all of the checkpoint (`full`), or nothing but the small files (`off`). True means
+            `read`, False means `off`, which is what YAML makes of that word.
+        read_once: whether bytes that several ranks need are read by one of them, which passes them on;
+            without it every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
@@ -63,7 +68,8 @@ class CheckpointOptions:
     write_bandwidth: float | str | None = None
     staging: Staging = "blocking"
     on_error: OnError = "raise"
-    verify: bool = True
+    verify: Verify | bool = "read"
+    read_once: bool = True
     allow_pickle: bool = False
     deadline_seconds: float = 1800.0
     storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -79,11 +85,19 @@ class CheckpointOptions:
             _size("write_bandwidth", self.write_bandwidth, rate=True),
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
-            boolean("verify", self.verify),
+            _verify(self.verify),
+            boolean("read_once", self.read_once),
             boolean("allow_pickle", self.allow_pickle),
             positive("deadline_seconds", self.deadline_seconds),
             _string_keys("storage_options", self.storage_options),
         )
+
+    @property
+    def verification(self) -> Verify:
+        """`verify` as one of its words."""
+        if isinstance(self.verify, bool):
+            return "read" if self.verify else "off"
+        return self.verify
 
     @property
     def staging_memory_bytes(self) -> int | None:
@@ -134,6 +148,10 @@ def _optional(name: str, value: Any, kind: type) -> str | None:
     if value is None or isinstance(value, kind):
         return None
     return f"{name} must be a {kind.__name__}, not {value!r} (plain values go through from_mapping)"
+
+
+def _verify(value: Any) -> str | None:
+    return None if isinstance(value, bool) else one_of("verify", value, get_args(Verify))
 
 
 def _arenas(value: Any) -> str | None:

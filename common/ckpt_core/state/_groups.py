@@ -32,8 +32,7 @@ def arrange(
         IncompatibleCheckpointError: the groups hold other parameters, or a live group mixes parameters
             that were saved with different hyperparameters.
     """
-    owner = {resolve(name): index for index, group in enumerate(saved) for name in group.get("params", ())}
-    _check_names({name for group in names for name in group}, set(owner))
+    owner = check_members(names, saved, resolve)
     empty = [index for index, group in enumerate(saved) if not group.get("params")]
     arranged: list[dict[str, Any]] = []
     for index, (group, members) in enumerate(zip(live, names, strict=True)):
@@ -41,6 +40,19 @@ def arrange(
         _check_agreement(index, members, [(source, saved[source]) for source in sources], owner)
         arranged.append(_merge(group, saved[sources[0]] if sources else {}))
     return arranged
+
+
+def check_members(
+    names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], resolve: Callable[[str], str]
+) -> dict[str, int]:
+    """Live name of every parameter -> index of the saved group that holds it; arguments as in `arrange`.
+
+    Raises:
+        IncompatibleCheckpointError: the groups hold other parameters.
+    """
+    owner = {resolve(name): index for index, group in enumerate(saved) for name in group.get("params", ())}
+    _check_names({name for group in names for name in group}, set(owner))
+    return owner
 
 
 def _check_names(live: set[str], saved: set[str]) -> None:

@@ -7,13 +7,17 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
 from ckpt_core.state._names import ParameterNames, Prefixes
 from ckpt_core.state._tensors import placeholders, template
-from ckpt_core.types import SavedEntries
+from ckpt_core.types import SavedEntries, SavedState
 
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
@@ -74,19 +78,27 @@ def local_buffers(
     }
 
 
-def model_target(model: nn.Module, saved: SavedEntries) -> dict[str, Any]:
-    """What to load the saved model into: the live tensors, and None for plain values.
+def model_target(model: nn.Module, saved: SavedEntries, of: SavedState | None = None) -> dict[str, Any]:
+    """What to load the saved model into: the live tensors that are wanted, and None for plain values.
+
+    Args:
+        model: the live model.
+        saved: what the checkpoint holds of it, by name.
+        of: the checkpoint, which says what of it is wanted; None if everything is.
 
     Raises:
         IncompatibleCheckpointError: the checkpoint is of a model with other names.
     """
     live = model_state(model)
+    if of is not None:
+        live = {name: value for name, value in live.items() if of.wants(("model", name))}
     target = placeholders({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
     extra = {path[0] for path in saved if str(path[0]).endswith("_extra_state")}
     for name in extra & set(live):
         # What a module keeps as extra state may have another structure than the one that was saved.
         target[str(name)] = template({name: live[str(name)]}, _only(saved, name))[str(name)]
-    _check_names(set(target), {str(path[0]) for path in saved})
+    if of is None or of.strict:
+        _check_names(set(target), {str(path[0]) for path in saved})
     return target
 
 
@@ -110,13 +122,18 @@ def _some(names: list[str]) -> str:
     return "(" + ", ".join(names[:5]) + (", …" if len(names) > 5 else "") + ")"
 
 
-def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Put loaded values back. Tensors that were loaded in place cost nothing again.
+
+    Args:
+        model: the live model.
+        state: values by name.
+        strict: whether every name of the model must be there.
 
     Raises:
         IncompatibleCheckpointError: names or shapes differ from the model's.
     """
     try:
-        set_model_state_dict(model, dict(state))
+        set_model_state_dict(model, dict(state), options=StateDictOptions(strict=strict))
     except RuntimeError as error:
         raise IncompatibleCheckpointError(f"the loaded state does not fit the model: {error}") from error

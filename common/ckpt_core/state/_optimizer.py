@@ -117,6 +117,20 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, state: Mapping[str, A
     _undo_casts(optimizer, indexed["state"])
 
 
+def check_groups(model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None) -> None:
+    """Whether a loaded state is of the parameters that the optimizer trains; its tensors are not looked at.
+
+    Raises:
+        IncompatibleCheckpointError: it is of others.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    if state is None or _fsdp1.is_fsdp1(model):
+        return  # `load_optimizer_state` tells; under FSDP1 to find out is a collective
+    names = ParameterNames.of(model)
+    groups = (nested(state) if is_flat(state) else state).get("param_groups", ())
+    _groups.check_members(names.of_groups(optimizer), groups, names.resolve)
+
+
 def _index_form(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:

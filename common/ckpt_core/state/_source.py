@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ckpt_core.types import CapturedState, SavedState
@@ -21,7 +21,8 @@ class StateSource(Protocol):
        None by the value read, then `apply(loaded, saved)` with the same structure. Nothing but tensors is
        changed before `apply`; if `target` raises, nothing is.
 
-    Methods may be collective over the ranks that hold the state.
+    Methods may be collective over the ranks that hold the state. A source that can also `begin` (see
+    `CarefulSource`) can be loaded so that a refusal leaves everything as it was.
     """
 
     def capture(self) -> CapturedState:
@@ -43,5 +44,25 @@ class StateSource(Protocol):
 
         Raises:
             IncompatibleCheckpointError: a part of the state refuses what was loaded.
+        """
+        ...
+
+
+@runtime_checkable
+class CarefulSource(StateSource, Protocol):
+    """A training state that puts back first what may refuse, and can take it back."""
+
+    def begin(
+        self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState
+    ) -> Callable[[], None]:
+        """Between `target` and `apply`: put back what is small and may refuse, before any tensor is read.
+
+        In `loaded` plain values are there already, tensors are not.
+
+        Returns:
+            Takes it all back.
+
+        Raises:
+            IncompatibleCheckpointError: a part of the state refuses; everything is as it was before.
         """
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, final
 
 import torch
@@ -24,7 +24,13 @@ from ckpt_core.state._model import (
 )
 from ckpt_core.state._names import ParameterNames
 from ckpt_core.state._nested import get, put, under
-from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, stable_tensors, unwrap_optimizer
+from ckpt_core.state._optimizer import (
+    check_groups,
+    load_optimizer_state,
+    optimizer_state,
+    stable_tensors,
+    unwrap_optimizer,
+)
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template
@@ -77,6 +83,7 @@ class TrainState:
         self._dataloaders = dict(_named("dataloader", dataloader))
         self._items = items
         self._with_model, self._with_rng = True, rng
+        self._begun: tuple[SavedState, list[str]] | None = None
         for name, each in (self._shared | items).items():
             check_stateful(name, each)
         for name, each in self._dataloaders.items():
@@ -155,10 +162,11 @@ class TrainState:
             IncompatibleCheckpointError: the checkpoint lacks an item, or is of another model or optimizer.
         """
         entries = saved.sharded.get(_PART, {})
-        self._check_present(entries, saved)
+        if saved.strict:
+            self._check_present(entries, saved)
         tree: dict[str, Any] = {}
         if self._with_model:
-            tree["model"] = model_target(self._model, under(entries, "model"))
+            tree["model"] = model_target(self._model, under(entries, "model"), saved)
         for name, optimizer in self._optimizers.items():
             put(tree, _path(name), optimizer_target(self._model, optimizer, under(entries, *_path(name))))
         for name, item in self._items.items():
@@ -187,15 +195,21 @@ class TrainState:
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         """Put everything back, the random number generators last; returns what could not be restored.
 
+        What `begin` has put back is not put back again.
+
         Raises:
             IncompatibleCheckpointError: a part of the state refuses what was loaded.
         """
-        tree = loaded.get(_PART, {})
+        if self._begun is None or self._begun[0] is not saved:
+            self.begin(loaded, saved)
+        tree, notes = loaded.get(_PART, {}), self._end()
         for name, optimizer in self._optimizers.items():
             load_optimizer_state(self._model, optimizer, get(tree, _path(name)))
         if self._with_model:
-            load_model_state(self._model, tree["model"])
-        notes = [*self._apply_shared(tree, saved), *self._apply_dataloaders(saved)]
+            load_model_state(self._model, tree["model"], strict=not saved.include)
+        for name, item in self._items.items():
+            if (state := get(tree, ("items", name))) is not None:
+                load_item(name, item, state)
         if self._with_rng:
             # Last: making the iterator of a loader draws from the global generator.
             notes += _apply_rng(saved)
@@ -203,12 +217,47 @@ class TrainState:
             _log.warning("%s", note)
         return notes
 
-    def _apply_shared(self, tree: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
+    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+        """Put back schedulers, scaler, small items and data positions; see `CarefulSource`.
+
+        A loader that refuses its position may not be as it was; everything else is.
+
+        Raises:
+            IncompatibleCheckpointError: one of them refuses, or the optimizers' groups hold other parameters.
+        """
+        generators = rng_state()
+        undo: list[Callable[[], None]] = []
+
+        def take_back() -> None:
+            for each in reversed(undo):
+                each()
+            load_rng_state(generators)
+            self._begun = None
+
+        tree = loaded.get(_PART, {})
+        try:
+            for name, optimizer in self._optimizers.items():
+                check_groups(self._model, optimizer, get(tree, _path(name)))
+            notes = [*self._apply_shared(tree, saved, undo), *self._apply_dataloaders(saved)]
+        except BaseException:
+            take_back()
+            raise
+        self._begun = saved, notes
+        return take_back
+
+    def _end(self) -> list[str]:
+        _, notes = self._begun or (None, [])
+        self._begun = None
+        return notes
+
+    def _apply_shared(
+        self, tree: Mapping[str, Any], saved: SavedState, undo: list[Callable[[], None]]
+    ) -> Iterator[str]:
         for name, each in (self._shared | self._items).items():
-            state = get(tree, ("items", name)) if name in self._items else None
-            if state is not None or name in saved.shared:
-                load_item(name, each, saved.shared[name] if state is None else state)
-            else:
+            if name in saved.shared:
+                undo.append(_undo(name, each))
+                load_item(name, each, saved.shared[name])
+            elif name not in self._items or get(tree, ("items", name)) is None:
                 yield f"the checkpoint has no {name}; it is left as it is"
 
     def _apply_dataloaders(self, saved: SavedState) -> Iterator[str]:
@@ -224,6 +273,11 @@ class TrainState:
                 load_dataloader_state(loader, saved.per_rank[name])
             else:
                 yield f"the checkpoint has no position of {name}; it is left where it is"
+
+
+def _undo(name: str, item: Any) -> Callable[[], None]:
+    before = copy.deepcopy(function_free(item.state_dict()))
+    return lambda: load_item(name, item, before)
 
 
 def _apply_rng(saved: SavedState) -> Sequence[str]:

@@ -3,19 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_core.lifecycle._local import LocalValues, encode_local, put_local, read_local
-from ckpt_core.storage import MemoryStorage
+from ckpt_core.lifecycle._local import LocalValues, decode_local, encode_local, put_local
 
 KEY, OTHER = ("", "model.norm.running_mean"), ("part", "a.b")
-
-
-def stored(*files: dict[str, bytes]) -> MemoryStorage:
-    storage = MemoryStorage()
-    storage.make_directory("step")
-    for each in files:
-        for name, content in each.items():
-            storage.write_bytes(f"step/{name}", content)
-    return storage
 
 
 def test_equal_tensors_have_equal_digests_whatever_their_strides():
@@ -65,27 +55,33 @@ def test_a_rank_that_does_not_differ_writes_no_file():
     assert encode_local(3, {KEY: torch.ones(2)}, ()) == {}
 
 
+def decoded(files: dict[str, bytes], rank: int) -> dict:
+    name = f"local-{rank:05d}.json"
+    return decode_local(files[name], name)
+
+
 def test_a_rank_reads_back_only_its_own():
-    first = encode_local(0, {KEY: torch.tensor([1.0, 2.0]), OTHER: torch.ones(1)}, {KEY})
-    second = encode_local(1, {KEY: torch.tensor(7)}, {KEY})
-    storage = stored(first, second)
-    own = read_local(storage, "step", 0)
+    files = {
+        **encode_local(0, {KEY: torch.tensor([1.0, 2.0]), OTHER: torch.ones(1)}, {KEY}),
+        **encode_local(1, {KEY: torch.tensor(7)}, {KEY}),
+    }
+    own = decoded(files, 0)
     assert list(own) == [KEY]
     assert own[KEY].tolist() == [1, 2]
-    assert read_local(storage, "step", 1)[KEY].item() == 7
-    assert read_local(storage, "step", 2) == {}
+    assert decoded(files, 1)[KEY].item() == 7
+    assert len(files) == 2
 
 
 def test_what_a_rank_keeps_is_its_value_at_the_save():
     live = torch.zeros(3)
     files = encode_local(0, {KEY: live}, {KEY})
     live.add_(1)
-    assert read_local(stored(files), "step", 0)[KEY].tolist() == [0, 0, 0]
+    assert decoded(files, 0)[KEY].tolist() == [0, 0, 0]
 
 
 def test_a_large_tensor_is_kept_too():
     live = torch.arange(5 << 20, dtype=torch.int32)
-    own = read_local(stored(encode_local(0, {KEY: live}, {KEY})), "step", 0)
+    own = decoded(encode_local(0, {KEY: live}, {KEY}), 0)
     assert torch.equal(own[KEY], live)
 
 

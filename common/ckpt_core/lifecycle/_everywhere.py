@@ -1,0 +1,71 @@
+"""A phase that every rank goes through, and that fails for all of them if it fails for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, final
+
+from ckpt_core.coordination import Coordinator, failure_text
+from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure, LoadError
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How one rank fared, as it travels to the others."""
+
+    error: CheckpointError | None
+    text: str
+
+
+def everywhere(coordinator: Coordinator, act: Callable[[], T], consequence: str) -> T:
+    """Run one phase on every rank; if it fails on any, the same error is raised on all. Collective.
+
+    Args:
+        coordinator: of the ranks.
+        act: the phase.
+        consequence: what it means that an error which is none of ours kept it from ending.
+
+    Raises:
+        CorruptCheckpointError: what any rank has found damaged, all of it.
+        CheckpointError: the first rank's.
+        LoadError: a rank failed otherwise.
+    """
+    try:
+        result = act()
+    except Exception as error:
+        own = _Outcome(error if isinstance(error, CheckpointError) else None, failure_text(error))
+        _raise_worst(coordinator.gather(own), consequence, error)
+        raise
+    _raise_worst(coordinator.gather(_Outcome(None, "")), consequence, None)
+    return result
+
+
+def _raise_worst(outcomes: Sequence[_Outcome], consequence: str, cause: Exception | None) -> None:
+    damage = {
+        rank: outcome.error
+        for rank, outcome in enumerate(outcomes)
+        if isinstance(outcome.error, CorruptCheckpointError)
+    }
+    if damage:
+        # Before anything else: whatever kept another rank from ending, an older checkpoint must be tried.
+        raise _joined(damage) from cause
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None:
+            raise outcome.error from cause
+        if outcome.text:
+            raise LoadError(f"{consequence} (rank {rank}: {outcome.text})") from cause
+
+
+def _joined(damage: dict[int, CorruptCheckpointError]) -> CorruptCheckpointError:
+    first = next(iter(damage.values()))
+    if len(damage) == 1:
+        return first
+    found: dict[FileFailure, None] = dict.fromkeys(
+        failure for error in damage.values() for failure in error.failures
+    )
+    more = f" (ranks {', '.join(map(str, damage))} found damage, {len(found)} place(s) in all)"
+    return CorruptCheckpointError(f"{first}{more}", failures=tuple(found))

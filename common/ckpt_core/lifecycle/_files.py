@@ -1,0 +1,113 @@
+"""The small files of a checkpoint, which nobody believes before they are compared with the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+from ckpt_core.checksums import Checksum
+from ckpt_core.commit import Manifest
+from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.storage import Storage
+
+
+@final
+class Files:
+    """Reads whole files of one checkpoint directory.
+
+    Args:
+        storage: the root.
+        directory: the checkpoint's directory in it.
+        manifest: what was committed; None for a directory that stock DCP wrote, which has none.
+    """
+
+    def __init__(self, storage: Storage, directory: str, manifest: Manifest | None) -> None:
+        self._storage = storage
+        self._directory = directory
+        self._manifest = manifest
+        self._entries = {} if manifest is None else {entry.path: entry for entry in manifest.files}
+
+    @property
+    def url(self) -> str:
+        """Where the directory is, for people."""
+        return f"{self._storage.url}/{self._directory}"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether there is a manifest."""
+        return self._manifest is not None
+
+    @property
+    def paths(self) -> Iterable[str]:
+        """The files that were committed; none where there is no manifest."""
+        return self._entries
+
+    def has(self, path: str) -> bool:
+        """Whether the checkpoint has that file; what was never committed does not count."""
+        if self.is_ours:
+            return path in self._entries
+        return self._storage.exists(f"{self._directory}/{path}")
+
+    def size(self, path: str) -> int:
+        """Size of a file as it was committed, in bytes; as it is, where there is no manifest.
+
+        Raises:
+            CorruptCheckpointError: there is no such file.
+        """
+        if path in self._entries:
+            return self._entries[path].size_bytes
+        try:
+            if not self.is_ours:
+                return self._storage.size(f"{self._directory}/{path}")
+        except FileNotFoundError:
+            pass
+        raise self.damaged(path, "missing")
+
+    def read(self, path: str) -> bytes:
+        """The content that was committed.
+
+        Raises:
+            CorruptCheckpointError: it is missing, or another.
+            OSError: storage is unwell.
+        """
+        size = self.size(path)
+        key = f"{self._directory}/{path}"
+        try:
+            found = self._storage.size(key)
+            if found != size:
+                raise self.damaged(path, f"has {found} bytes, {size} were committed")
+            content = self._storage.read_bytes(key)
+        except FileNotFoundError:
+            raise self.damaged(path, "missing") from None
+        if self.is_ours:
+            self._compare(path, content)
+        return content
+
+    def damaged(self, path: str, problem: str) -> CorruptCheckpointError:
+        """The error that says so."""
+        failure = FileFailure(path=path, problem=problem)
+        return CorruptCheckpointError(f"{self.url}/{failure}. Nothing was loaded", failures=(failure,))
+
+    def _compare(self, path: str, content: bytes) -> None:
+        committed = self._entries[path].checksum
+        try:
+            found = Checksum.like(committed)
+        except ValueError as error:
+            raise self.damaged(path, f"cannot be verified: {error}") from error
+        found.update(content)
+        if str(found) != committed:
+            raise self.damaged(path, f"checksum is {found}, {committed} was committed")
+
+    def misplaced(self, paths: Iterable[str]) -> list[FileFailure]:
+        """Which of these files are missing, or of another size than was committed; contents are not read."""
+        found: list[FileFailure] = []
+        for path in sorted(paths):
+            try:
+                size = self._storage.size(f"{self._directory}/{path}")
+            except FileNotFoundError:
+                found.append(FileFailure(path=path, problem="missing"))
+                continue
+            if size != self.size(path):
+                problem = f"has {size} bytes, {self.size(path)} were committed"
+                found.append(FileFailure(path=path, problem=problem))
+        return found

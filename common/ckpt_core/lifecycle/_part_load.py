@@ -1,0 +1,177 @@
+"""One part of a checkpoint against one part of the live state: what goes where."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from ckpt_core.dcp import Landing, Need, Place, SafeLoadPlanner
+from ckpt_core.lifecycle._open import Contents
+from ckpt_core.lifecycle._selection import Selection
+from ckpt_core.lifecycle._sharing import Boxes, Layouts, StoredTensor
+from ckpt_core.reading import Payload
+from ckpt_core.types import StateDict
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _OddChunk:
+    """A chunk whose elements do not lie simply one after another: it is rebuilt by torch, as a whole."""
+
+    read: Callable[[], torch.Tensor]
+    item: ReadItem
+    target: torch.Tensor
+
+    def load(self) -> None:
+        source = self.read()
+        for dim, (offset, length) in enumerate(zip(self.item.storage_offsets, self.item.lengths, strict=True)):
+            source = source.narrow(dim, offset, length)
+        self.target.copy_(source)
+
+
+@final
+class PartLoad:
+    """What is loaded into one part of the live state.
+
+    Attributes:
+        target: nested: tensors to fill, plain values, which are put in by `plan`.
+        needs: what to read of the tensors, after `plan`.
+    """
+
+    def __init__(self, part: str, target: StateDict, planner: SafeLoadPlanner, metadata: Metadata) -> None:
+        self.target = target
+        self.needs: list[Need] = []
+        self._part = part
+        self._planner = planner
+        self._metadata = metadata
+        self._contents: Contents | None = None
+        self._places: dict[MetadataIndex, Place] = {}
+        self._odd: list[_OddChunk] = []
+
+    @classmethod
+    def of(cls, part: str, target: StateDict, metadata: Metadata, *, allow_pickle: bool) -> PartLoad:
+        """Flatten the target as DCP does."""
+        planner = SafeLoadPlanner(allow_pickle=allow_pickle)
+        planner.set_up_planner(dict(target), metadata, is_coordinator=False)
+        return cls(part, target, planner, metadata)
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """The live entries by DCP's flattened names."""
+        return self._planner.state_dict
+
+    def leave(self, keys: Collection[str]) -> None:
+        """Do not load these entries; plain values among them are taken out of the target."""
+        for key in keys:
+            if not isinstance(self._planner.state_dict.pop(key), torch.Tensor):
+                _remove(self.target, self._planner.mappings[key])
+
+    def plan(self, contents: Contents, selection: Selection) -> None:
+        """Find what is needed, and read the plain values.
+
+        Raises:
+            CorruptCheckpointError: the checkpoint contradicts itself, or a plain value is damaged.
+            UnsafeCheckpointError: a plain value needs pickle, and that was not allowed.
+        """
+        self._contents = contents
+        items = self._planner.create_local_plan().items
+        self._places = contents.find({item.storage_index for item in items})
+        for item in items:
+            place = self._places[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                self._plan_value(item, place, contents, selection)
+            else:
+                self._plan_tensor(item, place, contents)
+
+    def _plan_value(self, item: ReadItem, place: Place, contents: Contents, selection: Selection) -> None:
+        self._planner.load_bytes(item, io.BytesIO(contents.read_entry(place)))
+        path = self._planner.mappings[item.dest_index.fqn]
+        if "param_groups" in path and path[-1] == "params":
+            put_at(self.target, path, selection.renamed(get_at(self.target, path)))
+
+    def _plan_tensor(self, item: ReadItem, place: Place, contents: Contents) -> None:
+        target = self._planner.resolve_tensor(item).detach()
+        if place.payload is None or place.dtype is None or place.shape is None:
+            self._odd.append(_OddChunk(partial(contents.read_chunk, place), item, target))
+            return
+        landing = Landing(
+            shape=place.shape, dtype=place.dtype, offsets=tuple(item.storage_offsets), target=target
+        )
+        name = f"{self._part}/{item.dest_index.fqn}"
+        self.needs.append(Need(name=name, payload=place.payload, landing=landing))
+
+    def stored(self, layouts: Layouts) -> Iterator[StoredTensor]:
+        """The tensors that ranks may read for one another."""
+        by_key: dict[str, list[MetadataIndex]] = {}
+        for index, place in self._places.items():
+            if place.dtype is not None:
+                by_key.setdefault(index.fqn, []).append(index)
+        for key, indices in by_key.items():
+            boxes = layouts.boxes_of(self.entries[key])
+            whole = all(self._places[index].payload is not None for index in indices)
+            if boxes is not None and whole:
+                yield self._stored(key, boxes)
+
+    def _stored(self, key: str, boxes: Boxes) -> StoredTensor:
+        entry: TensorStorageMetadata = self._metadata.state_dict_metadata[key]
+        shape = (len(entry.chunks), len(entry.size))
+        lo = np.array([chunk.offsets for chunk in entry.chunks], dtype=np.int64).reshape(shape)
+        sizes = np.array([chunk.sizes for chunk in entry.chunks], dtype=np.int64).reshape(shape)
+
+        def payload(row: int) -> Payload:
+            index = MetadataIndex(key, entry.chunks[row].offsets)
+            if index not in self._places and self._contents is not None:
+                self._places |= self._contents.find([index])
+            found = self._places[index].payload
+            if found is None:
+                raise ValueError(f"{key}: a chunk that is not plain cannot be shared")
+            return found
+
+        return StoredTensor(
+            name=f"{self._part}/{key}",
+            boxes=boxes,
+            lo=lo,
+            hi=lo + sizes,
+            itemsize=entry.properties.dtype.itemsize,
+            payload=payload,
+        )
+
+    def try_odd_chunks(self) -> None:
+        """Read and verify what `read_odd_chunks` will, and change nothing."""
+        for each in self._odd:
+            each.read()
+
+    def read_odd_chunks(self) -> None:
+        """Read the chunks that are no plain run of bytes into their places."""
+        for each in self._odd:
+            each.load()
+
+
+def _remove(container: Any, path: Sequence[str | int]) -> None:
+    """Take a leaf out of a nested target; in a list, it becomes None."""
+    for step in path[:-1]:
+        container = container[step]
+    if isinstance(container, dict):
+        del container[path[-1]]
+    else:
+        container[path[-1]] = None
+
+
+def get_at(container: Any, path: Sequence[str | int]) -> Any:
+    """The leaf at `path`."""
+    for step in path:
+        container = container[step]
+    return container
+
+
+def put_at(container: Any, path: Sequence[str | int], value: Any) -> None:
+    """Set the leaf at `path`, which is there."""
+    get_at(container, path[:-1])[path[-1]] = value

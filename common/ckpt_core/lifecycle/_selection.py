@@ -1,0 +1,214 @@
+"""Which part of a checkpoint is loaded, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, final
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from ckpt_core.errors import ConfigError
+from ckpt_core.state import State, StateSource, TrainState, as_source
+from ckpt_core.types import SavedState, matches_any
+from ckpt_core.validation import boolean, require
+
+Path: TypeAlias = tuple[str | int, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Narrowed:
+    """DCP's metadata of one part, as far as it is wanted.
+
+    Attributes:
+        metadata: under the names of the live state.
+        original: its names -> names in the checkpoint.
+        whole: as it was saved.
+    """
+
+    metadata: Metadata
+    original: Mapping[str, str]
+    whole: Metadata
+
+    @classmethod
+    def everything(cls, metadata: Metadata) -> Narrowed:
+        """Everything is wanted, under its own name."""
+        return cls(metadata=metadata, original={}, whole=metadata)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What of a checkpoint is wanted.
+
+    Attributes:
+        items: only these items; all if None.
+        include: only entries whose dotted name matches one of these patterns, e.g. `model.encoder.*`, as by
+            `fnmatch`; all if empty.
+        rename: name in the checkpoint -> name in the live state: of a parameter or module, without the item,
+            e.g. `{"backbone": "encoder"}`. The longest that fits counts; the optimizer's state goes along.
+        strict: whether everything must fit; else what does not is left as it is, and told.
+        cast: whether tensors of another dtype are cast.
+    """
+
+    items: Collection[str] | None = None
+    include: Collection[str] = ()
+    rename: Mapping[str, str] = field(default_factory=dict[str, str])
+    strict: bool = True
+    cast: bool = False
+
+    @classmethod
+    def of(
+        cls, *, items: Any, include: Any, rename: Any, strict: Any, cast: Any  # as users give them
+    ) -> Selection:
+        """The selection that a user asks for.
+
+        Raises:
+            ConfigError: an argument is not what it should be; the message lists every offender.
+        """
+        require(
+            "load",
+            None if items is None else _strings("items", items),
+            _strings("include", include),
+            _names(rename),
+            boolean("strict", strict),
+            boolean("cast", cast),
+        )
+        return cls(
+            items=items, include=tuple(include), rename=dict(rename or {}), strict=strict, cast=cast
+        )
+
+    def of_state(self, saved: SavedState) -> SavedState:
+        """What the checkpoint holds, as far as it is wanted; the metadata behind it is narrowed already."""
+        saved = replace(saved, strict=self.strict, include=tuple(self.include))
+        if self.items is None:
+            return saved
+        return replace(
+            saved,
+            sharded={
+                part: {path: entry for path, entry in of_part.items() if path[0] in self.items}
+                for part, of_part in saved.sharded.items()
+            },
+            per_rank={name: value for name, value in saved.per_rank.items() if name in self.items},
+            shared={name: value for name, value in saved.shared.items() if name in self.items},
+        )
+
+    def of_metadata(self, metadata: Mapping[str, Metadata], place: str) -> Mapping[str, Narrowed]:
+        """The metadata of every part, renamed, and without the entries that are not wanted.
+
+        Raises:
+            ConfigError: a name or pattern fits nothing in the checkpoint, two entries would get the same
+                name, or a part of an optimizer's state would be left out.
+        """
+        if not self.include and not self.rename:
+            return {part: Narrowed.everything(each) for part, each in metadata.items()}
+        used: set[str] = set()
+        found = {part: self._narrowed(each, place, used) for part, each in metadata.items()}
+        idle = sorted({*self.include, *self.rename} - used)
+        if idle:
+            raise ConfigError(
+                f"{place}: nothing in the checkpoint is called {', '.join(map(repr, idle))}; `ckpt show` lists "
+                "what is there. Nothing was loaded"
+            )
+        return found
+
+    def _narrowed(self, metadata: Metadata, place: str, used: set[str]) -> Narrowed:
+        paths: Mapping[str, Path] = metadata.planner_data or {}
+        new_paths: dict[str, Path] = {}
+        names: dict[str, str] = {}
+        for key in metadata.state_dict_metadata:
+            path = self._renamed(paths.get(key, (key,)), used)
+            if not matches_any(path, self.include, used):
+                continue
+            name = ".".join(map(str, path))
+            if name in new_paths:
+                raise ConfigError(
+                    f"{place}: two entries of the checkpoint would be called {name}; see rename="
+                )
+            names[key], new_paths[name] = name, path
+        self._check_whole_optimizers(set(map(_item, paths.values())), paths, names, place)
+        narrowed = replace(
+            metadata,
+            state_dict_metadata={
+                names[key]: entry for key, entry in metadata.state_dict_metadata.items() if key in names
+            },
+            planner_data=new_paths,
+            storage_data={
+                MetadataIndex(names[index.fqn], index.offset, index.index): info
+                for index, info in (metadata.storage_data or {}).items()
+                if index.fqn in names
+            },
+        )
+        return Narrowed(
+            metadata=narrowed, original={name: key for key, name in names.items()}, whole=metadata
+        )
+
+    def _renamed(self, path: Path, used: set[str]) -> Path:
+        return (path[0], *(self._renamed_part(each, used) for each in path[1:]))
+
+    def _renamed_part(self, name: str | int, used: set[str]) -> str | int:
+        if not isinstance(name, str):
+            return name
+        old = max(
+            (each for each in self.rename if name == each or name.startswith(f"{each}.")),
+            key=len,
+            default=None,
+        )
+        if old is None:
+            return name
+        used.add(old)
+        return (self.rename[old] + name[len(old) :]).strip(".")
+
+    def _check_whole_optimizers(
+        self, items: Collection[str], paths: Mapping[str, Path], names: Mapping[str, str], place: str
+    ) -> None:
+        if not self.include:
+            return
+        for item in sorted(items):
+            keys = [key for key, path in paths.items() if _item(path) == item]
+            taken = sum(key in names for key in keys)
+            if item == "optimizer" and 0 < taken < len(keys):
+                raise ConfigError(
+                    f"{place}: include= leaves out a part of the optimizer's state, which is loaded whole or not "
+                    "at all; add 'optimizer.*', or begin the patterns with the items that you want"
+                )
+
+    def renamed(self, names: Any) -> Any:
+        """The parameters that a saved parameter group lists, by their names in the live state."""
+        if not self.rename or not isinstance(names, list):
+            return names
+        return [self._renamed_part(each, set()) for each in names]
+
+
+def _item(path: Path) -> str:
+    return str(path[0])
+
+
+def narrowed(state: State, selection: Selection) -> tuple[StateSource, Selection]:
+    """The source of what is selected, and what is left to be selected of the checkpoint."""
+    if not isinstance(state, TrainState):
+        return as_source(state), selection
+    # It narrows itself, by names of its own; others are narrowed by the top-level keys of the checkpoint.
+    items = selection.items
+    if selection.include:
+        firsts = {pattern.partition(".")[0] for pattern in selection.include}
+        names = state.names if items is None else items
+        items = {name for name in names if matches_any((name,), firsts)}
+    return as_source(state, items), replace(selection, items=None)
+
+
+def _strings(name: str, value: Any) -> str | None:
+    fine = isinstance(value, Collection) and not isinstance(value, str)
+    if fine and all(isinstance(each, str) for each in value):
+        return None
+    return f"{name} must be a list of names, not {value!r}"
+
+
+def _names(rename: Any) -> str | None:
+    if rename is None or (
+        isinstance(rename, Mapping)
+        and all(isinstance(each, str) and each.strip(".") for pair in rename.items() for each in pair)
+    ):
+        return None
+    return f"rename must be a mapping of names to names, not {rename!r}"
