@@ -1,6 +1,6 @@
 """Bytes at a place: the `Storage` contract, its backends, and `open_storage` to choose one by URL."""
 
-from ckpt_core.storage._base import ALIGNMENT, Lock, Storage, StorageEntry
+from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._local import LocalStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._object import ObjectStorage
@@ -12,6 +12,7 @@ __all__ = [
     "Lock",
     "MemoryStorage",
     "ObjectStorage",
+    "RangeReader",
     "Storage",
     "StorageEntry",
     "open_storage",

@@ -7,10 +7,12 @@ A `Storage` knows nothing of checkpoints. Keys are POSIX-relative strings ("step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import IO, Final, Protocol
+
+from ckpt_core.storage._ranges import StreamRanges
 
 ALIGNMENT: Final = 4096
 """Direct writes need memory, offsets and lengths that are multiples of this, and so do fast direct reads."""
@@ -30,6 +32,26 @@ class Lock(Protocol):
 
     def release(self) -> None:
         """Give the claim up; harmless when repeated."""
+
+
+class RangeReader(Protocol):
+    """A file that is open for reading by ranges.
+
+    Concurrency: `read_into` may be called from several threads at once, and is worth calling so.
+    """
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file when it was opened."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the whole of `buffer` (writable, contiguous, of bytes) with what follows `offset`.
+
+        Raises:
+            EOFError: the file ends before; the message names it. What the buffer then holds is undefined.
+            OSError: storage is unwell.
+        """
 
 
 class Storage(ABC):
@@ -52,6 +74,12 @@ class Storage(ABC):
 
     supports_rename: bool
     """Whether `rename` exists and is atomic. Without it a commit is the creation of the marker object."""
+
+    rereads_from_memory: bool = False
+    """Whether bytes that were just read are read again at the speed of memory, as from a page cache.
+
+    If not, whoever needs them twice keeps them; object stores are asked for every byte once.
+    """
 
     @property
     @abstractmethod
@@ -98,6 +126,15 @@ class Storage(ABC):
         Raises:
             FileNotFoundError: no such file.
         """
+
+    @contextmanager
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        """Open a file for reading by ranges, on several threads; same errors as `open`.
+
+        The default reads through one stream of `open`, so that threads wait for one another.
+        """
+        with self.open(key) as stream:
+            yield StreamRanges(stream, f"{self.url}/{key}")
 
     @abstractmethod
     def replace(self, key: str, content: bytes) -> None:

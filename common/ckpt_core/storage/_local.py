@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, final
 
-from ckpt_core.storage._base import Lock, Storage, StorageEntry
+from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._direct import write_direct
 from ckpt_core.storage._keys import file_key, key_parts
+from ckpt_core.storage._local_reader import open_local_ranges, path_inside
 from ckpt_core.storage._locks import try_lock_file
 from ckpt_core.storage._posix import (
     delete_tree,
@@ -26,9 +27,14 @@ from ckpt_core.storage._posix import (
 
 @final
 class LocalStorage(Storage):
-    """A directory. Symbolic links below it are unlinked by `delete`, never followed."""
+    """A directory.
+
+    Symbolic links below it are unlinked by `delete`, never followed; they are read through only where they
+    stay below the root, because a checkpoint from elsewhere may hold any link.
+    """
 
     supports_rename = True
+    rereads_from_memory = True
 
     def __init__(self, root: str | Path) -> None:
         # Absolute now, because training scripts change directory.
@@ -84,9 +90,20 @@ class LocalStorage(Storage):
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
-        """Open a file for reading."""
-        with self.local_path(file_key(key)).open("rb") as stream:
+        """Open a file for reading.
+
+        Raises:
+            FileNotFoundError: no such file.
+            PermissionError: also if a symbolic link on the way leads out of the root.
+        """
+        with path_inside(self._root, file_key(key)).open("rb") as stream:
             yield stream
+
+    @contextmanager
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        """Open a file for reading by ranges; same errors as `open`."""
+        with open_local_ranges(path_inside(self._root, file_key(key))) as reader:
+            yield reader
 
     def replace(self, key: str, content: bytes) -> None:
         """Write a small file atomically, durable on return."""

@@ -10,8 +10,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import IO, final
 
-from ckpt_core.storage._base import Lock, Storage, StorageEntry
+from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, key_parts, parent_keys
+from ckpt_core.storage._ranges import BytesRanges
 
 
 @final
@@ -19,6 +20,7 @@ class MemoryStorage(Storage):
     """Behaves as a POSIX directory does, lives as long as the object, and is shared by all threads."""
 
     supports_rename = True
+    rereads_from_memory = True
 
     def __init__(self, name: str = "") -> None:
         self._name = name
@@ -54,6 +56,13 @@ class MemoryStorage(Storage):
             content = self._tree.get(file_key(key))
         with io.BytesIO(content) as stream:
             yield stream
+
+    @contextmanager
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        """Open a file for reading by ranges."""
+        with self._guard:
+            content = self._tree.get(file_key(key))
+        yield BytesRanges(content, f"{self.url}/{key}")
 
     def replace(self, key: str, content: bytes) -> None:
         """Write a small file atomically, replacing what was there."""

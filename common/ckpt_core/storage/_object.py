@@ -12,10 +12,10 @@ from functools import partial
 from typing import IO, Any, cast, final
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage._base import Lock, Storage, StorageEntry
+from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, key_parts
 from ckpt_core.storage._locks import UnguardedLock
-from ckpt_core.storage._object_reader import open_object
+from ckpt_core.storage._object_reader import ObjectRanges, open_object
 from ckpt_core.storage._remote_errors import translated_errors
 
 _logger = logging.getLogger(__name__)
@@ -96,6 +96,12 @@ class ObjectStorage(Storage):
         path = self._path(file_key(key))
         with open_object(self._filesystem, path, self.size(key), self._url) as stream:
             yield stream
+
+    @contextmanager
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        """Open an object for reading by ranges; every read is one request."""
+        path, size = self._path(file_key(key)), self.size(key)
+        yield ObjectRanges(self._filesystem, path, size, self._url)
 
     def replace(self, key: str, content: bytes) -> None:
         """Write a small object; stores replace atomically."""

@@ -1,4 +1,4 @@
-"""Ranged reads of one object as a seekable stream."""
+"""Reads of one object: by ranges, and as a seekable stream over them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import os
 from typing import Any, cast, final
 
+from ckpt_core.storage._ranges import ends_early
 from ckpt_core.storage._remote_errors import translated_errors
 
 _BUFFER_BYTES = 4 * 2**20
@@ -19,6 +20,31 @@ def open_object(filesystem: Any, path: str, size_bytes: int, url: str) -> io.Buf
     """
     raw = _ObjectReader(filesystem, path, size_bytes, url)
     return io.BufferedReader(raw, min(_BUFFER_BYTES, max(size_bytes, 1)))
+
+
+@final
+class ObjectRanges:
+    """Ranges of an object: one request each, so that several threads are as many requests at once."""
+
+    def __init__(self, filesystem: Any, path: str, size_bytes: int, url: str) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._url = url
+        self.size_bytes = size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer with what follows `offset`."""
+        if not buffer:
+            return
+        end = offset + len(buffer)
+        # Asked for bytes past the end, every store answers in its own way.
+        if end > self.size_bytes:
+            raise ends_early(self._path, end, self.size_bytes)
+        with translated_errors(self._url):
+            content = cast("bytes", self._filesystem.cat_file(self._path, start=offset, end=end))
+        if len(content) != len(buffer):
+            raise ends_early(self._path, end, offset + len(content))
+        buffer[:] = content
 
 
 @final

@@ -21,6 +21,8 @@ _NO_CREDENTIALS = {
     "UnauthorizedSSOTokenError",
 }
 _DENIED = {401, 403, "401", "403"}
+# Not EIO, which of a local disk means that a block is lost: here it may be gone at the next try.
+_STORE_FAILED = errno.EPROTO
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def _translation(error: Exception, url: str) -> OSError | None:
         return None
     if _is_denied(error):
         return _denied(text, url)
-    return OSError(errno.EIO, f"the object store failed ({text})", url)
+    return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
 
 
 def _is_denied(error: Exception) -> bool:

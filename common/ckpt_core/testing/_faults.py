@@ -1,8 +1,8 @@
 """A storage that fails where a test wants it to.
 
 Every operation has a number, counted over all threads from 0, a method and a key. Besides the methods of
-`Storage` these are operations: `write` and `read`, one call on a stream, and `close`, the clean end of a
-`create`, where content becomes durable.
+`Storage` these are operations: `write` and `read`, one call on a stream, `read_into`, one range of what
+`open_ranges` gave, and `close`, the clean end of a `create`, where content becomes durable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import IO, Any, cast, final
 
-from ckpt_core.storage import Lock, Storage, StorageEntry
+from ckpt_core.storage import Lock, RangeReader, Storage, StorageEntry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +70,7 @@ class FaultyStorage(Storage):
         self._operations: list[Operation] = []
         self._guard = threading.Lock()
         self.supports_rename = inner.supports_rename
+        self.rereads_from_memory = inner.rereads_from_memory
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -114,6 +115,13 @@ class FaultyStorage(Storage):
             with self.operation("open", key):
                 stream = stack.enter_context(self._inner.open(key))
             yield cast("IO[bytes]", _FaultyStream(stream, self, key))
+
+    @contextmanager
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        with ExitStack() as stack:
+            with self.operation("open_ranges", key):
+                reader = stack.enter_context(self._inner.open_ranges(key))
+            yield _FaultyRanges(reader, self, key)
 
     def replace(self, key: str, content: bytes) -> None:
         with self.operation("replace", key):
@@ -203,3 +211,18 @@ class _FaultyStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@final
+class _FaultyRanges:
+    """A range reader whose reads are operations."""
+
+    def __init__(self, reader: RangeReader, storage: FaultyStorage, key: str) -> None:
+        self._reader = reader
+        self._storage = storage
+        self._key = key
+        self.size_bytes = reader.size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        with self._storage.operation("read_into", self._key):
+            self._reader.read_into(offset, buffer)

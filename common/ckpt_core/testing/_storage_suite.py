@@ -8,13 +8,14 @@ class TestMyStorage(StorageTests):
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_core.storage import Storage
+from ckpt_core.storage import RangeReader, Storage
 
 
 class StorageTests:
@@ -57,7 +58,9 @@ class StorageTests:
         assert free is None or free > 0
 
     @pytest.mark.parametrize("key", ["../a", "/a", "a/../../b", "a//b", "a/", "./a", "a/."])
-    @pytest.mark.parametrize("method", ["create", "open", "replace", "list", "size", "delete", "try_lock"])
+    @pytest.mark.parametrize(
+        "method", ["create", "open", "open_ranges", "replace", "list", "size", "delete", "try_lock"]
+    )
     def test_keys_that_leave_the_root_are_refused(self, storage: Storage, method: str, key: str) -> None:
         arguments = (key, b"") if method == "replace" else (key,)
         with pytest.raises(ValueError, match="key"):
@@ -161,6 +164,43 @@ class StorageTests:
         for key in ("nothing", "step/nothing"):
             with pytest.raises(FileNotFoundError):
                 storage.read_bytes(key)
+            with pytest.raises(FileNotFoundError):
+                _enter(storage.open_ranges(key))
+
+    def test_ranges_are_what_lies_there(self, storage: Storage) -> None:
+        content = _varied(100_000)
+        self.raw_write(storage, "step/a", content)
+        with storage.open_ranges("step/a") as reader:
+            assert reader.size_bytes == len(content)
+            for start, stop in [(0, 100_000), (0, 1), (99_999, 100_000), (4095, 70_001), (500, 500)]:
+                assert _range(reader, start, stop) == content[start:stop]
+
+    def test_a_range_fills_the_middle_of_a_buffer_and_nothing_else(self, storage: Storage) -> None:
+        self.raw_write(storage, "a", b"0123456789")
+        buffer = bytearray(b"----------")
+        with storage.open_ranges("a") as reader:
+            reader.read_into(4, memoryview(buffer)[2:5])
+        assert buffer == b"--456-----"
+
+    @pytest.mark.parametrize("start", [5, 10, 11, 1000])
+    def test_a_file_that_ends_early_is_named(self, storage: Storage, start: int) -> None:
+        self.raw_write(storage, "step/short", b"0123456789")
+        with (
+            storage.open_ranges("step/short") as reader,
+            pytest.raises(EOFError, match="step/short: ends at byte 10,"),
+        ):
+            _range(reader, start, start + 6)
+
+    def test_threads_read_ranges_side_by_side(self, storage: Storage) -> None:
+        content = _varied(200_000)
+        self.raw_write(storage, "a", content)
+        starts = range(0, 200_000, 7_000)
+        with storage.open_ranges("a") as reader, ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda start: _range(reader, start, min(start + 7_000, 200_000)), starts))
+        assert b"".join(found) == content
+
+    def test_it_is_known_whether_reading_again_is_cheap(self, storage: Storage) -> None:
+        assert type(storage.rereads_from_memory) is bool
 
     def test_list_is_sorted_and_tells_files_from_directories(self, storage: Storage) -> None:
         self.raw_write(storage, "step/b/inner", b"12")
@@ -271,6 +311,17 @@ class StorageTests:
         assert second is not None
         second.release()
         assert storage.read_bytes("writer.json") == b"content"
+
+
+def _varied(size_bytes: int) -> bytes:
+    """Bytes in which no range looks like another."""
+    return random.Random(size_bytes).randbytes(size_bytes)
+
+
+def _range(reader: RangeReader, start: int, stop: int) -> bytes:
+    buffer = bytearray(stop - start)
+    reader.read_into(start, memoryview(buffer))
+    return bytes(buffer)
 
 
 def _enter(result: Any) -> None:

@@ -1,0 +1,63 @@
+"""Memory to read into: page-aligned, bounded, used again and again."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final, final
+
+from ckpt_core.reading._types import MAX_TAKE_BYTES
+from ckpt_core.storage import ALIGNMENT
+
+REQUEST_BYTES: Final = 4 << 20
+"""Largest request that goes through a buffer, but for a range that has to be taken at once."""
+
+_LARGE_BYTES: Final = MAX_TAKE_BYTES + 2 * REQUEST_BYTES + ALIGNMENT
+_LARGE_BUFFERS: Final = 4
+
+
+@final
+class Buffers:
+    """Lends memory to threads; what is given back is lent again.
+
+    One buffer of `REQUEST_BYTES` for each thread, and four large ones for all, which have to be waited for:
+    at most 16 * 4 MiB + 4 * 40 MiB for 16 threads. Pages that were never written to take no memory.
+    """
+
+    def __init__(self) -> None:
+        self._small: list[memoryview] = []
+        self._large: list[memoryview] = []
+        self._large_free = threading.BoundedSemaphore(_LARGE_BUFFERS)
+
+    @contextmanager
+    def lend(self, offset: int, size_bytes: int) -> Generator[memoryview]:
+        """Memory for bytes that lie at `offset` in a file, aligned to a page as they are there."""
+        skew = offset % ALIGNMENT
+        if size_bytes <= REQUEST_BYTES:
+            with _lent(self._small, REQUEST_BYTES + ALIGNMENT) as buffer:
+                yield buffer[skew : skew + size_bytes]
+        else:
+            with self._large_free, _lent(self._large, _LARGE_BYTES) as buffer:
+                yield buffer[skew : skew + size_bytes]
+
+
+@contextmanager
+def _lent(free: list[memoryview], size_bytes: int) -> Generator[memoryview]:
+    # The last given back is the likeliest to be in a cache. `pop` and `append` are atomic.
+    try:
+        buffer = free.pop()
+    except IndexError:
+        buffer = _allocate(size_bytes)
+    try:
+        yield buffer
+    finally:
+        free.append(buffer)
+
+
+def _allocate(size_bytes: int) -> memoryview:
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)

@@ -1,0 +1,110 @@
+"""What a verification finds, told file by file for the person on call."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, final
+
+from ckpt_core.errors import FileFailure
+from ckpt_core.reading._pieces import Piece
+from ckpt_core.reading._types import Payload
+
+_MAX_NAMED: Final = 3
+"""How many ranges or tensors one problem lists; a lost file has thousands."""
+
+
+class _Damage(NamedTuple):
+    piece: Piece
+    text: str
+
+
+@final
+class Findings:
+    """Collects from all threads: one problem for every tensor, or one for a file that is missing or cut."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._missing: set[str] = set()
+        self._sizes: dict[str, int] = {}
+        self._cut: defaultdict[str, list[Piece]] = defaultdict(list)
+        self._damage: defaultdict[tuple[str, int, str], list[_Damage]] = defaultdict(list)
+        self._unverifiable: list[Payload] = []
+
+    def add_missing(self, path: str) -> None:
+        """The file does not exist."""
+        self._missing.add(path)
+
+    def is_missing(self, path: str) -> bool:
+        """Whether it is known by now that the file does not exist."""
+        return path in self._missing
+
+    def add_unverifiable(self, payload: Payload) -> None:
+        """There is no checksum to compare a payload with."""
+        self._unverifiable.append(payload)
+
+    def add_cut(self, piece: Piece, file_bytes: int) -> None:
+        """The file ends before the piece does."""
+        with self._guard:
+            self._sizes[piece.payload.path] = file_bytes
+            self._cut[piece.payload.path].append(piece)
+
+    def add_unreadable(self, piece: Piece, error: OSError) -> None:
+        """The device cannot read the piece."""
+        self._add(piece, "unreadable", f"cannot be read: {error}")
+
+    def add_changed(self, piece: Piece, found: int) -> None:
+        """The piece is there, but it is not what was saved."""
+        saved = f"{piece.crc32:08x}"
+        self._add(
+            piece, "changed", f"are not those that were saved: CRC-32 is {found:08x}, {saved} was saved"
+        )
+
+    def report(self) -> list[FileFailure]:
+        """Everything, by path and place in the file."""
+        found = [
+            *((path, -1, "missing") for path in self._missing),
+            *((path, -1, self._cut_text(path)) for path in self._cut if path not in self._missing),
+            *(
+                (p.path, p.offset, f"cannot be verified: tensor {p.key!r} has no checksum")
+                for p in self._unverifiable
+            ),
+            *self._damage_texts(),
+        ]
+        return [FileFailure(path=path, problem=problem) for path, _, problem in sorted(found)]
+
+    def _add(self, piece: Piece, kind: str, text: str) -> None:
+        with self._guard:
+            self._damage[piece.payload.path, piece.payload.offset, kind].append(_Damage(piece, text))
+
+    def _cut_text(self, path: str) -> str:
+        pieces = sorted(self._cut[path], key=lambda piece: piece.file_start)
+        keys = list(dict.fromkeys(piece.payload.key for piece in pieces))
+        missing = max(piece.file_stop for piece in pieces) - self._sizes[path]
+        end = f"ends {missing} bytes too early" if missing > 0 else "became shorter while it was read"
+        return f"{end}: of {_few([repr(key) for key in keys])} not everything is there"
+
+    def _damage_texts(self) -> Iterator[tuple[str, int, str]]:
+        for (path, offset, _), damages in self._damage.items():
+            if path not in self._missing:
+                damages.sort(key=lambda damage: damage.piece.start)
+                runs = [f"{start} to {stop}" for start, stop in _runs([each.piece for each in damages])]
+                key = damages[0].piece.payload.key
+                yield path, offset, f"tensor {key!r}: bytes {_few(runs)} of the file {damages[0].text}"
+
+
+def _runs(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Neighbours together, as places in the file."""
+    runs: list[tuple[int, int]] = []
+    for piece in pieces:
+        if runs and piece.file_start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(runs[-1][1], piece.file_stop)
+        else:
+            runs.append((piece.file_start, piece.file_stop))
+    return runs
+
+
+def _few(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

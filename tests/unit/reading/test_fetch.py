@@ -1,0 +1,287 @@
+"""Pass 2: every byte arrives where it is wanted, from storage or from what pass 1 kept."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import random
+import threading
+from array import array
+
+import pytest
+
+from ckpt_core.errors import CorruptCheckpointError
+from ckpt_core.reading import MAX_TAKE_BYTES, Engine, Payload, Wanted
+from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage
+from ckpt_core.testing import Fault, FaultyStorage
+from tests.unit.reading.payloads import MIB, STORAGES, DataFile, Landing, descriptors, make_storage
+
+SIZES = [1, 300, 16_384, 70_000, 3 * MIB, 70_000, 5, 19 * MIB + 3, 9]
+
+
+def engine_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-read")]
+
+
+@pytest.fixture(params=[0, MIB], ids=["stock", "blocks"])
+def file(request) -> DataFile:
+    return DataFile("0.distcp", SIZES, block_bytes=request.param)
+
+
+def ranges(file: DataFile, landing: Landing, seed: int) -> list[Wanted]:
+    """Whole payloads, parts, overlaps and doublets, in any order, delivered in both ways."""
+    chance = random.Random(seed)
+    found = []
+    for payload in file.payloads * 2:
+        start = chance.choice([0, chance.randrange(payload.size_bytes)])
+        stop = chance.choice([payload.size_bytes, chance.randrange(start, payload.size_bytes + 1)])
+        found.append(landing.range(payload, start, stop, take=chance.random() < 0.5))
+    chance.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+@pytest.mark.parametrize("keep_bytes", [0, 6 * MIB, 256 * MIB])
+@pytest.mark.parametrize("verified", [True, False])
+def test_every_byte_arrives_where_it_is_wanted(tmp_path, file, kind, keep_bytes, verified):
+    file.put(storage := make_storage(kind, tmp_path))
+    for seed in range(3):
+        landing = Landing()
+        wanted = ranges(file, landing, seed)
+        with Engine(storage, "step", threads=3, keep_bytes=keep_bytes) as engine:
+            if verified:
+                assert engine.verify(wanted) == []
+            engine.fetch(wanted)
+        for each, found in landing.landed():
+            assert found == file.bytes_of(each), f"{each.start} to {each.stop} of {each.payload.key}"
+
+
+def test_a_range_is_taken_once_on_a_reading_thread(file):
+    file.put(storage := MemoryStorage())
+    calls = []
+    wanted = [
+        Wanted(payload=p, start=0, stop=p.size_bytes, take=lambda view, p=p: calls.append((p.key, len(view))))
+        for p in file.payloads
+    ]
+    with Engine(storage, "step", threads=4) as engine:
+        engine.fetch(wanted)
+    assert sorted(calls) == sorted((p.key, p.size_bytes) for p in file.payloads)
+
+
+def test_an_empty_range_is_taken_without_reading():
+    payload = Payload(path="0.distcp", key="w", offset=100, size_bytes=0, crc32=0)
+    storage, calls = FaultyStorage(MemoryStorage()), []
+    with Engine(storage, "step") as engine:
+        engine.fetch([Wanted(payload=payload, start=0, stop=0, take=lambda view: calls.append(bytes(view)))])
+    assert calls == [b""]
+    assert storage.operations == ()
+
+
+def test_bytes_are_aligned_in_memory_as_they_are_in_the_file():
+    """So that any dtype can be viewed in what is taken."""
+    file = DataFile("0.distcp", [777] * 20, gap=64)
+    file.put(storage := MemoryStorage())
+    addresses = {}
+    wanted = [
+        Wanted(
+            payload=p, start=1, stop=700, take=lambda view, p=p: addresses.update({p.offset + 1: _at(view)})
+        )
+        for p in file.payloads
+    ]
+    with Engine(storage, "step") as engine:
+        engine.fetch(wanted)
+    assert len(addresses) == 20
+    assert all((address - place) % 4096 == 0 for place, address in addresses.items())
+
+
+def _at(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def test_memory_of_any_format_is_filled():
+    file = DataFile("0.distcp", [8_000])
+    file.put(storage := MemoryStorage())
+    place = array("d", bytes(8_000))
+    with Engine(storage, "step") as engine:
+        engine.fetch([Wanted(payload=file.payloads[0], start=0, stop=8_000, into=memoryview(place))])
+        view = memoryview(bytearray(8_000)).cast("B").cast("d", (10, 100))
+        engine.fetch([Wanted(payload=file.payloads[0], start=0, stop=8_000, into=view)])
+    assert place.tobytes() == view.tobytes() == file.content[100:8_100]
+
+
+def test_only_what_is_wanted_is_read(tmp_path):
+    file = DataFile("0.distcp", [12 * MIB] * 2, block_bytes=MIB)
+    file.put(storage := LocalStorage(tmp_path))
+    landing = Landing()
+    with Engine(storage, "step") as engine:
+        engine.fetch([landing.range(file.payloads[0], 5, 3 * MIB), landing.range(file.payloads[1], 0, 7)])
+        assert engine.bytes_read == 3 * MIB - 5 + 7
+
+
+def test_neighbours_share_a_request():
+    file = DataFile("0.distcp", [16_384] * 100, gap=5_000)
+    file.put(inner := MemoryStorage())
+    storage, landing = FaultyStorage(inner), Landing()
+    with Engine(storage, "step") as engine:
+        engine.fetch([landing.whole(payload) for payload in file.payloads])
+    assert [op.method for op in storage.operations] == ["open_ranges", "read_into"]
+    assert all(found == file.bytes_of(wanted) for wanted, found in landing.landed())
+
+
+@pytest.mark.parametrize("take", [False, True])
+def test_a_network_is_used_once_for_what_is_kept(file, take):
+    file.put(storage := ObjectStorage("memory://once"))
+    landing = Landing()
+    wanted = [landing.whole(payload, take=take) for payload in file.payloads]
+    with Engine(storage, "step") as engine:
+        assert engine.verify(wanted) == []
+        read = engine.bytes_read
+        assert read <= len(file.content)
+        engine.fetch(wanted)
+        assert engine.bytes_read == read
+    assert all(found == file.bytes_of(each) for each, found in landing.landed())
+
+
+def test_no_more_is_kept_than_allowed(file):
+    file.put(storage := ObjectStorage("memory://some"))
+    landing = Landing()
+    wanted = [landing.whole(payload) for payload in file.payloads]
+    with Engine(storage, "step", keep_bytes=10 * MIB) as engine:
+        assert engine.verify(wanted) == []
+        read = engine.bytes_read
+        engine.fetch(wanted)
+        assert read + len(file.content) - 10 * MIB - 1_000 <= engine.bytes_read
+        assert engine.bytes_read <= read + len(file.content) - 5 * MIB
+
+
+def test_a_page_cache_is_trusted_with_the_bytes(tmp_path, file):
+    """Nothing is kept in our own memory where the system keeps it."""
+    file.put(storage := LocalStorage(tmp_path))
+    wanted = [Landing().whole(payload) for payload in file.payloads]
+    with Engine(storage, "step") as engine:
+        engine.verify(wanted)
+        assert engine._files.kept("0.distcp") is None
+        engine.fetch(wanted)
+
+
+@pytest.mark.parametrize("take", [False, True])
+@pytest.mark.parametrize("place", [3, 4, 7], ids=["small", "medium", "large"])
+def test_what_is_read_again_is_verified_again_before_it_is_delivered(file, take, place):
+    payload = file.payloads[place]
+    file.put(storage := ObjectStorage("memory://again"))
+    landing = Landing()
+    wanted = [landing.range(payload, 5, min(payload.size_bytes - 5, 2 * MIB), take=take)]
+    with Engine(storage, "step", keep_bytes=0) as engine:
+        assert engine.verify(wanted) == []
+        file.put(storage, file.flipped(payload.offset + 50))
+        with pytest.raises(CorruptCheckpointError, match="verified a moment ago") as caught:
+            engine.fetch(wanted)
+    assert caught.value.failures[0].path == "0.distcp"
+    _, found = landing.landed()[0]
+    # Of a large range other pieces may have arrived; the changed one has not.
+    assert found[:1_000] == (b"" if take else b"\xaa" * len(found[:1_000]))
+
+
+def test_a_range_that_is_too_long_to_be_taken_is_refused_before_anything_is_read():
+    size = MAX_TAKE_BYTES + 1
+    payload = Payload(path="0.distcp", key="w", offset=0, size_bytes=size, crc32=None)
+    storage, landing = FaultyStorage(MemoryStorage()), Landing()
+    with Engine(storage, "step") as engine, pytest.raises(ValueError, match="take them in parts of 33554432"):
+        engine.fetch([landing.range(payload, 0, 5), landing.whole(payload, take=True)])
+    assert storage.operations == ()
+
+
+def test_the_longest_range_that_may_be_taken_arrives(tmp_path):
+    file = DataFile("0.distcp", [MAX_TAKE_BYTES + 9], block_bytes=MIB)
+    for kind in ("local", "object"):
+        file.put(storage := make_storage(kind, tmp_path))
+        landing = Landing()
+        wanted = [
+            landing.range(file.payloads[0], start, start + MAX_TAKE_BYTES, take=True) for start in (3, 9)
+        ]
+        with Engine(storage, "step", keep_bytes=0, threads=2) as engine:
+            assert engine.verify(wanted) == []
+            engine.fetch(wanted)
+        assert all(found == file.bytes_of(each) for each, found in landing.landed())
+
+
+@pytest.mark.parametrize("where", [{}, {"into": memoryview(bytearray(5)), "take": print}])
+def test_a_range_has_exactly_one_place_to_go_to(file, where):
+    wanted = Wanted(payload=file.payloads[1], start=0, stop=5, **where)
+    with (
+        Engine(MemoryStorage(), "step") as engine,
+        pytest.raises(ValueError, match="either `into` or `take`"),
+    ):
+        engine.fetch([wanted])
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "into"),
+    [
+        (-1, 5, None),
+        (5, 4, None),
+        (0, 301, None),
+        (0, 5, memoryview(bytearray(4))),
+        (0, 5, memoryview(b"01234")),
+        (0, 5, memoryview(bytearray(10))[::2]),
+    ],
+)
+def test_ranges_and_memory_that_do_not_fit_are_refused(file, start, stop, into):
+    with pytest.raises(ValueError, match=r"payload of|must be writable"):
+        Wanted(payload=file.payloads[1], start=start, stop=stop, into=into)
+
+
+def test_block_checksums_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="1 block checksums"):
+        Payload(path="a", key="w", offset=0, size_bytes=MIB + 1, crc32=0, block_crcs=[1])
+
+
+# --- errors
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_an_error_is_raised_with_its_file_when_all_threads_have_stopped(file, nth):
+    file.put(inner := MemoryStorage())
+    fault = Fault(method="read_into", nth=nth, error=OSError(errno.EIO, "Input/output error"))
+    landing = Landing()
+    with (
+        Engine(FaultyStorage(inner, [fault]), "step", threads=3) as engine,
+        pytest.raises(OSError, match=r"Input/output error.*step/0\.distcp"),
+    ):
+        engine.fetch([landing.whole(payload) for payload in file.payloads])
+    assert engine_threads() == []
+
+
+def test_after_an_error_no_request_begins(file):
+    storage = FaultyStorage(MemoryStorage(), [Fault(method="open_ranges", error=OSError(errno.EIO, "x"))])
+    landing = Landing()
+    with Engine(storage, "step", threads=1) as engine, pytest.raises(OSError, match="x"):
+        engine.fetch([landing.whole(payload) for payload in file.payloads])
+    assert len(storage.operations) == 1
+    assert landing.untouched()
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_file_that_became_shorter_is_named(tmp_path, kind, file):
+    file.put(storage := make_storage(kind, tmp_path), file.content[:-105])
+    with Engine(storage, "step") as engine, pytest.raises(EOFError, match=r"step/0\.distcp: ends at byte"):
+        engine.fetch([Landing().whole(payload) for payload in file.payloads])
+
+
+def test_an_error_of_the_taker_is_raised(file):
+    file.put(storage := MemoryStorage())
+
+    def refuse(view: memoryview) -> None:
+        raise ZeroDivisionError
+
+    with Engine(storage, "step") as engine, pytest.raises(ZeroDivisionError):
+        engine.fetch([Wanted(payload=file.payloads[0], start=0, stop=1, take=refuse)])
+
+
+def test_descriptors_are_closed_at_the_end(tmp_path, file):
+    file.put(storage := LocalStorage(tmp_path))
+    before = descriptors()
+    with Engine(storage, "step") as engine:
+        engine.fetch([Landing().whole(payload) for payload in file.payloads])
+        assert descriptors() == before + 1
+    assert descriptors() == before
