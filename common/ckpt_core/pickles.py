@@ -82,25 +82,22 @@ def guarded(content: bytes, *, persistent_ids: bool = False) -> bytes:
 
 def _end_of(content: bytes, place: int, op: bytes) -> int:
     """Where the instruction at `place` ends."""
+    if not op:
+        raise PickleError("it ends too early")
     if op in _SIZED:
-        width = _SIZED[op]
-        after = place + 1 + width
+        after = place + 1 + _SIZED[op]
         end = after + int.from_bytes(content[place + 1 : after], "little")
     elif op == _GLOBAL:
         lines = _LINES.match(content, place + 1)
-        if lines is None:
-            raise PickleError(f"no name at byte {place}")
-        end = lines.end()
+        end = len(content) + 1 if lines is None else lines.end()
     elif op == _FRAME:
         end = place + 9
     elif op == _LONG_BINPUT:
         end = place + 5
         if int.from_bytes(content[place + 1 : end], "little") > len(content):
             raise PickleError(f"an absurd memo number at byte {place}")
-    elif op:
-        raise PickleError(f"opcode {op!r} at byte {place}, which no pickle of plain data has")
     else:
-        raise PickleError("it ends too early")
+        raise PickleError(f"opcode {op!r} at byte {place}, which no pickle of plain data has")
     if end > len(content):
         raise PickleError("it ends too early")
     return end
@@ -119,4 +116,5 @@ class Ordered(metaclass=Sealed):
     """Stands for `OrderedDict`, which pickles make empty and fill afterwards."""
 
     def __new__(cls) -> Any:
+        """An empty one; a copy of another would cost what nobody has paid for."""
         return OrderedDict()

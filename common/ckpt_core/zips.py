@@ -10,10 +10,10 @@ Source of the structures: PKWARE APPNOTE 6.3.x, sections 4.3.7 (local header), 4
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from struct import Struct
-from struct import error as StructError
 from typing import Final, TypeAlias, final
 
 from ckpt_core.checksums import crc32
@@ -98,7 +98,7 @@ def read_directory(read_at: ReadAt, size_bytes: int) -> Directory:
     """
     try:
         return _read_directory(read_at, size_bytes)
-    except (StructError, UnicodeDecodeError) as error:
+    except (struct.error, UnicodeDecodeError) as error:
         raise _damaged() from error
 
 
@@ -113,7 +113,7 @@ def payload_offset(read_at: ReadAt, directory: Directory, record: Record) -> int
     if len(header) != _LOCAL.size + len(name):
         raise _damaged()
     signature, _, flags, method, *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
-    start = record.header + len(header) + extra_bytes
+    start: int = record.header + len(header) + extra_bytes
     plain = signature == b"PK\3\4" and not flags & ~_DATA_DESCRIPTOR_AND_UTF8 and method == 0
     if not plain or name_bytes != len(name) or header[_LOCAL.size :] != name:
         raise ZipError(f"the header of {record.name!r:.80} is damaged")
@@ -222,7 +222,7 @@ def _record(content: bytes, position: int) -> tuple[Record, int]:
 
 def _wide(extra: bytes, narrow: tuple[int, int, int]) -> tuple[int, int, int]:
     """Fill in those of a record's fields that stand in its zip64 field."""
-    position = 0
+    position = length = 0
     while position < len(extra):
         kind, length = _EXTRA.unpack_from(extra, position)
         position += _EXTRA.size

@@ -27,7 +27,7 @@ _Places: TypeAlias = dict[tuple[str, torch.Size | None], _StorageInfo]
 _Box: TypeAlias = tuple[torch.Size, torch.Size]
 
 
-class _Impossible(ValueError):
+class _ImpossibleError(ValueError):
     pass
 
 
@@ -55,12 +55,14 @@ def check_metadata(metadata: Metadata, path: str, sizes: Callable[[str], int]) -
             if isinstance(entry, TensorStorageMetadata):
                 num_chunks += _check_tensor(key, entry, places)
             elif (key, None) not in places:
-                raise _Impossible(f"{key!r:.200} is nowhere")
+                raise _ImpossibleError(f"{key!r:.200} is nowhere")
             else:
                 num_chunks += 1
         if num_chunks != len(places):
-            raise _Impossible(f"{_unexplained(metadata, places)!r:.200} has a place but is not described")
-    except _Impossible as error:
+            raise _ImpossibleError(
+                f"{_unexplained(metadata, places)!r:.200} has a place but is not described"
+            )
+    except _ImpossibleError as error:
         failure = FileFailure(path=path, problem=f"says what cannot be: {error}")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
 
@@ -75,14 +77,14 @@ def _check_files(places: _Places, sizes: Callable[[str], int]) -> None:
         try:
             size = sizes(file)
         except FileNotFoundError as error:
-            raise _Impossible(f"{file!r} is missing") from error
+            raise _ImpossibleError(f"{file!r} is missing") from error
         if end > size:
             key = next(
                 key
                 for (key, _), info in places.items()
                 if info.relative_path == file and info.offset + info.length == end
             )
-            raise _Impossible(f"{key!r:.200} ends at byte {end} of {file!r}, which has {size}")
+            raise _ImpossibleError(f"{key!r:.200} ends at byte {end} of {file!r}, which has {size}")
 
 
 def _unexplained(metadata: Metadata, places: _Places) -> str:
@@ -98,7 +100,7 @@ def _check_tensor(key: str, entry: TensorStorageMetadata, places: _Places) -> in
     """Check one tensor; how many places it accounts for."""
     shape, itemsize = entry.size, entry.properties.dtype.itemsize
     if len(shape) > MAX_DIMS or any(not 0 <= length <= MAX_COUNT for length in shape):
-        raise _Impossible(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
+        raise _ImpossibleError(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
     boxes: list[_Box] = []
     empty: set[torch.Size] = set()
     volume = 0
@@ -106,9 +108,9 @@ def _check_tensor(key: str, entry: TensorStorageMetadata, places: _Places) -> in
         own = _volume(key, chunk, shape)
         info = places.get((key, chunk.offsets))
         if info is None:
-            raise _Impossible(f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} is nowhere")
+            raise _ImpossibleError(f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} is nowhere")
         if own * itemsize > info.length and not info.transform_descriptors:
-            raise _Impossible(
+            raise _ImpossibleError(
                 f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} has {own * itemsize} bytes, its place "
                 f"in {info.relative_path!r} {info.length}"
             )
@@ -118,7 +120,7 @@ def _check_tensor(key: str, entry: TensorStorageMetadata, places: _Places) -> in
         else:
             empty.add(chunk.offsets)
     if volume != prod(shape):
-        raise _Impossible(f"the chunks of {key!r:.200} have {volume} of its {prod(shape)} elements")
+        raise _ImpossibleError(f"the chunks of {key!r:.200} have {volume} of its {prod(shape)} elements")
     if len(boxes) > 1:
         _check_disjoint(key, boxes)
     # Of several ranks without elements of a tensor each may describe the same empty chunk.
@@ -129,11 +131,11 @@ def _volume(key: str, chunk: ChunkStorageMetadata, shape: Sequence[int]) -> int:
     """Number of elements; they must lie inside the tensor."""
     offsets, lengths = chunk.offsets, chunk.sizes
     if not len(offsets) == len(lengths) == len(shape):
-        raise _Impossible(f"a chunk of {key!r:.200} has other dimensions than its shape {tuple(shape)}")
+        raise _ImpossibleError(f"a chunk of {key!r:.200} has other dimensions than its shape {tuple(shape)}")
     volume = prod(lengths)
     for offset, length, whole in zip(offsets, lengths, shape, strict=True):
         if offset < 0 or length < 0 or (volume and offset + length > whole):
-            raise _Impossible(
+            raise _ImpossibleError(
                 f"the chunk of {key!r:.200} at {tuple(offsets)!s:.200} of shape {tuple(lengths)!s:.200} is "
                 f"not inside the tensor's {tuple(shape)!s:.200}"
             )
@@ -151,17 +153,17 @@ def _check_disjoint(key: str, boxes: Sequence[_Box]) -> None:
         active = [other for other in active if other[0][0] + other[1][0] > start]
         pairs += len(active)
         if pairs > _MOST_PAIRS:
-            raise _Impossible(f"{key!r:.200} is cut up so irregularly that nobody can check it")
+            raise _ImpossibleError(f"{key!r:.200} is cut up so irregularly that nobody can check it")
         for other in active:
             if _overlap(box, other):
-                raise _Impossible(
+                raise _ImpossibleError(
                     f"the chunks of {key!r:.200} at {tuple(other[0])} and {tuple(box[0])} overlap"
                 )
         active.append(box)
 
 
 def _is_grid(boxes: Sequence[_Box]) -> bool:
-    """Whether the chunks are different cells of one grid, and so lie apart; nearly all shardings are grids."""
+    """Whether the chunks are different cells of one grid, and so lie apart; nearly all shardings do."""
     if len({offsets for offsets, _ in boxes}) != len(boxes):
         return False
     for dim in range(len(boxes[0][0])):

@@ -1,4 +1,4 @@
-"""DCP's `.metadata`: a pickle, read so that no checkpoint can run code, alter a class or exhaust the machine."""
+"""DCP's `.metadata`: a pickle, read so that it can run no code, alter no class and exhaust no machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class _Size(metaclass=Sealed):
 
 class _Layout(metaclass=Sealed):
     def __new__(cls, name: str) -> Any:
-        return torch.serialization._get_layout(name)
+        get_layout: Any = torch.serialization._get_layout
+        return get_layout(name)
 
 
 class _Encoding(metaclass=Sealed):
@@ -134,17 +135,15 @@ def load_metadata(content: bytes, path: str) -> Metadata:
         CorruptCheckpointError: it is not a pickle of `Metadata`, or points outside its directory.
     """
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(guarded(content))).load()
-        _settle(metadata)
+        return _settle(_MetadataUnpickler(io.BytesIO(guarded(content))).load())
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(f"{path}: {error}") from error
     except Exception as error:  # a damaged pickle raises nearly anything; the caller is told what and where
         failure = FileFailure(path=path, problem=f"not readable ({type(error).__name__}: {error!s:.500})")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
-    return metadata
 
 
-def _settle(metadata: Any) -> None:
+def _settle(metadata: Any) -> Metadata:
     """Check the types of everything that was read, and put the real objects where stand-ins are."""
     if type(metadata) is not Metadata or type(metadata.storage_data) is not dict:
         raise TypeError("not a DCP metadata object with storage data")
@@ -161,6 +160,8 @@ def _settle(metadata: Any) -> None:
         raise ValueError("a chunk is at two places")
     relative_paths(list({info.relative_path for info in places.values()}))
     metadata.storage_data = places
+    settled: Metadata = metadata
+    return settled
 
 
 def _settle_tensor(entry: Any) -> None:

@@ -328,5 +328,6 @@ def _usual_pickle(dtype: torch.dtype, shape: torch.Size) -> bytes:
 def _compare(form: TensorForm, dtype: torch.dtype, shape: torch.Size) -> None:
     if (form.dtype, form.shape) != (dtype, tuple(shape)):
         raise _ContradictionError(
-            f".metadata says {_text(dtype)} {tuple(shape)}, its own pickle {_text(form.dtype)} {form.shape!s:.200}"
+            f".metadata says {_text(dtype)} {tuple(shape)}, "
+            f"its own pickle {_text(form.dtype)} {form.shape!s:.200}"
         )

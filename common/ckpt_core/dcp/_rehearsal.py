@@ -66,6 +66,9 @@ class _Named(dict[Any, Any]):
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
+    def __call__(self, *_: Any) -> _Named:
+        return self
+
     def __setstate__(self, _: Any) -> None:
         """Take a state."""
 

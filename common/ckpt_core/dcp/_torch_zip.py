@@ -1,4 +1,4 @@
-"""One entry of a data file as `torch.save` wrote it: what tensor it is, and the way in for what is not plain."""
+"""One entry of a data file as `torch.save` wrote it: which tensor it is, and a way in if it is not plain."""
 
 from __future__ import annotations
 

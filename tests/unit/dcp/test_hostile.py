@@ -227,7 +227,9 @@ POSSIBLE = {
     "empty": tensor((0, 3), ((0, 0), (0, 3))),
     "rows": tensor((10, 2), ((0, 0), (4, 2)), ((4, 0), (6, 2))),
     "grid": tensor((3, 3), ((0, 0), (2, 2)), ((0, 2), (2, 1)), ((2, 0), (1, 2)), ((2, 2), (1, 1))),
-    "irregular": tensor((3, 3), ((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))),
+    "irregular": tensor(
+        (3, 3), ((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))
+    ),
     "a rank without elements": tensor((2,), ((0,), (1,)), ((1,), (1,)), ((2,), (0,))),
     "two ranks without elements": tensor((2,), ((0,), (2,)), ((2,), (0,)), ((2,), (0,))),
 }  # fmt: skip
@@ -332,7 +334,7 @@ def test_records_over_one_another_are_refused():
 
 @pytest.mark.parametrize("name", ["constants.pkl", "code/x.py", "../x", "data.pkl.debug_pkl"])
 def test_a_record_that_torch_does_not_write_is_refused(name):
-    with pytest.raises(CorruptCheckpointError, match="which torch.save does not write"):
+    with pytest.raises(CorruptCheckpointError, match=r"which torch\.save does not write"):
         checked_zip(zipped(pickle.dumps(1, protocol=2), **{name: b"x"}), NAME)
 
 
@@ -359,10 +361,7 @@ def test_a_storage_larger_than_its_record_is_refused(numel):
     chunk = zipped(storage_pickle(numel, 2), bytes(8))
     with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: 'w'.*storage '0' is to have"):
         load_chunk(chunk, NAME)
-    try:
-        assert place_of(chunk).payload is None
-    except CorruptCheckpointError as error:
-        assert "'w'" in str(error)
+    assert place_of(chunk).payload is None
 
 
 @pytest.mark.parametrize(
@@ -375,13 +374,13 @@ def test_a_storage_larger_than_its_record_is_refused(numel):
         b"cbuiltins\nbytearray\n\x8a\5\0\0\0\0\1\x85R",
         b"ctorch\nFloatTensor\n\x8a\5\0\0\0\0\1\x85R",
         b"ctorch.storage\nUntypedStorage\n\x8a\5\0\0\0\0\1\x85R",
-        b"](" + b"c_codecs\nencode\nq\0X\0\0\1\0" + b"a" * 65536 + b"q\1" + b"0" * 0 + b"X\6\0\0\0latin1\x86R"
+        b"](" + b"c_codecs\nencode\nq\0X\0\0\1\0" + b"a" * 65536 + b"q\1X\6\0\0\0latin1\x86R"
         + b"h\0h\1X\6\0\0\0latin1\x86R" * 3000 + b"e",
         b"Nr\xff\xff\xff\x7f",
         b"X\xff\xff\xff\x7f",
     ],
-    ids=["deep", "shared", "shared in OrderedDict", "shared in set", "bytearray", "tensor", "storage", "copies",
-         "memo", "text"],
+    ids=["deep", "shared", "shared in OrderedDict", "shared in set", "bytearray", "tensor", "storage",
+         "copies", "memo", "text"],
 )  # fmt: skip
 def test_a_pickle_that_would_exhaust_the_machine_never_gets_to_torch(body):
     with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: 'w'"):
@@ -398,7 +397,7 @@ def test_a_pickle_that_would_exhaust_the_machine_never_gets_to_torch(body):
         (3, tuple(range(625)), None),
         [(i, (i, "x")) for i in range(2000)],
         torch.Size((2, 3)), torch.float32, torch.device("cpu"), torch.ones(3, dtype=torch.float8_e5m2),
-        torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        torch.eye(3).to_sparse(),
     ],
     ids=lambda value: f"{type(value).__name__} {value!s:.20}",
 )  # fmt: skip
