@@ -19,6 +19,7 @@ from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._zips import zip_problem
 from ckpt_core.errors import CheckpointNotFoundError, FileFailure
 from ckpt_core.names import DATA_SUFFIX, METADATA
+from ckpt_core.pickles import Row, guarded
 from ckpt_core.storage import Storage
 
 _BROKEN_PICKLE: Final = (
@@ -112,7 +113,7 @@ def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str |
 def _read_chunks(content: bytes) -> Mapping[str, Sequence[_Chunk]]:
     """File -> its chunks in the order of the file; anything unexpected raises one of `_BROKEN_PICKLE`."""
     chunks: defaultdict[str, list[_Chunk]] = defaultdict(list)
-    for index, where in _Inert(io.BytesIO(content)).load().storage_data.items():
+    for index, where in _Inert(io.BytesIO(guarded(content))).load().storage_data.items():
         path, offset, size = where.relative_path, where.offset, where.length
         if not (type(path) is str and type(offset) is type(size) is int):
             raise TypeError(f"the place of chunk {index.fqn!r} is not a path, an offset and a length")
@@ -150,3 +151,6 @@ class _Inert(pickle.Unpickler):  # noqa: S301 - nothing it names is ever looked 
 
     def find_class(self, _module: str, _name: str, /) -> type[_Placeholder]:
         return _Placeholder
+
+    def persistent_load(self, pid: Any, /) -> Row:
+        return Row(pid)

@@ -1,9 +1,12 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
+from ckpt_core.dcp._consistency import check_metadata
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._metadata import entries, load_metadata
+from ckpt_core.dcp._places import Place, Places
 from ckpt_core.dcp._plan import Part, Share, decide
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
+from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
 __all__ = [
@@ -11,14 +14,19 @@ __all__ = [
     "ImageLayout",
     "Pace",
     "Part",
+    "Place",
+    "Places",
     "SafeLoadPlanner",
     "ShardReader",
     "ShardSpec",
     "ShardWriter",
     "Share",
+    "check_metadata",
+    "checked_zip",
     "decide",
     "encode_metadata",
     "entries",
+    "load_chunk",
     "load_metadata",
     "load_value",
     "places_in",

@@ -1,91 +1,230 @@
-"""DCP's `.metadata`: a pickle, read through an allow-list so that no checkpoint can run code."""
+"""DCP's `.metadata`: a pickle, read so that it can run no code, alter no class and exhaust no machine."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from pathlib import PurePosixPath
-from typing import Any, final
+from types import NoneType
+from typing import Any, Final, final
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from typing_extensions import override
 
+from ckpt_core.codec import MAX_COUNT, relative_paths
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
+from ckpt_core.pickles import Ordered, Row, Sealed, guarded
 from ckpt_core.types import SavedEntries, SavedTensor
 
-_METADATA_CLASSES = {
-    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-}  # fmt: skip
-_ALLOWED = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
+MAX_DIMS: Final = 64
+"""What torch itself allows."""
+
+_MAX_PATH_CHARS: Final = 4096
+_PATHS: Final = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
+# By the value of torch's `_MEM_FORMAT_ENCODING`; its members are everybody's, and a pickle could alter them.
+_MEMORY_FORMATS: Final = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
+_STEPS: Final = frozenset({str, int, float, bool, NoneType})
+
+
+def _stand_in(real: type) -> type:
+    """A class by which a pickle makes empty objects of the class `real`, and nothing else."""
+
+    def make(_: type) -> Any:
+        return object.__new__(real)
+
+    return Sealed(real.__name__, (), {"__new__": make})
+
+
+class _Index(metaclass=Sealed):
+    """A `MetadataIndex` that is not believed yet: its hash would look at whatever it is made of."""
+
+
+class _Properties(metaclass=Sealed):
+    """Keeps the state of `TensorProperties`."""
+
+    state: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.state = state
+
+
+class _Size(metaclass=Sealed):
+    def __new__(cls, lengths: Row) -> Any:
+        if len(lengths) > MAX_DIMS:
+            raise ValueError(f"a shape of {len(lengths)} dimensions")
+        return torch.Size(lengths)
+
+
+class _Layout(metaclass=Sealed):
+    def __new__(cls, name: str) -> Any:
+        get_layout: Any = torch.serialization._get_layout
+        return get_layout(name)
+
+
+class _Encoding(metaclass=Sealed):
+    def __new__(cls, value: int) -> Any:
+        return value
+
+
+class _PathText(metaclass=Sealed):
+    def __new__(cls, *parts: str) -> Any:
+        if sum(map(len, parts)) > _MAX_PATH_CHARS:
+            raise ValueError("an absurdly long path")
+        return "/".join(parts)
+
+
+_DCP: Final = "torch.distributed.checkpoint.metadata"
+_STAND_INS: Final[dict[tuple[str, str], Any]] = {
+    **{
+        (_DCP, real.__name__): _stand_in(real)
+        for real in (
+            Metadata,
+            TensorStorageMetadata,
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            StorageMeta,
+        )
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
+    (_DCP, "MetadataIndex"): _Index,
+    (_DCP, "TensorProperties"): _Properties,
+    (_DCP, "_MEM_FORMAT_ENCODING"): _Encoding,
+    ("torch.serialization", "_get_layout"): _Layout,
+    ("torch", "Size"): _Size,
+    ("collections", "OrderedDict"): Ordered,
+    **{("pathlib", name): _PathText for name in _PATHS},
 }
-_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
-
-
-def _path_text(*parts: str) -> str:
-    """Stands in for the path classes: a pickle can set attributes of any Python class that it reaches."""
-    return "/".join(parts)
 
 
 @final
 class _MetadataUnpickler(pickle.Unpickler):  # noqa: S301 - the allow-list is what makes it safe
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
-            return getattr(torch, global_name)
-        if (module_name, global_name) in _ALLOWED:
-            return super().find_class(module_name, global_name)
-        if module_name == "pathlib" and global_name in _PATHS:
-            return _path_text
+        found = _STAND_INS.get((module_name, global_name))
+        if found is not None:
+            return found
+        if module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype):
+            return vars(torch)[global_name]
         raise UnsafeCheckpointError(
-            f".metadata refers to {module_name}.{global_name}, which no DCP metadata needs; "
+            f".metadata refers to {module_name:.200}.{global_name:.200}, which no DCP metadata needs; "
             "it may be an attack and was not executed"
         )
+
+    @override
+    def persistent_load(self, pid: Any, /) -> Row:
+        return Row(pid)
 
 
 def load_metadata(content: bytes, path: str) -> Metadata:
     """Read a `.metadata` file.
+
+    Nothing in it is executed. What it says is of the right types; `check_metadata` tells whether it is
+    possible.
 
     Raises:
         UnsafeCheckpointError: it refers to anything but DCP's metadata classes.
         CorruptCheckpointError: it is not a pickle of `Metadata`, or points outside its directory.
     """
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        return _settle(_MetadataUnpickler(io.BytesIO(guarded(content))).load())
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(f"{path}: {error}") from error
     except Exception as error:  # a damaged pickle raises nearly anything; the caller is told what and where
-        raise _corrupt(path, f"not readable ({type(error).__name__}: {error})") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise _corrupt(path, "not a DCP metadata object with storage data")
-    for info in metadata.storage_data.values():
-        _check_storage_info(info, path)
-    return metadata
+        failure = FileFailure(path=path, problem=f"not readable ({type(error).__name__}: {error!s:.500})")
+        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
 
 
-def _check_storage_info(info: object, path: str) -> None:
-    if not isinstance(info, _StorageInfo):
-        raise _corrupt(path, f"storage data of type {type(info).__name__} is not supported")
-    place = tuple(getattr(info, name, None) for name in ("relative_path", "offset", "length"))
-    if tuple(type(value) for value in place) != (str, int, int):
-        raise _corrupt(path, f"storage data with {place!r} for path, offset and length")
-    relative = PurePosixPath(info.relative_path)
-    if relative.is_absolute() or ".." in relative.parts or "\\" in info.relative_path:
-        raise _corrupt(path, f"points outside its directory: {info.relative_path!r}")
-    if info.offset < 0 or info.length < 0:
-        raise _corrupt(path, f"impossible offset or length in {info.relative_path!r}")
+def _settle(metadata: Any) -> Metadata:
+    """Check the types of everything that was read, and put the real objects where stand-ins are."""
+    if type(metadata) is not Metadata or type(metadata.storage_data) is not dict:
+        raise TypeError("not a DCP metadata object with storage data")
+    _expect(metadata.state_dict_metadata, dict, "the state dict's metadata")
+    for key, entry in metadata.state_dict_metadata.items():
+        _expect(key, str, "a name")
+        if type(entry) is TensorStorageMetadata:
+            _settle_tensor(entry)
+        else:
+            _expect(entry, BytesStorageMetadata, "an entry")
+    metadata.planner_data = _paths(metadata.planner_data)
+    places = {_index(index): _place(info) for index, info in metadata.storage_data.items()}
+    if len(places) != len(metadata.storage_data):
+        raise ValueError("a chunk is at two places")
+    relative_paths(list({info.relative_path for info in places.values()}))
+    metadata.storage_data = places
+    settled: Metadata = metadata
+    return settled
 
 
-def _corrupt(path: str, problem: str) -> CorruptCheckpointError:
-    failure = FileFailure(path=path, problem=problem)
-    return CorruptCheckpointError(str(failure), failures=(failure,))
+def _settle_tensor(entry: Any) -> None:
+    _expect(entry.properties, _Properties, "the properties of a tensor")
+    dtype, layout, requires_grad, encoding, pin_memory = entry.properties.state
+    _expect(dtype, torch.dtype, "a dtype")
+    _expect(layout, torch.layout, "a layout")
+    entry.properties = TensorProperties(
+        dtype, layout, bool(requires_grad), _MEMORY_FORMATS[encoding], bool(pin_memory)
+    )
+    _expect(entry.size, torch.Size, "a shape")
+    _expect(entry.chunks, list, "the chunks of a tensor")
+    for chunk in entry.chunks:
+        if not (
+            type(chunk) is ChunkStorageMetadata and type(chunk.offsets) is type(chunk.sizes) is torch.Size
+        ):
+            raise TypeError("a chunk without a place and a shape")
+
+
+def _index(index: Any) -> MetadataIndex:
+    _expect(index, _Index, "a key of the storage data")
+    fields = vars(index)
+    key, offset, hint = fields.get("fqn"), fields.get("offset"), fields.get("index")
+    _expect(key, str, "the name of a chunk")
+    if type(offset) not in (torch.Size, NoneType) or type(hint) not in (int, NoneType):
+        raise TypeError(f"the place of a chunk of {key!r:.80} is not a shape")
+    return MetadataIndex(key, offset, hint)
+
+
+def _place(info: Any) -> _StorageInfo:
+    if type(info) is not _StorageInfo:
+        raise TypeError(f"storage data of type {type(info).__name__} is not supported")
+    fields = vars(info)
+    path, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+    if not (type(path) is str and type(offset) is type(length) is int):
+        kinds = ", ".join(type(value).__name__ for value in (path, offset, length))
+        raise TypeError(f"storage data with {kinds} for path, offset and length")
+    if not (0 <= offset <= MAX_COUNT and 0 <= length <= MAX_COUNT):
+        raise ValueError(f"impossible offset or length in {path!r:.80}")
+    extensions = fields.get("transform_descriptors")
+    if extensions is not None and not (type(extensions) is list and {str}.issuperset(map(type, extensions))):
+        raise TypeError(f"stream extensions in {path!r:.80} that are not names")
+    return info
+
+
+def _paths(planned: Any) -> dict[str, tuple[Any, ...]] | None:
+    """What DCP's planner keeps: flattened name -> path in the nested state dict."""
+    if planned is None:
+        return None
+    if not isinstance(planned, dict):
+        raise TypeError("planner data that is no mapping")
+    paths: dict[str, tuple[Any, ...]] = {}
+    for key, path in planned.items():
+        _expect(key, str, "a name in the planner data")
+        if not (isinstance(path, tuple) and _STEPS.issuperset(map(type, path))):
+            raise TypeError(f"the path of {key!r:.80} is not one")
+        paths[key] = tuple(path)
+    return paths
+
+
+def _expect(value: object, kind: type, what: str) -> None:
+    if type(value) is not kind:
+        raise TypeError(f"{what} is of type {type(value).__name__}, not {kind.__name__}")
 
 
 def entries(metadata: Metadata) -> SavedEntries:
