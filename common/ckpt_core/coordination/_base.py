@@ -6,6 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+
+from ckpt_core.errors import CoordinationError
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -14,13 +18,20 @@ class Coordinator(ABC):
     """Lets the ranks of a job agree.
 
     Main thread only, the same call in the same order on every rank: `agree`, `gather`, `exchange`, `combine`.
+    Main thread only, some of the ranks: `relay`.
     Any one thread: `announce` and `meet`, which never use a collective, so that they cannot deadlock against
     training.
     Every wait has a deadline; when it passes, `DeadlineError` names the ranks awaited.
+
+    Attributes:
+        rank: this process's, from 0.
+        world_size: how many ranks there are.
+        relays: whether `relay` can be used; where it cannot, every rank reads for itself.
     """
 
     rank: int
     world_size: int
+    relays: bool = False
 
     @property
     def is_coordinator(self) -> bool:
@@ -54,6 +65,28 @@ class Coordinator(ABC):
     @abstractmethod
     def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
         """Element-wise maximum over the ranks of a few small integers; cheap enough for every step."""
+
+    def relay(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Bring the content of the first rank's buffer into the buffers of the others; a tree of messages.
+
+        Only `ranks` make the call, all with the same `ranks` and a buffer of the same size; a rank alone is
+        done at once. No deadlock can arise if all relays of a job stand in one order and every rank makes
+        those it belongs to in that order: the first that is not done can always go on.
+
+        Args:
+            buffer: uint8, one-dimensional, contiguous, on the CPU.
+            ranks: the source first, each one once.
+
+        Raises:
+            CoordinationError: a peer was lost, or this coordinator cannot relay (see `relays`).
+            DeadlineError: a peer has not made the call; `awaited` names it.
+            ValueError: this rank is not among `ranks`, or one of them is there twice.
+        """
+        if len(ranks) > 1:
+            raise CoordinationError(
+                f"rank {self.rank}: {type(self).__name__} cannot relay {buffer.numel()} bytes to ranks "
+                f"{list(ranks[1:])}: `relays` is False"
+            )
 
     @abstractmethod
     def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:

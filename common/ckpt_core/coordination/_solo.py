@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
+import torch
 from typing_extensions import override
 
 from ckpt_core.coordination._base import Coordinator, R, T, failure_text
@@ -29,6 +30,10 @@ class Solo(Coordinator):
     @override
     def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
         return tuple(flags)
+
+    @override
+    def relay(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
+        pass  # whoever it would reach is here
 
     @override
     def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast, final
@@ -15,7 +16,8 @@ from typing_extensions import override
 from ckpt_core.coordination._base import Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
 from ckpt_core.coordination._solo import Solo
-from ckpt_core.errors import CoordinationError
+from ckpt_core.coordination._tree import neighbours
+from ckpt_core.errors import CoordinationError, DeadlineError
 
 _instances = itertools.count()
 _FAREWELL_SECONDS = 10.0
@@ -29,6 +31,8 @@ class StoreCoordinator(Coordinator):
     two store connections (one for the main thread, one for the background thread) belong to this instance
     alone, so that nothing here can be interleaved with the training's own communication.
     """
+
+    relays = True
 
     def __init__(self, *, deadline_seconds: float = 1800.0) -> None:
         self.rank = dist.get_rank()
@@ -62,6 +66,14 @@ class StoreCoordinator(Coordinator):
         return tuple(int(flag) for flag in tensor.tolist())
 
     @override
+    def relay(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
+        parent, children = neighbours(ranks, self.rank)
+        if parent is not None:
+            self._pass(dist.recv, buffer, parent)
+        for child in children:
+            self._pass(dist.send, buffer, child)
+
+    @override
     def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
         return cast("T", self._background.announce(name, make, deadline_seconds))
 
@@ -86,6 +98,22 @@ class StoreCoordinator(Coordinator):
             return  # a rank is gone already: it will not read anything any more
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
+
+    def _pass(self, verb: Callable[..., Any], buffer: torch.Tensor, peer: int) -> None:
+        began = time.monotonic()
+        try:
+            verb(buffer, peer, group=self._group)
+        except RuntimeError as error:
+            way = "from" if verb is dist.recv else "to"
+            what = f"rank {self.rank}: relay of {buffer.numel()} bytes {way} rank {peer}"
+            # Gloo tells the two apart by their wording only.
+            if time.monotonic() - began >= self._deadline_seconds:
+                raise DeadlineError(
+                    f"{what} was not done within {self._deadline_seconds:g} s; "
+                    "it has died, hangs, or did not make the same call",
+                    awaited=(peer,),
+                ) from error
+            raise CoordinationError(f"{what} failed, for that rank was lost: {error}") from error
 
     def _open_channel(self, name: str) -> Channel:
         default: Any = _get_default_store()  # its stubs know no `clone`

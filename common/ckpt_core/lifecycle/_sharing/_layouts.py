@@ -1,0 +1,197 @@
+"""Which box of a tensor every rank holds, told from the live tensor alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, cast, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+_KNOWN: Final = frozenset({Shard, _StridedShard, Replicate})
+
+_Place: TypeAlias = tuple[IntArray, int, Placement]
+"""Coordinate of every rank in one dimension of the mesh, how long that is, and how a tensor is placed on it."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boxes:
+    """Which parts of one tensor the ranks hold; several ranks may hold the same, or one rank several.
+
+    Attributes:
+        ranks: int64 [N], the rank that holds each box.
+        lo: int64 [N, D], where each box starts, in elements of the whole tensor.
+        hi: int64 [N, D], where it stops, exclusive. A box may be empty.
+    """
+
+    ranks: IntArray
+    lo: IntArray
+    hi: IntArray
+
+    def __post_init__(self) -> None:
+        if not self.ranks.shape == self.lo.shape[:1] == self.hi.shape[:1] or self.lo.shape != self.hi.shape:
+            raise ValueError(f"boxes of shapes {self.ranks.shape}, {self.lo.shape}, {self.hi.shape}")
+
+    def of(self, rank: int) -> Boxes:
+        """Those of one rank."""
+        own = self.ranks == rank
+        return Boxes(ranks=self.ranks[own], lo=self.lo[own], hi=self.hi[own])
+
+    def overlap(self, lo: IntArray, hi: IntArray) -> npt.NDArray[np.bool_]:
+        """Which of these boxes (columns, [N]) have elements in common with those given (rows, [M, D])."""
+        common = (self.hi > self.lo).all(axis=1)[None, :] & (hi > lo).all(axis=1)[:, None]
+        for dim in range(lo.shape[1]):
+            common &= (lo[:, None, dim] < self.hi[None, :, dim]) & (self.lo[None, :, dim] < hi[:, None, dim])
+        return common
+
+    def contain(self, chunk: ChunkStorageMetadata) -> bool:
+        """Whether one of these boxes contains all of `chunk`."""
+        lo = np.array(chunk.offsets, dtype=np.int64)
+        hi = lo + np.array(chunk.sizes, dtype=np.int64)
+        if not (hi > lo).all():
+            return True
+        return bool(((self.lo <= lo) & (hi <= self.hi)).all(axis=1).any())
+
+
+@final
+class Layouts:
+    """The boxes of live tensors; each layout is worked out once. To be kept for one load: it holds meshes.
+
+    Nothing is communicated: a DTensor's mesh and placements, a ShardedTensor's metadata are the same on all
+    of its ranks, and a plain tensor is taken to be whole on every rank of the job.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._known: dict[Any, Boxes | None] = {}
+
+    def boxes_of(self, value: torch.Tensor) -> Boxes | None:
+        """Which box every rank holds of `value`; None if that cannot be told: then it cannot be shared.
+
+        It cannot be told of sums that have not been made (`Partial`), of shards that are no boxes, of
+        placements of unknown kinds, and of tensors whose own shard lies elsewhere than the layout says.
+        """
+        boxes = self._of_layout(value)
+        if boxes is None or not _holds_its_own(value, boxes.of(self._rank)):
+            return None
+        return boxes
+
+    def _of_layout(self, value: torch.Tensor) -> Boxes | None:
+        if isinstance(value, ShardedTensor):
+            return _sharded_boxes(value)
+        key: Any = (value.shape,)
+        if isinstance(value, DTensor):
+            key = (value.shape, value.device_mesh, value.placements)
+        if key not in self._known:
+            self._known[key] = self._work_out(value)
+        return self._known[key]
+
+    def _work_out(self, value: torch.Tensor) -> Boxes | None:
+        if isinstance(value, DTensor):
+            mesh = cast("IntArray", value.device_mesh.mesh.numpy().astype(np.int64))
+            return placed_boxes(value.shape, mesh, value.placements)
+        ranks = np.arange(self._world_size, dtype=np.int64)
+        return placed_boxes(value.shape, ranks, [Replicate()])
+
+
+def placed_boxes(shape: Sequence[int], mesh: IntArray, placements: Sequence[Placement]) -> Boxes | None:
+    """The boxes of a tensor of `shape` on a mesh of ranks; None if they are none."""
+    coordinates = np.indices(mesh.shape, dtype=np.int64).reshape(mesh.ndim, -1)
+    places = list(zip(coordinates, mesh.shape, placements, strict=True))
+    if not _KNOWN.issuperset(map(type, placements)):
+        return None
+    ends: list[tuple[IntArray, IntArray]] = []
+    for dim, size in enumerate(shape):
+        cuts = [place for place in places if _cuts(place[2], dim)]
+        strided = any(isinstance(placement, _StridedShard) for _, _, placement in cuts)
+        found = _strided_ends(size, mesh.size, cuts) if strided else _even_ends(size, mesh.size, cuts)
+        if found is None:
+            return None
+        ends.append(found)
+    return Boxes(
+        ranks=mesh.reshape(-1),
+        lo=_columns([lo for lo, _ in ends], mesh.size),
+        hi=_columns([hi for _, hi in ends], mesh.size),
+    )
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def _columns(columns: list[IntArray], rows: int) -> IntArray:
+    return np.stack(columns, axis=1) if columns else np.zeros((rows, 0), dtype=np.int64)
+
+
+def _even_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArray, IntArray]:
+    """Where each rank's part of one dimension starts and stops; cut as `torch.chunk` does, again and again."""
+    lo, hi = np.zeros(count, dtype=np.int64), np.full(count, size, dtype=np.int64)
+    for coordinate, parts, _ in cuts:
+        length = hi - lo
+        step = -(-length // parts)
+        start = np.minimum(step * coordinate, length)
+        lo, hi = lo + start, lo + np.minimum(start + step, length)
+    return lo, hi
+
+
+def _strided_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArray, IntArray] | None:
+    """As `_even_ends`, where a cut may comb through the dimension; None if a rank is left with holes in it."""
+    everything = np.arange(size, dtype=np.int64)
+    kept = {(): everything}
+    path: list[tuple[int, ...]] = [()] * count
+    for coordinate, parts, placement in cuts:
+        split = {before: _split(indices, parts, placement) for before, indices in kept.items()}
+        kept = {(*before, part): pieces[part] for before, pieces in split.items() for part in range(parts)}
+        path = [(*before, int(part)) for before, part in zip(path, coordinate, strict=True)]
+    if any(len(indices) and indices[-1] - indices[0] + 1 != len(indices) for indices in kept.values()):
+        return None
+    ends = {way: (int(i[0]), int(i[-1]) + 1) if len(i) else (size, size) for way, i in kept.items()}
+    both = np.array([ends[way] for way in path], dtype=np.int64).reshape(count, 2)
+    return both[:, 0], both[:, 1]
+
+
+def _split(indices: IntArray, parts: int, placement: Placement) -> list[IntArray]:
+    if not isinstance(placement, _StridedShard):
+        return _chunks(indices, parts)
+    combed = [_chunks(piece, parts) for piece in _chunks(indices, int(placement.split_factor))]
+    return [np.concatenate([piece[part] for piece in combed]) for part in range(parts)]
+
+
+def _chunks(indices: IntArray, parts: int) -> list[IntArray]:
+    """As `torch.chunk`, with empty ones at the end."""
+    step = -(-len(indices) // parts)
+    return [indices[step * part : step * (part + 1)] for part in range(parts)]
+
+
+def _sharded_boxes(value: ShardedTensor) -> Boxes | None:
+    metadata = value.metadata()
+    placements = [shard.placement for shard in metadata.shards_metadata]
+    ranks = [None if place is None else cast("int | None", place.rank()) for place in placements]
+    if None in ranks:
+        return None
+    shape = (len(ranks), len(metadata.size))
+    lo = np.array([shard.shard_offsets for shard in metadata.shards_metadata], dtype=np.int64).reshape(shape)
+    sizes = np.array([shard.shard_sizes for shard in metadata.shards_metadata], dtype=np.int64)
+    return Boxes(ranks=np.array(ranks, dtype=np.int64), lo=lo, hi=lo + sizes.reshape(shape))
+
+
+def _holds_its_own(value: torch.Tensor, own: Boxes) -> bool:
+    """Whether what DCP will read into `value` on this rank lies in the boxes of this rank."""
+    if isinstance(value, DTensor):
+        if not len(own.ranks):  # this rank is not in the mesh
+            return True
+        sizes, held = (own.hi - own.lo)[0].tolist(), list(value.to_local().shape)
+        if sizes != held and not (0 in sizes and 0 in held):
+            return False
+    return all(own.contain(chunk) for chunk in _create_chunk_list(value))
