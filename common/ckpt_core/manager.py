@@ -195,7 +195,8 @@ class CheckpointManager:
         self._cadence.saved(loaded.info.step, self._coordinator.agree(time.time()))
         return loaded.info.step
 
-    def load(
+    # Everything that narrows a load is a keyword of its own, as users would guess it.
+    def load(  # noqa: PLR0913
         self,
         state: State,
         *,

@@ -49,10 +49,10 @@ def run(tmp_path):
     return root
 
 
-def resumed(root):
+def resumed(root, **options):
     """The step that a fresh job resumes, having made sure that its values are that step's."""
     state = state_of(0)
-    with CheckpointManager(root) as checkpoints:
+    with CheckpointManager(root, **options) as checkpoints:
         step = checkpoints.resume(state)
     assert values(state) == EXPECTED[step], f"step {step} was resumed with other values"
     return step
@@ -67,8 +67,12 @@ def flip(path, chance):
     return before
 
 
-def test_a_bad_checkpoint_is_never_chosen(run):
-    """Whichever bit of the newest checkpoint flips, the one before it is resumed instead."""
+@pytest.mark.parametrize("verify", ["read", "full"])
+def test_a_bad_checkpoint_is_never_chosen(run, verify):
+    """Whichever bit of the newest checkpoint flips, the one before it is resumed instead.
+
+    If only what is used is verified, a bit between the tensors may flip: what is loaded is right then.
+    """
     chance = random.Random(SEED)
     files = sorted(path for path in (run / f"step-{NEWEST:09d}").iterdir())
     assert [path.name for path in files] == [
@@ -78,9 +82,11 @@ def test_a_bad_checkpoint_is_never_chosen(run):
     for number in range(FLIPS):
         path = files[number % len(files)]
         content = flip(path, chance)
-        assert resumed(run) == BEFORE, f"a flip in {path.name} passed"
+        found = resumed(run, verify=verify)
+        between = verify == "read" and path.name == "__0_0.distcp" and found == NEWEST
+        assert between or found == BEFORE, f"a flip in {path.name} passed"
         path.write_bytes(content)
-    assert resumed(run) == NEWEST
+    assert resumed(run, verify=verify) == NEWEST
 
 
 def test_rotten_pins_never_stop_a_resume_and_protect_everything_while_they_cannot_be_read(run):
@@ -108,7 +114,7 @@ def test_a_damaged_checkpoint_makes_way_for_a_new_one_of_its_step_and_is_kept_fo
     flip(damaged / name, random.Random(SEED))
     evidence = (damaged / name).read_bytes()
     state = state_of(0)
-    with CheckpointManager(run, keep=KeepLatest(3)) as checkpoints:
+    with CheckpointManager(run, keep=KeepLatest(3), verify="full") as checkpoints:
         assert checkpoints.resume(state) == BEFORE
         checkpoints.save(NEWEST, state_of(NEWEST)).result()
         checkpoints.wait()
@@ -127,7 +133,7 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_start_over_in_silence(
     refusal = pytest.raises(
         CorruptCheckpointError, match=rf"{run} is damaged: .*look at each with `ckpt verify`"
     )
-    with CheckpointManager(run) as checkpoints, refusal:
+    with CheckpointManager(run, verify="full") as checkpoints, refusal:
         checkpoints.resume(state)
     assert values(state) == before
 

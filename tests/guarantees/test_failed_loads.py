@@ -1,7 +1,8 @@
-"""A load that fails leaves every tensor, every optimizer value and every random number generator as it was."""
+"""A load that fails leaves every tensor, optimizer value and random number generator as it was."""
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
 
@@ -157,8 +158,6 @@ def test_an_item_that_refuses_changes_nothing_live(tmp_path):
 
 
 def test_storage_that_fails_before_it_was_verified_changes_nothing_live(root):
-    import errno
-
     fault = Fault(method="read_into", key="*.distcp", error=OSError(errno.ETIMEDOUT, "no answer"))
     storage = FaultyStorage(LocalStorage(root), [fault])
     error = fails(storage, Run(2), LoadError)

@@ -196,7 +196,9 @@ def test_a_missing_file_is_damage_too(tmp_path):
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over_aloud_and_left_where_it_is(tmp_path, caplog):
     saved(tmp_path, 1, 2)
-    unreadable = Fault(method="read", key="step-000000002/*.distcp", error=OSError(errno.EIO, "I/O error"))
+    unreadable = Fault(
+        method="read_into", key="step-000000002/*.distcp", error=OSError(errno.EIO, "I/O error")
+    )
     with CheckpointManager(FaultyStorage(LocalStorage(tmp_path), [unreadable])) as checkpoints:
         assert checkpoints.resume(Run.make().state) == 1
     assert "step-000000002" in caplog.text

@@ -1,4 +1,4 @@
-"""Loading a part of a checkpoint, under other names, into another dtype; and what is said when it does not fit."""
+"""Loading a part of a checkpoint, under other names, into another dtype; what is said if it does not fit."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_another_dtype_is_cast_only_if_asked_for(tmp_path):
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": torch.tensor([1.0, 2.5])})
         live = {"w": torch.zeros(2, dtype=torch.bfloat16)}
-        with pytest.raises(IncompatibleCheckpointError, match="bfloat16 here, torch.float32"):
+        with pytest.raises(IncompatibleCheckpointError, match="bfloat16 here, torch"):
             checkpoints.load(live, step=1)
         assert live["w"].tolist() == [0, 0]
         checkpoints.load(live, step=1, cast=True)

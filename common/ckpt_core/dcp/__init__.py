@@ -2,7 +2,9 @@
 
 from ckpt_core.dcp._consistency import check_metadata
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
+from ckpt_core.dcp._landing import Landing
 from ckpt_core.dcp._metadata import entries, load_metadata
+from ckpt_core.dcp._needs import Need
 from ckpt_core.dcp._places import Place, Places
 from ckpt_core.dcp._plan import Part, Share, decide
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
@@ -12,6 +14,8 @@ from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 __all__ = [
     "Image",
     "ImageLayout",
+    "Landing",
+    "Need",
     "Pace",
     "Part",
     "Place",

@@ -1,4 +1,4 @@
-"""Where the bytes of a stored chunk go: from any window of its payload into the tensor that is being loaded."""
+"""Where the bytes of a stored chunk go: from any window of its payload into the tensor being loaded."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]
         yield ()
         return
     inner = math.prod(shape[1:])
-    first, last = start // inner, (stop - 1) // inner
-    if first == last and (start % inner or stop % inner):
-        for rest in boxes_of_range(shape[1:], start - first * inner, stop - first * inner):
-            yield ((first, first + 1), *rest)
+    first, begin = divmod(start, inner)
+    last, end = divmod(stop, inner)
+    if begin and first == last:
+        yield from _in_row(shape, first, begin, end)
         return
-    if start % inner:
-        for rest in boxes_of_range(shape[1:], start % inner, inner):
-            yield ((first, first + 1), *rest)
+    if begin:
+        yield from _in_row(shape, first, begin, inner)
         first += 1
-    end = stop // inner
-    if first < end:
-        yield ((first, end), *((0, size) for size in shape[1:]))
-    if stop % inner:
-        for rest in boxes_of_range(shape[1:], 0, stop % inner):
-            yield ((end, end + 1), *rest)
+    if first < last:
+        yield ((first, last), *((0, size) for size in shape[1:]))
+    yield from _in_row(shape, last, 0, end)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    return (((row, row + 1), *rest) for rest in boxes_of_range(shape[1:], start, stop))
 
 
 @final

@@ -36,9 +36,7 @@ class Need:
             return
         while begin < end:
             cut = min(end, (begin // _WINDOW_BYTES + 1) * _WINDOW_BYTES)
-            yield Wanted(
-                payload=self.payload, start=begin, stop=cut, take=partial(self.landing.land, begin)
-            )
+            yield Wanted(payload=self.payload, start=begin, stop=cut, take=partial(self.landing.land, begin))
             begin = cut
 
     def land(self, start: int, content: memoryview) -> None:

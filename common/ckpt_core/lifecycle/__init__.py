@@ -9,4 +9,14 @@ from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._saver import Saver
 from ckpt_core.lifecycle._selection import Selection, narrowed
 
-__all__ = ["CadenceKeeper", "LoadRequest", "Loader", "SaveHandle", "SaveRequest", "Saver", "Selection", "narrowed", "prune"]
+__all__ = [
+    "CadenceKeeper",
+    "LoadRequest",
+    "Loader",
+    "SaveHandle",
+    "SaveRequest",
+    "Saver",
+    "Selection",
+    "narrowed",
+    "prune",
+]

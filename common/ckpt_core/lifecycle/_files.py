@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from typing import final
 
@@ -23,14 +24,14 @@ class Files:
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest | None) -> None:
         self._storage = storage
-        self._directory = directory
+        self.directory = directory
         self._manifest = manifest
         self._entries = {} if manifest is None else {entry.path: entry for entry in manifest.files}
 
     @property
     def url(self) -> str:
         """Where the directory is, for people."""
-        return f"{self._storage.url}/{self._directory}"
+        return f"{self._storage.url}/{self.directory}"
 
     @property
     def is_ours(self) -> bool:
@@ -46,7 +47,7 @@ class Files:
         """Whether the checkpoint has that file; what was never committed does not count."""
         if self.is_ours:
             return path in self._entries
-        return self._storage.exists(f"{self._directory}/{path}")
+        return self._storage.exists(f"{self.directory}/{path}")
 
     def size(self, path: str) -> int:
         """Size of a file as it was committed, in bytes; as it is, where there is no manifest.
@@ -58,7 +59,7 @@ class Files:
             return self._entries[path].size_bytes
         try:
             if not self.is_ours:
-                return self._storage.size(f"{self._directory}/{path}")
+                return self._storage.size(f"{self.directory}/{path}")
         except FileNotFoundError:
             pass
         raise self.damaged(path, "missing")
@@ -71,7 +72,7 @@ class Files:
             OSError: storage is unwell.
         """
         size = self.size(path)
-        key = f"{self._directory}/{path}"
+        key = f"{self.directory}/{path}"
         try:
             found = self._storage.size(key)
             if found != size:
@@ -79,6 +80,11 @@ class Files:
             content = self._storage.read_bytes(key)
         except FileNotFoundError:
             raise self.damaged(path, "missing") from None
+        except OSError as error:
+            # A block that the device cannot read is lost; any other error may be gone at the next try.
+            if error.errno != errno.EIO:
+                raise
+            raise self.damaged(path, f"cannot be read: {error}") from error
         if self.is_ours:
             self._compare(path, content)
         return content
@@ -98,12 +104,12 @@ class Files:
         if str(found) != committed:
             raise self.damaged(path, f"checksum is {found}, {committed} was committed")
 
-    def misplaced(self, paths: Iterable[str]) -> list[FileFailure]:
-        """Which of these files are missing, or of another size than was committed; contents are not read."""
+    def misplaced(self, rank: int, world_size: int) -> list[FileFailure]:
+        """Which of this rank's share of the files are missing, or of another size than was committed."""
         found: list[FileFailure] = []
-        for path in sorted(paths):
+        for path in list(self._entries)[rank::world_size]:
             try:
-                size = self._storage.size(f"{self._directory}/{path}")
+                size = self._storage.size(f"{self.directory}/{path}")
             except FileNotFoundError:
                 found.append(FileFailure(path=path, problem="missing"))
                 continue

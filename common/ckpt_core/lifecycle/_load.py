@@ -1,4 +1,4 @@
-"""One load, in phases that every rank goes through together:
+"""One load, in phases that every rank goes through together.
 
 1. open and plan: what the checkpoint holds against what the live state needs; byte entries are read.
 2. verify: every byte that will be used is compared with its checksum. Nothing live has changed.
@@ -6,8 +6,9 @@
 4. fetch: the same bytes again, this time into the live tensors.
 5. apply: what needs the tensors, and the random number generators last.
 
-A load that fails before 4 leaves everything as it was. After that only storage can fail that answered a moment
-before, or an object without a `begin` that refuses its state; the error says that the state is partly overwritten.
+A load that fails before 4 leaves everything as it was. After that only storage can fail that answered a
+moment before, or an object without a `begin` that refuses its state; the error says that the state is partly
+overwritten.
 """
 
 from __future__ import annotations
@@ -77,7 +78,14 @@ def load(
         LoadError: a rank failed otherwise; the message says whether the live state was touched.
     """
     with Engine(storage, request.directory) as engine:
-        return _Load(request, source, storage, coordinator, telemetry, engine).run()
+        return _Load(
+            request=request,
+            source=source,
+            storage=storage,
+            coordinator=coordinator,
+            telemetry=telemetry,
+            engine=engine,
+        ).run()
 
 
 @final
@@ -86,6 +94,7 @@ class _Load:
 
     def __init__(
         self,
+        *,
         request: LoadRequest,
         source: StateSource,
         storage: Storage,
@@ -103,7 +112,10 @@ class _Load:
 
     def run(self) -> SavedState:
         """Go through all phases; see the module."""
-        untouched = f"{self._place}: nothing was loaded"
+        untouched = (
+            f"{self._place} could not be read. That is no damage, so no older checkpoint was tried and "
+            "nothing was loaded; see to the storage, try again"
+        )
         opened, parts = everywhere(self._coordinator, self._open_and_plan, untouched)
         reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
         with self._span("load.verify"):
@@ -145,7 +157,9 @@ class _Load:
         selection, misfits = self._request.selection, Misfits()
         parts: dict[str, PartLoad] = {}
         for part, tree in self._target(opened.saved).items():
-            target = {item: v for item, v in tree.items() if selection.items is None or item in selection.items}
+            target = {
+                item: v for item, v in tree.items() if selection.items is None or item in selection.items
+            }
             if not target:
                 continue
             metadata = opened.contents[part].metadata if part in opened.contents else Metadata({})
@@ -167,10 +181,10 @@ class _Load:
             ) from error
 
     def _verify(self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads) -> None:
-        if self._request.verification == "read":
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        failures = opened.files.misplaced(rank, world_size)
+        if not failures and self._request.verification == "read":
             failures = self._engine.verify(reads.checked())
-        else:
-            failures = opened.files.misplaced(reads.paths())
         if failures:
             raise _damaged(self._place, failures)
         for load in parts.values():

@@ -10,7 +10,6 @@ from typing import final
 from ckpt_core.commit import Catalog, Survey, share, verify, verify_stock
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
-    CheckpointNotFoundError,
     CoordinationError,
     CorruptCheckpointError,
     FileFailure,

@@ -72,7 +72,9 @@ class Contents:
 
     def _read(self, place: Place) -> bytes:
         try:
-            content = _read_at(self._storage, f"{self._directory}/{place.path}", place.offset, place.size_bytes)
+            content = _read_at(
+                self._storage, f"{self._directory}/{place.path}", place.offset, place.size_bytes
+            )
         except FileNotFoundError:
             raise self._damaged(place, "missing") from None
         if len(content) != place.size_bytes:
@@ -126,7 +128,15 @@ def open_checkpoint(
     metadata = {part: _read_metadata(files, part) for part in parts}
 
     def contents(part: str, narrowed: Narrowed) -> Contents:
-        return _contents(storage, directory, files, part, narrowed, allow_pickle=allow_pickle)
+        places = _places(storage, files, part, narrowed.whole)
+        return Contents(
+            metadata=narrowed.metadata,
+            _original=narrowed.original,
+            _places=places,
+            _storage=storage,
+            _directory=directory,
+            _allow_pickle=allow_pickle,
+        )
 
     whole = contents("", Narrowed.everything(metadata[""])) if "" in metadata else None
     items = _Items(files, whole, allow_pickle=allow_pickle)
@@ -164,31 +174,14 @@ def _read_metadata(files: Files, part: str) -> Metadata:
     return metadata
 
 
-def _contents(
-    storage: Storage,
-    directory: str,
-    files: Files,
-    part: str,
-    narrowed: Narrowed,
-    *,
-    allow_pickle: bool,
-) -> Contents:
+def _places(storage: Storage, files: Files, part: str, metadata: Metadata) -> Places:
     if files.is_ours:
-        places = Places(narrowed.whole, part=part, directory=files.url, read_file=files.read)
-    else:
+        return Places(metadata, part=part, directory=files.url, read_file=files.read)
 
-        def read_at(path: str, offset: int, size: int) -> bytes:
-            return _read_at(storage, f"{directory}/{path}", offset, size)
+    def read_at(path: str, offset: int, size: int) -> bytes:
+        return _read_at(storage, f"{files.directory}/{path}", offset, size)
 
-        places = Places(narrowed.whole, part=part, directory=files.url, read_at=read_at)
-    return Contents(
-        metadata=narrowed.metadata,
-        _original=narrowed.original,
-        _places=places,
-        _storage=storage,
-        _directory=directory,
-        _allow_pickle=allow_pickle,
-    )
+    return Places(metadata, part=part, directory=files.url, read_at=read_at)
 
 
 def _read_at(storage: Storage, key: str, offset: int, size: int) -> bytes:

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -32,7 +32,9 @@ class _OddChunk:
 
     def load(self) -> None:
         source = self.read()
-        for dim, (offset, length) in enumerate(zip(self.item.storage_offsets, self.item.lengths, strict=True)):
+        for dim, (offset, length) in enumerate(
+            zip(self.item.storage_offsets, self.item.lengths, strict=True)
+        ):
             source = source.narrow(dim, offset, length)
         self.target.copy_(source)
 
@@ -60,7 +62,8 @@ class PartLoad:
     def of(cls, part: str, target: StateDict, metadata: Metadata, *, allow_pickle: bool) -> PartLoad:
         """Flatten the target as DCP does."""
         planner = SafeLoadPlanner(allow_pickle=allow_pickle)
-        planner.set_up_planner(dict(target), metadata, is_coordinator=False)
+        target = dict(target)
+        planner.set_up_planner(target, metadata, is_coordinator=False)
         return cls(part, target, planner, metadata)
 
     @property
@@ -121,7 +124,7 @@ class PartLoad:
                 yield self._stored(key, boxes)
 
     def _stored(self, key: str, boxes: Boxes) -> StoredTensor:
-        entry: TensorStorageMetadata = self._metadata.state_dict_metadata[key]
+        entry = cast("TensorStorageMetadata", self._metadata.state_dict_metadata[key])
         shape = (len(entry.chunks), len(entry.size))
         lo = np.array([chunk.offsets for chunk in entry.chunks], dtype=np.int64).reshape(shape)
         sizes = np.array([chunk.sizes for chunk in entry.chunks], dtype=np.int64).reshape(shape)

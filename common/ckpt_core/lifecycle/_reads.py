@@ -40,8 +40,8 @@ class Reads:
     def of(cls, parts: Mapping[str, PartLoad], coordinator: Coordinator, *, read_once: bool) -> Reads:
         """What this rank reads. Collective.
 
-        Ranks read for one another only if all of them have worked out the same schedule, which one number from
-        each tells; else every rank reads all that it needs.
+        Ranks read for one another only if all of them have worked out the same schedule, which one number
+        from each tells; else every rank reads all that it needs.
         """
         needs = [need for load in parts.values() for need in load.needs]
         if not (read_once and coordinator.relays):
@@ -59,10 +59,6 @@ class Reads:
             if need.name in names:
                 shared[id(need.payload)].append(need)
         return cls([need for need in needs if need.name not in names], shared, schedule)
-
-    def paths(self) -> set[str]:
-        """The files that this rank reads."""
-        return {wanted.payload.path for wanted in self.checked()}
 
     def _needs_of(self, cell: Cell) -> list[Need]:
         return [need for need in self._shared.get(id(cell.payload), ()) if need.name == cell.name]

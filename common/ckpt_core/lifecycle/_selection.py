@@ -60,7 +60,13 @@ class Selection:
 
     @classmethod
     def of(
-        cls, *, items: Any, include: Any, rename: Any, strict: Any, cast: Any  # as users give them
+        cls,
+        *,
+        items: Any,
+        include: Any,
+        rename: Any,
+        strict: Any,
+        cast: Any,  # as users give them
     ) -> Selection:
         """The selection that a user asks for.
 
@@ -75,9 +81,7 @@ class Selection:
             boolean("strict", strict),
             boolean("cast", cast),
         )
-        return cls(
-            items=items, include=tuple(include), rename=dict(rename or {}), strict=strict, cast=cast
-        )
+        return cls(items=items, include=tuple(include), rename=dict(rename or {}), strict=strict, cast=cast)
 
     def of_state(self, saved: SavedState) -> SavedState:
         """What the checkpoint holds, as far as it is wanted; the metadata behind it is narrowed already."""
@@ -108,8 +112,8 @@ class Selection:
         idle = sorted({*self.include, *self.rename} - used)
         if idle:
             raise ConfigError(
-                f"{place}: nothing in the checkpoint is called {', '.join(map(repr, idle))}; `ckpt show` lists "
-                "what is there. Nothing was loaded"
+                f"{place}: nothing in the checkpoint is called {', '.join(map(repr, idle))}; "
+                "`ckpt show` lists what is there. Nothing was loaded"
             )
         return found
 
@@ -170,8 +174,8 @@ class Selection:
             taken = sum(key in names for key in keys)
             if item == "optimizer" and 0 < taken < len(keys):
                 raise ConfigError(
-                    f"{place}: include= leaves out a part of the optimizer's state, which is loaded whole or not "
-                    "at all; add 'optimizer.*', or begin the patterns with the items that you want"
+                    f"{place}: include= leaves out a part of the optimizer's state, which is loaded "
+                    "whole or not at all; add 'optimizer.*', or begin patterns with the items you want"
                 )
 
     def renamed(self, names: Any) -> Any:

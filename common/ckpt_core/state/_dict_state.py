@@ -67,7 +67,7 @@ def _apply(live: Any, loaded: Any, name: str) -> None:
     is_list = type(live) is list
     for key, value in list(enumerate(live) if is_list else live.items()):
         new = get(loaded, (key if is_list else str(key),))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) or (not is_list and str(key) not in loaded):
             continue
         if is_stateful(value):
             load_item(f"{name}{key}", value, {} if new is None else new)

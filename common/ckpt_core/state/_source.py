@@ -52,9 +52,7 @@ class StateSource(Protocol):
 class CarefulSource(StateSource, Protocol):
     """A training state that puts back first what may refuse, and can take it back."""
 
-    def begin(
-        self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState
-    ) -> Callable[[], None]:
+    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
         """Between `target` and `apply`: put back what is small and may refuse, before any tensor is read.
 
         In `loaded` plain values are there already, tensors are not.

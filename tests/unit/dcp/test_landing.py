@@ -29,8 +29,7 @@ def test_boxes_of_a_range_hold_each_of_its_elements_once(shape, data):
     stop = data.draw(st.integers(start, total))
     numbers = torch.arange(total).reshape(shape)
     found = [
-        numbers[tuple(slice(*span) for span in box)].reshape(-1)
-        for box in boxes_of_range(shape, start, stop)
+        numbers[tuple(slice(*span) for span in box)].reshape(-1) for box in boxes_of_range(shape, start, stop)
     ]
     assert [int(n) for n in itertools.chain(*found)] == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
