@@ -64,20 +64,26 @@ class Examination:
     def _compare(self, request: Request) -> None:
         with self._buffers.lend(request.start, request.stop - request.start) as buffer:
             self._files.at(request.path).read_into(request.start, buffer)
-            for order in request.orders:
-                for piece in order.pieces:
-                    self._compare_piece(
-                        piece, buffer[order.start - request.start : order.stop - request.start]
-                    )
-            if (kept := self._files.kept(request.path)) is not None:
+            parts = [
+                (order, buffer[order.start - request.start : order.stop - request.start])
+                for order in request.orders
+            ]
+            changed = [
+                piece for order, part in parts for piece in order.pieces if not self._is_intact(piece, part)
+            ]
+            kept = self._files.kept(request.path)
+            if kept is not None and not changed:
                 kept.keep(request.start, buffer)
 
-    def _compare_piece(self, piece: Piece, content: memoryview) -> None:
+    def _is_intact(self, piece: Piece, content: memoryview) -> bool:
+        """Whether the piece is what was saved; of a step it is only known later."""
         found = crc32(content)
         if piece.crc32 is None:
             self._steps[piece.place] = found
         elif found != piece.crc32:
             self._findings.add_changed(piece, found)
+            return False
+        return True
 
     def _narrow_down(self, request: Request, error: EOFError | OSError) -> None:
         """Each piece by itself, so that those which can be read are not blamed."""

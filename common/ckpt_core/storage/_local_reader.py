@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,14 @@ def path_inside(root: Path, key: str) -> Path:
     The caller opens what is returned, so that a link put in its place since is not followed.
 
     Raises:
-        PermissionError: a link on the way leads out of the root. The root itself may be a link.
+        FileNotFoundError: there is none.
+        PermissionError: a link on the way leads out of the root (the root itself may be a link), or what is
+            there is neither a file nor a directory.
     """
     real_root, path = root.resolve(), root.joinpath(*key_parts(key))
     real = path.resolve()
     if real.is_relative_to(real_root):
+        _refuse_special(real)
         return real
     link = next(step for step in _steps(root, key) if not step.resolve().is_relative_to(real_root))
     message = (
@@ -66,6 +70,14 @@ class LocalRanges:
             # The kernel knows a descriptor only; whoever reads the error needs the name.
             error.filename = self._where
             raise
+
+
+def _refuse_special(path: Path) -> None:
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        # To open a named pipe is to wait for its writer.
+        message = "not a regular file but a pipe, socket or device, which no checkpoint has; remove it"
+        raise PermissionError(errno.EACCES, message, str(path))
 
 
 def _steps(root: Path, key: str) -> list[Path]:

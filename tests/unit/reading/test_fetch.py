@@ -236,6 +236,36 @@ def test_block_checksums_that_do_not_fit_are_refused():
         Payload(path="a", key="w", offset=0, size_bytes=MIB + 1, crc32=0, block_crcs=[1])
 
 
+@pytest.mark.parametrize("verified", [False, True])
+def test_an_object_store_is_asked_by_all_threads_at_once(verified):
+    file = DataFile("0.distcp", [2 * MIB] * 8, block_bytes=MIB)
+    file.put(storage := ObjectStorage("memory://at-once"))
+    meeting, real = threading.Barrier(4, timeout=60), storage._filesystem.cat_file
+
+    def cat_file(*arguments, **options):
+        meeting.wait()
+        return real(*arguments, **options)
+
+    storage._filesystem.cat_file = cat_file
+    landing = Landing()
+    wanted = [landing.whole(payload) for payload in file.payloads]
+    with Engine(storage, "step", threads=4) as engine:
+        if verified:
+            # Four requests, none of which is answered before all have been made.
+            assert engine.verify(wanted[::2]) == []
+        else:
+            engine.fetch(wanted)
+            assert all(found == file.bytes_of(each) for each, found in landing.landed())
+
+
+def test_nothing_that_was_found_changed_is_kept():
+    file = DataFile("0.distcp", [1000])
+    file.put(storage := ObjectStorage("memory://changed"), file.flipped(500))
+    with Engine(storage, "step") as engine:
+        assert len(engine.verify([Landing().whole(file.payloads[0])])) == 1
+        assert not engine._files.kept("0.distcp").holds(100, 101)
+
+
 # --- errors
 
 

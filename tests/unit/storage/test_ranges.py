@@ -172,3 +172,13 @@ def test_a_link_to_nothing_is_not_found_inside_and_refused_outside(tmp_path, out
         storage.read_bytes("inside")
     with pytest.raises(PermissionError):
         storage.read_bytes("outside")
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a")
+    for method in ("open", "open_ranges"):
+        with (
+            pytest.raises(PermissionError, match="not a regular file"),
+            getattr(LocalStorage(tmp_path), method)("a"),
+        ):
+            pass
