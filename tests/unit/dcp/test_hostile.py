@@ -373,6 +373,9 @@ def test_a_storage_larger_than_its_record_is_refused(numel):
         b"}" + SMALL_SHARED + b"Ns",
         b"ccollections\nOrderedDict\n]]" + SMALL_SHARED + b"NaaR",
         b"cbuiltins\nset\n]" + SMALL_SHARED + b"a\x85R",
+        b"ccollections\nOrderedDict\n)R]]" + SMALL_SHARED + b"aab",
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\nN\x8a\5\0\0\0\0\1\x85NtR",
+        b"c_codecs\nencode\nX\1\0\0\0aX\4\0\0\0idna\x86R",
         b"cbuiltins\nbytearray\n\x8a\5\0\0\0\0\1\x85R",
         b"ctorch\nFloatTensor\n\x8a\5\0\0\0\0\1\x85R",
         b"ctorch.storage\nUntypedStorage\n\x8a\5\0\0\0\0\1\x85R",
@@ -381,8 +384,8 @@ def test_a_storage_larger_than_its_record_is_refused(numel):
         b"Nr\xff\xff\xff\x7f",
         b"X\xff\xff\xff\x7f",
     ],
-    ids=["deep", "shared", "shared in OrderedDict", "shared in set", "bytearray", "tensor", "storage",
-         "copies", "memo", "text"],
+    ids=["deep", "shared", "shared in OrderedDict", "shared in set", "shared in a state", "wrapped", "codec",
+         "bytearray", "tensor", "storage", "copies", "memo", "text"],
 )  # fmt: skip
 def test_a_pickle_that_would_exhaust_the_machine_never_gets_to_torch(body):
     with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: 'w'"):

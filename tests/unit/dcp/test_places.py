@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_core.chunks import encode_table
-from ckpt_core.dcp import Place, Places, ShardWriter, load_chunk, load_metadata
+from ckpt_core.dcp import Place, Places, ShardWriter, check_metadata, load_chunk, load_metadata
 from ckpt_core.dcp._archive import build_archive, tensor_pickle
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.storage import LocalStorage
@@ -114,6 +114,19 @@ def test_the_payloads_of_a_stock_checkpoint_are_the_tensors_for_every_dtype_and_
 
 def test_our_writers_zips_are_understood_without_their_table(our_root):
     check(our_root, all_of(our_root, stock(our_root)), state())
+
+
+def test_what_we_and_stock_dcp_write_is_consistent(our_root, stock_root):
+    for root in (our_root, stock_root):
+        check_metadata(metadata_of(root), ".metadata", lambda path, root=root: (root / path).stat().st_size)
+
+
+def test_a_file_one_byte_short_is_noticed_at_once(our_root):
+    def size(path: str) -> int:
+        return (our_root / path).stat().st_size - (path == "__0_0.distcp")
+
+    with pytest.raises(CorruptCheckpointError, match=r"ends at byte \d+ of '__0_0\.distcp', which has \d+"):
+        check_metadata(metadata_of(our_root), ".metadata", size)
 
 
 def test_a_large_payload_of_ours_has_a_checksum_for_every_block(our_root):
