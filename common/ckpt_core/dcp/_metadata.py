@@ -194,8 +194,8 @@ def _index(index: Any) -> MetadataIndex:
 def _place(info: Any) -> _StorageInfo:
     if type(info) is not _StorageInfo:
         raise TypeError(f"storage data of type {type(info).__name__} is not supported")
-    fields = vars(info)
-    path, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+    fields: dict[str, Any] = vars(info)
+    path, offset, length = (fields.get(name, "") for name in ("relative_path", "offset", "length"))
     if not (type(path) is str and type(offset) is type(length) is int):
         kinds = ", ".join(type(value).__name__ for value in (path, offset, length))
         raise TypeError(f"storage data with {kinds} for path, offset and length")

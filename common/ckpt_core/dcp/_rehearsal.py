@@ -69,14 +69,27 @@ class _Named(dict[Any, Any]):
     def __call__(self, *_: Any) -> _Named:
         return self
 
-    def __setstate__(self, _: Any) -> None:
-        """Take a state."""
+    def __setstate__(self, state: Any) -> None:
+        """Take a state; torch makes a mapping of it, so that of pairs the first of each is hashed."""
+        if isinstance(state, (list, tuple)):
+            for pair in state:
+                if isinstance(pair, (list, tuple)) and pair and isinstance(pair[0], tuple):
+                    hash(pair[0])
 
     def append(self, _: Any) -> None:
         """Take an item, as a list would."""
 
     def extend(self, _: Any) -> None:
         """Take items, as a list would."""
+
+
+def _makes_new(path: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call takes memory, or time, that is out of proportion to its arguments."""
+    sizes = any(isinstance(value, (int, tuple)) for value in args)
+    if path == "builtins.bytearray" or (path.startswith("torch.") and path.endswith(("Tensor", "Storage"))):
+        return sizes
+    # Bytes are pickled as Latin-1; some other encodings take quadratic time.
+    return path == "_codecs.encode" and args[1:] != ("latin1",)
 
 
 @final
@@ -113,11 +126,11 @@ class _Rehearsal(pickle.Unpickler):  # noqa: S301 - nothing it names is ever loo
                 self.charge(len(value))
         if path in _HASHES_ARGUMENTS and args:
             self._hash(path, args[0])
-        elif path.startswith("torch.") and path.endswith(("Tensor", "Storage")):
-            if any(isinstance(value, (int, tuple)) for value in args):
-                raise PickleError(f"it makes a new {path:.80}, which torch.save never writes")
-        elif path == "builtins.bytearray" and any(isinstance(value, int) for value in args):
-            raise PickleError("it makes a new bytearray of some size, which torch.save never writes")
+        elif path == "torch._tensor._rebuild_from_type_v2":
+            inner, _, inner_args, *_ = args
+            return self.call(inner, tuple(inner_args))
+        elif _makes_new(path, args):
+            raise PickleError(f"it makes a new {path:.80}, which torch.save never writes")
         elif path == "torch._utils._rebuild_qtensor":
             self._check_shape(args)
         return self._weigh(tuple(args[0])) if path == "torch.Size" and args else self._named(named)

@@ -5,6 +5,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,29 @@ def test_a_hostile_metadata_runs_nothing(stock, tmp_path):
     (stock / ".metadata").write_bytes(pickle.dumps([Hostile(tmp_path / "run")]))
     assert len(failures(stock)) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        b"N" + b"\x85" * 1_000_000,
+        b"N\x85q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(200)),
+    ],
+    ids=["deep", "shared"],
+)
+def test_a_metadata_whose_keys_cannot_be_hashed_in_time_is_a_failure_not_a_crash(stock, key):
+    (stock / ".metadata").write_bytes(b"\x80\4}" + key + b"Ns.")
+    (failure,) = failures(stock)
+    assert failure.path == ".metadata"
+    assert failure.problem.startswith("cannot be read")
+
+
+def test_a_compressed_record_is_refused_before_it_is_unpacked():
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(50 << 20))
+    problem = zip_problem(stream, 0, len(stream.getvalue()))
+    assert "compressed" in str(problem)
 
 
 def test_a_metadata_that_points_outside_is_refused(stock):

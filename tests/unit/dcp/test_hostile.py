@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_core.dcp import Places, check_metadata, checked_zip, load_chunk, load_metadata
+from ckpt_core.dcp import Places, check_metadata, checked_zip, entries, load_chunk, load_metadata
 from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
 
 PLACE = "root/step/.metadata"
@@ -371,6 +373,9 @@ def test_a_storage_larger_than_its_record_is_refused(numel):
         b"}" + SMALL_SHARED + b"Ns",
         b"ccollections\nOrderedDict\n]]" + SMALL_SHARED + b"NaaR",
         b"cbuiltins\nset\n]" + SMALL_SHARED + b"a\x85R",
+        b"ccollections\nOrderedDict\n)R]]" + SMALL_SHARED + b"aab",
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\nN\x8a\5\0\0\0\0\1\x85NtR",
+        b"c_codecs\nencode\nX\1\0\0\0aX\4\0\0\0idna\x86R",
         b"cbuiltins\nbytearray\n\x8a\5\0\0\0\0\1\x85R",
         b"ctorch\nFloatTensor\n\x8a\5\0\0\0\0\1\x85R",
         b"ctorch.storage\nUntypedStorage\n\x8a\5\0\0\0\0\1\x85R",
@@ -379,8 +384,8 @@ def test_a_storage_larger_than_its_record_is_refused(numel):
         b"Nr\xff\xff\xff\x7f",
         b"X\xff\xff\xff\x7f",
     ],
-    ids=["deep", "shared", "shared in OrderedDict", "shared in set", "bytearray", "tensor", "storage",
-         "copies", "memo", "text"],
+    ids=["deep", "shared", "shared in OrderedDict", "shared in set", "shared in a state", "wrapped", "codec",
+         "bytearray", "tensor", "storage", "copies", "memo", "text"],
 )  # fmt: skip
 def test_a_pickle_that_would_exhaust_the_machine_never_gets_to_torch(body):
     with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: 'w'"):
@@ -449,3 +454,47 @@ def test_a_flipped_bit_in_a_whole_chunk_is_found(place):
     content[content.rfind(b"PK\1\2") // 2 if place == "payload" else content.find(b"FloatStorage")] ^= 1
     with pytest.raises(CorruptCheckpointError, match="Bad CRC-32"):
         load_chunk(bytes(content), NAME)
+
+
+def outcome(act: Callable[[], Any], *expected: type[Exception]) -> Any:
+    """What it gives; None if it raises one of the expected errors, any other passes on."""
+    try:
+        return act()
+    except expected:
+        return None
+
+
+def test_no_flipped_bit_of_a_byte_entry_changes_what_is_loaded():
+    value = {"lr": 0.1, "betas": (0.9, 0.99), "t": [1, 2], "name": "adam"}
+    intact = saved(value)
+    passed = 0
+    for position in range(len(intact)):
+        content = bytearray(intact)
+        content[position] ^= 1 << position % 8
+        if outcome(lambda content=bytes(content): checked_zip(content, NAME), CorruptCheckpointError):
+            passed += 1
+            assert torch.load(io.BytesIO(content), weights_only=True) == value
+    assert 0 < passed < len(intact) // 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_metadata_changed_at_random_is_read_or_refused(seed):
+    chance = random.Random(seed)
+    made = metadata(tensor((6, 2), ((0, 0), (4, 2)), ((4, 0), (2, 2))))
+    made.planner_data = {"w": ("model", 0, "w")}
+    intact = pickle.dumps(made, protocol=2 + seed % 4)
+    refused = 0
+    for _ in range(200):
+        content = bytearray(intact)
+        for _ in range(chance.randint(1, 4)):
+            content[chance.randrange(len(content))] = chance.choice(
+                [chance.randrange(256), *b"h)R.ub}]t\x85\x94Q0"]
+            )
+        errors = UnsafeCheckpointError, CorruptCheckpointError
+        found = outcome(lambda content=bytes(content): load_metadata(content, PLACE), *errors)
+        if found is None:
+            refused += 1
+        else:
+            outcome(lambda found=found: check_metadata(found, PLACE, lambda _: 1 << 20), *errors)
+            entries(found)
+    assert refused > 100

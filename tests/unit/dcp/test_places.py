@@ -11,12 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from ckpt_core.chunks import encode_table
-from ckpt_core.dcp import Place, Places, ShardWriter, load_chunk, load_metadata
+from ckpt_core.dcp import Place, Places, ShardWriter, check_metadata, load_chunk, load_metadata
+from ckpt_core.dcp._archive import build_archive, tensor_pickle
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.storage import LocalStorage
+from ckpt_core.zips import read_directory
 from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -105,6 +114,19 @@ def test_the_payloads_of_a_stock_checkpoint_are_the_tensors_for_every_dtype_and_
 
 def test_our_writers_zips_are_understood_without_their_table(our_root):
     check(our_root, all_of(our_root, stock(our_root)), state())
+
+
+def test_what_we_and_stock_dcp_write_is_consistent(our_root, stock_root):
+    for root in (our_root, stock_root):
+        check_metadata(metadata_of(root), ".metadata", lambda path, root=root: (root / path).stat().st_size)
+
+
+def test_a_file_one_byte_short_is_noticed_at_once(our_root):
+    def size(path: str) -> int:
+        return (our_root / path).stat().st_size - (path == "__0_0.distcp")
+
+    with pytest.raises(CorruptCheckpointError, match=r"ends at byte \d+ of '__0_0\.distcp', which has \d+"):
+        check_metadata(metadata_of(our_root), ".metadata", size)
 
 
 def test_a_large_payload_of_ours_has_a_checksum_for_every_block(our_root):
@@ -328,6 +350,34 @@ def test_every_flipped_bit_of_a_stock_zip_is_found_or_leaves_the_place_as_it_was
         payload = place.payload
         assert payload.crc32 != zlib.crc32(flipped[payload.offset : payload.offset + payload.size_bytes])
     assert found > 100
+
+
+@pytest.mark.parametrize("zip64_from", [0xFFFFFFFF, 401, 400, 100, 1])
+def test_the_64_bit_fields_of_a_zip_are_understood(zip64_from):
+    tensor = torch.arange(100.0)
+    raw = content(tensor)
+    archive = build_archive(
+        tensor_pickle(torch.float32, (100,)), 400, zlib.crc32(raw), offset=0, zip64_from=zip64_from
+    )
+    whole = archive.prefix + raw + archive.suffix
+    index, info = MetadataIndex("w", (0,)), _StorageInfo("__0_0.distcp", 0, len(whole))
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([100]))
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([100]), [chunk])
+    metadata = Metadata({"w": entry}, storage_data={index: info})
+    places = Places(metadata, read_at=lambda _, offset, size: whole[offset : offset + size])
+    payload = places.find([index])[index].payload
+    assert (payload.offset, payload.crc32) == (len(archive.prefix), zlib.crc32(raw))
+    assert torch.equal(load_chunk(whole, "w"), tensor)
+
+
+@pytest.mark.parametrize("comment", [1, 511, 2048, 60_000])
+def test_a_directory_before_a_long_comment_is_found(comment):
+    whole = pad(saved(torch.arange(4.0)), comment)
+    assert read_directory(lambda offset, size: whole[offset : offset + size], len(whole)).find("data/0")
+
+
+def pad(zipped: bytes, comment: int) -> bytes:
+    return zipped[:-2] + comment.to_bytes(2, "little") + bytes(comment)
 
 
 @pytest.mark.parametrize("cut", [1, 22, 100, 500])
