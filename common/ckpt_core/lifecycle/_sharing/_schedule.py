@@ -59,9 +59,9 @@ class Schedule:
         rank: whose schedule it is.
         private: what no other rank needs, as cells joined where they meet.
         buckets: what others need, too, in the one order in which all ranks pass buckets on.
-        consistency: 0 to 2**64 - 1. The sum over all ranks, modulo 2**64, is 0 if, and but for chance only if,
-            all ranks that share something have worked out the same cells, owners and order. If it is not 0,
-            nothing may be shared: ranks would wait for one another for ever.
+        consistency: 0 to 2**64 - 1. The sum over all ranks, modulo 2**64, is 0 if, and but for chance only
+            if, all ranks that share something have worked out the same cells, owners and order. If it is not
+            0, nothing may be shared: ranks would wait for one another for ever.
     """
 
     rank: int

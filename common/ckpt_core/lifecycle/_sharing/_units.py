@@ -141,7 +141,7 @@ class _Groups:
         self._replicated = bool((boxes.lo == boxes.lo[:1]).all() and (boxes.hi == boxes.hi[:1]).all())
 
     def of(self, lo: IntArray, hi: IntArray) -> IntArray:
-        """The set of ranks (`Members`) for each of the units with these bounding boxes; one rank needs all."""
+        """The set of ranks (`Members`) that needs each of the units with these bounding boxes."""
         if self._replicated:
             return np.full(len(lo), self._members.number(self._boxes.ranks), dtype=np.int64)
         overlap = self._boxes.overlap(lo, hi)
@@ -198,7 +198,7 @@ def _step(payload: Payload, itemsize: int, cell_bytes: int) -> int:
 
 
 def _bounding_boxes(sizes: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
-    """The smallest boxes that hold the elements `first` to `last` of chunks of `sizes`, in row-major order."""
+    """The smallest boxes that hold the elements `first` to `last`, in row-major order, of such chunks."""
     lo, hi = np.zeros_like(sizes), sizes.copy()
     same = np.ones(len(sizes), dtype=bool)
     for dim in range(sizes.shape[1]):
