@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def every_placement(mesh: DeviceMesh, choices: list[tuple[Placement, ...]]) -> N
             agrees(distribute_tensor(whole, mesh, list(placements)), whole)
 
 
-def all_kinds() -> None:
+def every_kind() -> None:
     world = dist.get_world_size()
     every_placement(init_device_mesh("cpu", (world,)), ON_ONE)
     if world == 4:
@@ -70,12 +71,7 @@ def all_kinds() -> None:
     agrees(torch.tensor(3.0), torch.tensor(3.0))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_boxes_are_what_ranks_hold_under_every_placement(world):
-    run_ranks(all_kinds, world)
-
-
-def fsdp2_over_tp() -> list[bool]:
+def fsdp2_over_tp() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     strided = []
     for width in (8, 10, 7, 3):
@@ -87,11 +83,7 @@ def fsdp2_over_tp() -> list[bool]:
         for name, value in net.state_dict().items():
             strided.append("StridedShard" in str(value.placements))
             agrees(value.detach(), whole[name])
-    return strided
-
-
-def test_boxes_are_what_ranks_hold_under_fsdp2_over_tensor_parallelism():
-    assert any(run_ranks(fsdp2_over_tp, 4)[0])
+    assert any(strided)
 
 
 def hybrid() -> None:
@@ -101,10 +93,6 @@ def hybrid() -> None:
     fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     for name, value in net.state_dict().items():
         agrees(value.detach(), whole[name])
-
-
-def test_boxes_are_what_ranks_hold_under_hybrid_sharding():
-    run_ranks(hybrid, 4)
 
 
 def fsdp1() -> None:
@@ -121,39 +109,39 @@ def fsdp1() -> None:
         agrees(value, whole[name])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("world", [2, 4])
-def test_boxes_are_what_ranks_hold_under_fsdp1(world):
-    run_ranks(fsdp1, world)
-
-
-def mesh_of_some() -> Any:
+def mesh_of_some() -> None:
     """A tensor on ranks 1 and 3 only; the others have it without a part of their own."""
     mesh = DeviceMesh("cpu", [1, 3])
     value = distribute_tensor(torch.arange(5), mesh, [Shard(0)], src_data_rank=None)
     boxes = layouts().boxes_of(value)
-    return None if boxes is None else rows(boxes)
+    assert boxes is not None
+    assert rows(boxes) == [(1, [0], [3]), (3, [3], [5])]
 
 
-def test_a_mesh_of_some_ranks_gives_boxes_to_those_alone():
-    for told in run_ranks(mesh_of_some, 4):
-        assert told == [(1, [0], [3]), (3, [3], [5])]
-
-
-def untold() -> list[bool]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def the_untold() -> None:
+    """A shard that is no box, a sum that was not made, and parts that are not those the layout gives."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     combed = DTensor.from_local(
-        torch.ones(4), mesh, [_StridedShard(0, split_factor=2)], run_check=False, shape=(8,), stride=(1,)
+        torch.ones(4), mesh, [_StridedShard(0, split_factor=2)],
+        run_check=False, shape=(4 * mesh.size(),), stride=(1,),
     )  # fmt: skip
     summand = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
-    # The ranks hold other parts of five elements than the layout gives them.
     lopsided = DTensor.from_local(
-        torch.ones(1 + dist.get_rank() * 3), mesh, [Shard(0)], run_check=False, shape=(5,), stride=(1,)
-    )  # fmt: skip
+        torch.ones(10 + rank), mesh, [Shard(0)], run_check=False, shape=(5,), stride=(1,)
+    )
+    assert [layouts().boxes_of(value) for value in (combed, summand, lopsided)] == [None] * 3
     plain = DTensor.from_local(torch.ones(4), mesh, [Replicate()], run_check=False)
-    return [layouts().boxes_of(value) is None for value in (combed, summand, lopsided, plain)]
+    assert layouts().boxes_of(plain) is not None
 
 
-def test_what_cannot_be_told_is_not_guessed():
-    for told in run_ranks(untold, 2):
-        assert told == [True, True, True, False]
+def agree_on(*kinds: Callable[[], None]) -> None:
+    for kind in kinds:
+        kind()
+
+
+def test_boxes_are_what_two_ranks_hold():
+    run_ranks(agree_on, 2, every_kind, fsdp1, the_untold)
+
+
+def test_boxes_are_what_four_ranks_hold():
+    run_ranks(agree_on, 4, every_kind, fsdp1, fsdp2_over_tp, hybrid, mesh_of_some, the_untold)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
-from ckpt_core.coordination import coordinator_for_job
+from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.lifecycle._sharing import Cell, StoredTensor, make_schedule, relay_shared
 from ckpt_core.testing import run_ranks
 from tests.unit.lifecycle.sharing import Layout, needed, stored, whole
@@ -70,8 +70,26 @@ class Rank:
         entry[cell.start : cell.stop] = memory
 
 
-def shares(failing: dict[int, dict[str, Any]]) -> tuple[str, str, Any]:
+Failing = dict[int, dict[str, Any]]
+"""Rank -> how it fails."""
+
+SCENARIOS: dict[str, Failing] = {
+    "nobody": {},
+    "first bucket": {1: {"fail_reading_after": 0}},
+    "second bucket": {1: {"fail_reading_after": 1}},
+    "two owners": {0: {"fail_reading_after": 0}, 1: {"fail_reading_after": 1}},
+    "a member": {1: {"fail_at": "ddp"}},
+}
+
+
+def all_scenarios() -> dict[str, tuple[str, str, Any]]:
     coordinator = coordinator_for_job(deadline_seconds=60)
+    found = {name: shares(coordinator, failing) for name, failing in SCENARIOS.items()}
+    coordinator.close()
+    return found
+
+
+def shares(coordinator: Coordinator, failing: Failing) -> tuple[str, str, Any]:
     stored_tensors = tensors(coordinator.world_size)
     schedule = make_schedule(stored_tensors, coordinator.rank, cell_bytes=CELL, bucket_bytes=BUCKET)
     assert sum(coordinator.gather(schedule.consistency)) % 2**64 == 0
@@ -87,7 +105,6 @@ def shares(failing: dict[int, dict[str, Any]]) -> tuple[str, str, Any]:
         assert rank.reads == len(schedule.own_buckets()) > 1
         assert threading.get_ident() not in rank.reading_threads
         check(rank, schedule.private, stored_tensors, coordinator.rank)
-    coordinator.close()
     return found
 
 
@@ -103,30 +120,32 @@ def check(rank: Rank, private: Sequence[Cell], stored_tensors: Sequence[StoredTe
             assert (rank.came[tensor.name, payload.path][mask] == expected[mask]).all()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_needed_byte_is_delivered_once_to_every_member(world):
-    assert run_ranks(shares, world, {}) == [("nothing", "", None)] * world
+@pytest.fixture(scope="module", params=[2, 4])
+def shared(request):
+    """What each rank told of each scenario; that all scenarios were gone through is half of every test."""
+    return run_ranks(all_scenarios, request.param)
 
 
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("world", [2, 4])
-def test_an_owner_that_cannot_read_is_told_to_all_members_and_nobody_hangs(world, after):
-    found = run_ranks(shares, world, {1: {"fail_reading_after": after}})
-    assert found[1] == ("OSError", "the disk is gone", None)
-    for rank in set(range(world)) - {1}:
-        kind, text, failures = found[rank]
+def test_every_needed_byte_is_delivered_once_to_every_member(shared):
+    assert [found["nobody"] for found in shared] == [("nothing", "", None)] * len(shared)
+
+
+@pytest.mark.parametrize("scenario", ["first bucket", "second bucket"])
+def test_an_owner_that_cannot_read_is_told_to_all_members_and_nobody_hangs(shared, scenario):
+    assert shared[1][scenario] == ("OSError", "the disk is gone", None)
+    for rank in set(range(len(shared))) - {1}:
+        kind, text, failures = shared[rank][scenario]
         assert kind == "CoordinationError"
         assert failures == {1: "OSError: the disk is gone"}
         assert text.startswith(f"rank {rank}: what other ranks were to read for it did not come: rank 1")
 
 
-def test_several_owners_that_cannot_read_are_all_told():
-    found = run_ranks(shares, 4, {1: {"fail_reading_after": 0}, 2: {"fail_reading_after": 1}})
-    assert [kind for kind, _, _ in found] == ["CoordinationError", "OSError", "OSError", "CoordinationError"]
-    assert found[0][2] == found[3][2] == {rank: "OSError: the disk is gone" for rank in (1, 2)}
+def test_several_owners_that_cannot_read_are_all_told(shared):
+    assert [found["two owners"][0] for found in shared[:2]] == ["OSError", "OSError"]
+    for found in shared[2:]:
+        assert found["two owners"][2] == dict.fromkeys((0, 1), "OSError: the disk is gone")
 
 
-def test_a_member_that_cannot_take_what_it_is_given_fails_alone_and_nobody_hangs():
-    found = run_ranks(shares, 4, {2: {"fail_at": "ddp"}})
-    assert found[2] == ("RuntimeError", "the device is gone", None)
-    assert [kind for kind, _, _ in found] == ["nothing", "nothing", "RuntimeError", "nothing"]
+def test_a_member_that_cannot_take_what_it_is_given_fails_alone_and_nobody_hangs(shared):
+    kinds = [found["a member"][0] for found in shared]
+    assert kinds == ["nothing", "RuntimeError", *["nothing"] * (len(shared) - 2)]

@@ -100,16 +100,19 @@ def given(schedule: Schedule) -> list[Cell]:
     return [*schedule.private, *(cell for bucket in schedule.buckets for cell in bucket.cells)]
 
 
+def contents(schedule: Schedule) -> list[tuple[int, tuple[int, ...], list[Cell]]]:
+    """The buckets in a form that can be compared."""
+    return [(bucket.owner, bucket.members, list(bucket.cells)) for bucket in schedule.buckets]
+
+
 def all_done(schedules: Sequence[Schedule]) -> bool:
     """Whether every bucket gets to its members if each rank goes through its own in order."""
-    waiting = {schedule.rank: list(schedule.buckets) for schedule in schedules}
+    waiting = {schedule.rank: contents(schedule) for schedule in schedules}
     moved = True
     while moved:
         heads = {rank: buckets[0] for rank, buckets in waiting.items() if buckets}
-        ready = [
-            bucket for bucket in heads.values() if all(heads.get(rank) == bucket for rank in bucket.members)
-        ]
+        ready = [head for head in heads.values() if all(heads.get(rank) == head for rank in head[1])]
         moved = bool(ready)
-        for rank in ready[0].members if moved else ():
+        for rank in ready[0][1] if moved else ():
             waiting[rank].pop(0)
     return not any(waiting.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 _KNOWN: Final = frozenset({Shard, _StridedShard, Replicate})
 
 _Place: TypeAlias = tuple[IntArray, int, Placement]
-"""Coordinate of every rank in one dimension of the mesh, how long that is, and how a tensor is placed on it."""
+"""Of one dimension of a mesh: the coordinate of every rank, its length, how a tensor is placed on it."""
 
 
 @final
@@ -49,7 +49,8 @@ class Boxes:
 
     def overlap(self, lo: IntArray, hi: IntArray) -> npt.NDArray[np.bool_]:
         """Which of these boxes (columns, [N]) have elements in common with those given (rows, [M, D])."""
-        common = (self.hi > self.lo).all(axis=1)[None, :] & (hi > lo).all(axis=1)[:, None]
+        own, others = np.all(self.hi > self.lo, axis=1), np.all(hi > lo, axis=1)
+        common: npt.NDArray[np.bool_] = own[None, :] & others[:, None]
         for dim in range(lo.shape[1]):
             common &= (lo[:, None, dim] < self.hi[None, :, dim]) & (self.lo[None, :, dim] < hi[:, None, dim])
         return common
@@ -99,7 +100,7 @@ class Layouts:
 
     def _work_out(self, value: torch.Tensor) -> Boxes | None:
         if isinstance(value, DTensor):
-            mesh = cast("IntArray", value.device_mesh.mesh.numpy().astype(np.int64))
+            mesh: IntArray = value.device_mesh.mesh.numpy().astype(np.int64)
             return placed_boxes(value.shape, mesh, value.placements)
         ranks = np.arange(self._world_size, dtype=np.int64)
         return placed_boxes(value.shape, ranks, [Replicate()])
@@ -135,7 +136,7 @@ def _columns(columns: list[IntArray], rows: int) -> IntArray:
 
 
 def _even_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArray, IntArray]:
-    """Where each rank's part of one dimension starts and stops; cut as `torch.chunk` does, again and again."""
+    """Where each rank's part of one dimension starts and stops, cut by `torch.chunk` time after time."""
     lo, hi = np.zeros(count, dtype=np.int64), np.full(count, size, dtype=np.int64)
     for coordinate, parts, _ in cuts:
         length = hi - lo
@@ -146,9 +147,9 @@ def _even_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArray,
 
 
 def _strided_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArray, IntArray] | None:
-    """As `_even_ends`, where a cut may comb through the dimension; None if a rank is left with holes in it."""
+    """As `_even_ends`, where a cut may comb through the dimension; None if a rank is left with holes."""
     everything = np.arange(size, dtype=np.int64)
-    kept = {(): everything}
+    kept: dict[tuple[int, ...], IntArray] = {(): everything}
     path: list[tuple[int, ...]] = [()] * count
     for coordinate, parts, placement in cuts:
         split = {before: _split(indices, parts, placement) for before, indices in kept.items()}
@@ -177,7 +178,7 @@ def _chunks(indices: IntArray, parts: int) -> list[IntArray]:
 def _sharded_boxes(value: ShardedTensor) -> Boxes | None:
     metadata = value.metadata()
     placements = [shard.placement for shard in metadata.shards_metadata]
-    ranks = [None if place is None else cast("int | None", place.rank()) for place in placements]
+    ranks = [None if place is None else place.rank() for place in placements]
     if None in ranks:
         return None
     shape = (len(ranks), len(metadata.size))

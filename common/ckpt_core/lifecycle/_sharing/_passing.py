@@ -61,6 +61,11 @@ def _buffer(buckets: Any) -> torch.Tensor:
     return torch.empty(largest + _FOOTER_BYTES, dtype=torch.uint8)
 
 
+def _memory(buffer: torch.Tensor) -> memoryview:
+    array: Any = buffer.numpy()  # numpy 1 does not say that it is a buffer
+    return memoryview(array)
+
+
 @final
 class _Arrivals:
     """Delivers what has arrived, and remembers what went wrong."""
@@ -71,7 +76,7 @@ class _Arrivals:
         self.failures: dict[int, str] = {}
 
     def take(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        memory = memoryview(buffer.numpy())
+        memory = _memory(buffer)
         failure = _read_footer(memory[bucket.num_bytes :])
         if failure is not None:
             self.failures.setdefault(bucket.owner, failure)
@@ -120,7 +125,7 @@ class _ReadAhead:
 
     def _fill(self, bucket: Bucket, buffer: torch.Tensor) -> torch.Tensor:
         buffer = buffer[: bucket.num_bytes + _FOOTER_BYTES]
-        memory = memoryview(buffer.numpy())
+        memory = _memory(buffer)
         if self.error is None:
             try:
                 self._read([(cell, memory[start:stop]) for cell, start, stop in bucket.places()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, TypeAlias, final
@@ -11,8 +11,15 @@ from typing import Final, TypeAlias, final
 import numpy as np
 
 from ckpt_core.lifecycle._sharing._layouts import IntArray
-from ckpt_core.lifecycle._sharing._units import CELL_BYTES, Cell, Members, StoredTensor, Units, cut_units
-from ckpt_core.reading import Payload
+from ckpt_core.lifecycle._sharing._units import (
+    CELL_BYTES,
+    Cell,
+    Cells,
+    Members,
+    StoredTensor,
+    Units,
+    cut_units,
+)
 
 BUCKET_BYTES: Final = 16 << 20
 ALIGNMENT: Final = 64
@@ -27,13 +34,13 @@ class Bucket:
     Attributes:
         owner: the rank that reads them.
         members: the ranks that need them, in ascending order; the owner is one of them.
-        cells: what is in it, in this order.
+        cells: what is in it, in this order; made as they are asked for.
         num_bytes: how long it is, with the gaps between cells.
     """
 
     owner: int
     members: tuple[int, ...]
-    cells: tuple[Cell, ...]
+    cells: Sequence[Cell]
     num_bytes: int
 
     def route(self) -> tuple[int, ...]:
@@ -59,9 +66,9 @@ class Schedule:
         rank: whose schedule it is.
         private: what no other rank needs, as cells joined where they meet.
         buckets: what others need, too, in the one order in which all ranks pass buckets on.
-        consistency: 0 to 2**64 - 1. The sum over all ranks, modulo 2**64, is 0 if, and but for chance only if,
-            all ranks that share something have worked out the same cells, owners and order. If it is not 0,
-            nothing may be shared: ranks would wait for one another for ever.
+        consistency: 0 to 2**64 - 1. The sum over all ranks, modulo 2**64, is 0 if, and but for chance only
+            if, all ranks that share something have worked out the same cells, owners and order. If it is not
+            0, nothing may be shared: ranks would wait for one another for ever.
     """
 
     rank: int
@@ -115,15 +122,14 @@ def make_schedule(
     consistency = 0
     for number, own in _by_set(units.members):
         ranks = members.sets[number]
-        run = _Run.of(units, own)
+        run = Cells(units, units.payload[own], units.start[own], units.stop[own])
         if len(ranks) == 1:
-            private += run.joined()
+            private += _joined(run)
             continue
         owners = _deal(run.stop - run.start, len(ranks))
-        consistency += _vote(rank, ranks, run.digest(ranks, owners, cell_bytes, bucket_bytes))
+        consistency += _vote(rank, ranks, _digest(run, owners, (ranks, cell_bytes, bucket_bytes)))
         for place, share in _by_set(owners):
-            cells = run.pick(share).cells(cell_bytes)
-            buckets += _fill(cells, ranks[place], ranks, bucket_bytes)
+            buckets += _fill(_cut(run.at(share), cell_bytes), ranks[place], ranks, bucket_bytes)
     buckets.sort(key=_order)
     return Schedule(
         rank=rank,
@@ -148,17 +154,26 @@ def _place(cell: Cell) -> tuple[str, int, str, int]:
 
 def _in_order(units: Units) -> Units:
     """By place in the checkpoint, which is the same order on every rank."""
-    keys = [(payload.path, payload.offset, name) for name, payload in units.payloads]
-    ranking = np.zeros(len(keys), dtype=np.int64)
-    ranking[np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)] = np.arange(len(keys))
-    order = np.lexsort((units.start, ranking[units.payload]))
+    payloads = units.payloads
+    paths = _ranking([payload.path for payload in payloads])
+    offsets = np.array([payload.offset for payload in payloads], dtype=np.int64)
+    names = _ranking(units.names)
+    used = units.payload
+    order = np.lexsort((units.start, names[used], offsets[used], paths[used]))
     return Units(
+        names=units.names,
         payloads=units.payloads,
         payload=units.payload[order],
         start=units.start[order],
         stop=units.stop[order],
         members=units.members[order],
     )
+
+
+def _ranking(texts: Sequence[str]) -> IntArray:
+    """The place of each among all that occur, in alphabetical order."""
+    places = {text: place for place, text in enumerate(sorted(set(texts)))}
+    return np.array([places[text] for text in texts], dtype=np.int64)
 
 
 def _by_set(numbers: IntArray) -> Iterator[tuple[int, IntArray]]:
@@ -182,76 +197,43 @@ def _vote(rank: int, ranks: tuple[int, ...], digest: int) -> int:
     return (len(ranks) - 1) * digest if rank == ranks[0] else -digest
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """Units in order, as columns; `payload` says which of `payloads`."""
-
-    payloads: list[tuple[str, Payload]]
-    payload: IntArray
-    start: IntArray
-    stop: IntArray
-
-    @classmethod
-    def of(cls, units: Units, places: IntArray) -> _Run:
-        return cls(
-            payloads=units.payloads,
-            payload=units.payload[places],
-            start=units.start[places],
-            stop=units.stop[places],
-        )
-
-    def pick(self, places: IntArray) -> _Run:
-        return _Run(
-            payloads=self.payloads,
-            payload=self.payload[places],
-            start=self.start[places],
-            stop=self.stop[places],
-        )
-
-    def cells(self, most_bytes: int) -> list[Cell]:
-        """The units, those that are larger cut into cells of at most `most_bytes`."""
-        rows = zip(self.payload.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
-        return [
-            Cell(name=name, payload=payload, start=at, stop=min(at + most_bytes, stop))
-            for number, start, stop in rows
-            for name, payload in (self.payloads[number],)
-            for at in range(start, stop, most_bytes)
-        ]
-
-    def joined(self) -> list[Cell]:
-        """The units, those that meet made one."""
-        breaks = (self.payload[1:] != self.payload[:-1]) | (self.start[1:] != self.stop[:-1])
-        first = np.flatnonzero(np.concatenate([[True], breaks]))
-        last = np.concatenate([first[1:] - 1, [len(self.payload) - 1]])
-        rows = zip(
-            self.payload[first].tolist(), self.start[first].tolist(), self.stop[last].tolist(), strict=True
-        )
-        return [
-            Cell(name=self.payloads[number][0], payload=self.payloads[number][1], start=start, stop=stop)
-            for number, start, stop in rows
-        ]
-
-    def digest(self, *facts: object) -> int:
-        """64 bits that depend on every unit, in order, and on `facts`, and on nothing of this rank alone."""
-        changes = np.concatenate([[0], np.cumsum(self.payload[1:] != self.payload[:-1])])
-        first = np.flatnonzero(np.concatenate([[True], self.payload[1:] != self.payload[:-1]]))
-        hashed = hashlib.blake2b(digest_size=8)
-        for name, payload in (self.payloads[number] for number in self.payload[first].tolist()):
-            text = f"{name}\0{payload.path}\0{payload.offset}\0{payload.size_bytes}\n"
-            hashed.update(text.encode(errors="surrogatepass"))
-        for column in (changes, self.start, self.stop):
-            hashed.update(column.astype("<i8").tobytes())
-        for fact in facts:
-            hashed.update(
-                fact.astype("<i8").tobytes() if isinstance(fact, np.ndarray) else repr(fact).encode()
-            )
-        return int.from_bytes(hashed.digest(), "little")
+def _digest(run: Cells, owners: IntArray, facts: object) -> int:
+    """64 bits that depend on every unit, in order, and on `facts`, and on nothing of this rank alone."""
+    used, which = np.unique(run.payload, return_inverse=True)
+    names = [run.units.names[number] for number in used.tolist()]
+    payloads = [run.units.payloads[number] for number in used.tolist()]
+    paths = [payload.path for payload in payloads]
+    offsets = np.array([payload.offset for payload in payloads], dtype=np.int64)
+    sizes = np.array([payload.size_bytes for payload in payloads], dtype=np.int64)
+    texts = repr((sorted(set(names)), sorted(set(paths)), facts))
+    hashed = hashlib.blake2b(texts.encode(), digest_size=8)
+    for column in (_ranking(names), _ranking(paths), offsets, sizes):
+        hashed.update(column[which].astype("<i8").tobytes())
+    for column in (run.start, run.stop, owners):
+        hashed.update(column.astype("<i8").tobytes())
+    return int.from_bytes(hashed.digest(), "little")
 
 
-def _fill(cells: list[Cell], owner: int, members: tuple[int, ...], most_bytes: int) -> list[_Placed]:
+def _joined(run: Cells) -> Cells:
+    """The same bytes; units that meet are one."""
+    breaks = (run.payload[1:] != run.payload[:-1]) | (run.start[1:] != run.stop[:-1])
+    first = np.flatnonzero(np.concatenate([[True], breaks]))
+    last = np.concatenate([first[1:] - 1, [len(run) - 1]])
+    return Cells(run.units, run.payload[first], run.start[first], run.stop[last])
+
+
+def _cut(run: Cells, most_bytes: int) -> Cells:
+    """The same bytes; units that are larger than a cell may be are several."""
+    counts = -(-(run.stop - run.start) // most_bytes)
+    unit = np.repeat(np.arange(len(run)), counts)
+    before = np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = run.start[unit] + before * most_bytes
+    return Cells(run.units, run.payload[unit], start, np.minimum(start + most_bytes, run.stop[unit]))
+
+
+def _fill(cells: Cells, owner: int, members: tuple[int, ...], most_bytes: int) -> list[_Placed]:
     """Buckets of one owner's cells; a cell larger than a bucket may be has one of its own."""
-    sizes = np.array([_aligned(cell.stop - cell.start) for cell in cells], dtype=np.int64)
+    sizes = -(-(cells.stop - cells.start) // ALIGNMENT) * ALIGNMENT
     ends = np.cumsum(sizes)
     cuts = [0]
     while cuts[-1] < len(cells):
@@ -264,7 +246,7 @@ def _fill(cells: list[Cell], owner: int, members: tuple[int, ...], most_bytes: i
             Bucket(
                 owner=owner,
                 members=members,
-                cells=tuple(cells[first:last]),
+                cells=cells[first:last],
                 num_bytes=int(sizes[first:last].sum()),
             ),
         )

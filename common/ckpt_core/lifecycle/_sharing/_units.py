@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Final, final
+from typing import Final, final, overload
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from ckpt_core.lifecycle._sharing._layouts import Boxes, IntArray
 from ckpt_core.reading import Payload
@@ -32,6 +33,48 @@ class Cell:
     payload: Payload
     start: int
     stop: int
+
+
+@final
+class Cells(Sequence[Cell]):
+    """Cells as columns; each is made when it is asked for, because there may be very many."""
+
+    def __init__(self, units: Units, payload: IntArray, start: IntArray, stop: IntArray) -> None:
+        self.units = units
+        self.payload = payload
+        self.start = start
+        self.stop = stop
+
+    @override
+    def __len__(self) -> int:
+        return len(self.payload)
+
+    @overload
+    def __getitem__(self, place: int) -> Cell: ...
+    @overload
+    def __getitem__(self, place: slice) -> Cells: ...
+    @override
+    def __getitem__(self, place: int | slice) -> Cell | Cells:
+        if isinstance(place, slice):
+            return self.at(place)
+        number = int(self.payload[place])
+        return Cell(
+            name=self.units.names[number],
+            payload=self.units.payloads[number],
+            start=int(self.start[place]),
+            stop=int(self.stop[place]),
+        )
+
+    @override
+    def __iter__(self) -> Iterator[Cell]:
+        names, payloads = self.units.names, self.units.payloads
+        rows = zip(self.payload.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
+        for number, start, stop in rows:
+            yield Cell(name=names[number], payload=payloads[number], start=start, stop=stop)
+
+    def at(self, places: IntArray | slice) -> Cells:
+        """Some of them."""
+        return Cells(self.units, self.payload[places], self.start[places], self.stop[places])
 
 
 @final
@@ -63,15 +106,15 @@ class Members:
     """Gives every set of ranks a small number. That of a set means nothing on another rank."""
 
     def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
+        self._numbers: dict[tuple[int, ...], int] = {}
         self.sets: list[tuple[int, ...]] = []
 
     def number(self, ranks: IntArray) -> int:
         """The number of this set; `ranks` may come in any order and several times."""
-        ranks = np.unique(ranks)
-        found = self._numbers.setdefault(ranks.tobytes(), len(self.sets))
+        distinct = tuple(sorted(set(ranks.tolist())))
+        found = self._numbers.setdefault(distinct, len(self.sets))
         if found == len(self.sets):
-            self.sets.append(tuple(ranks.tolist()))
+            self.sets.append(distinct)
         return found
 
 
@@ -81,14 +124,16 @@ class Units:
     """What one rank needs of one or more tensors, in pieces that are read by one rank each, as columns.
 
     Attributes:
-        payloads: each with the name of the live tensor.
+        names: the live tensor of each of `payloads`.
+        payloads: in no order, some perhaps without a unit.
         payload: int64 [U], which of `payloads` a unit is a range of.
         start: int64 [U], in the payload, in bytes.
         stop: int64 [U], likewise, exclusive.
         members: int64 [U], which set of ranks needs it (`Members`).
     """
 
-    payloads: list[tuple[str, Payload]]
+    names: Sequence[str]
+    payloads: Sequence[Payload]
     payload: IntArray
     start: IntArray
     stop: IntArray
@@ -105,7 +150,8 @@ def cut_units(tensors: Iterable[StoredTensor], rank: int, members: Members, *, c
     Raises:
         ValueError: a payload is larger or smaller than its chunk.
     """
-    payloads: list[tuple[str, Payload]] = []
+    names: list[str] = []
+    payloads: list[Payload] = []
     columns: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
     groups: dict[int, _Groups] = {}
     for tensor in tensors:
@@ -113,9 +159,9 @@ def cut_units(tensors: Iterable[StoredTensor], rank: int, members: Members, *, c
         near = np.flatnonzero(own.overlap(tensor.lo, tensor.hi).any(axis=1))
         if not len(near):
             continue
-        found = [tensor.payload(row) for row in near.tolist()]
-        first = len(payloads)
-        payloads += [(tensor.name, payload) for payload in found]
+        first, found = len(payloads), [tensor.payload(row) for row in near.tolist()]
+        names += [tensor.name] * len(found)
+        payloads += found
         chunk, start, stop, lo, hi = _cut(tensor, near, found, cell_bytes)
         mine = np.flatnonzero(own.overlap(lo, hi).any(axis=1))
         # Tensors laid out alike share their boxes; the groups hold them, so that no other gets the same id.
@@ -127,7 +173,7 @@ def cut_units(tensors: Iterable[StoredTensor], rank: int, members: Members, *, c
     payload, start, stop, member_sets = (
         np.concatenate(column) for column in zip((empty, empty, empty, empty), *columns, strict=True)
     )
-    return Units(payloads=payloads, payload=payload, start=start, stop=stop, members=member_sets)
+    return Units(names=names, payloads=payloads, payload=payload, start=start, stop=stop, members=member_sets)
 
 
 @final
@@ -141,18 +187,15 @@ class _Groups:
         self._replicated = bool((boxes.lo == boxes.lo[:1]).all() and (boxes.hi == boxes.hi[:1]).all())
 
     def of(self, lo: IntArray, hi: IntArray) -> IntArray:
-        """The set of ranks (`Members`) for each of the units with these bounding boxes; one rank needs all."""
+        """The set of ranks (`Members`) that needs each of the units with these bounding boxes."""
         if self._replicated:
             return np.full(len(lo), self._members.number(self._boxes.ranks), dtype=np.int64)
         overlap = self._boxes.overlap(lo, hi)
-        # One dict look-up a unit: most ranks need few units of a tensor, for which sorting takes longer.
         packed = np.packbits(overlap, axis=1)
-        patterns, width = packed.tobytes(), packed.shape[1]
-        numbers = [
-            self._number(patterns[row * width : (row + 1) * width], overlap[row])
-            for row in range(len(overlap))
-        ]
-        return np.array(numbers, dtype=np.int64)
+        # Neighbours mostly go to the same ranks: only where the pattern changes it is looked up.
+        changes = np.concatenate([[True], (packed[1:] != packed[:-1]).any(axis=1)])
+        numbers = [self._number(packed[row].tobytes(), overlap[row]) for row in np.flatnonzero(changes)]
+        return np.array(numbers, dtype=np.int64)[np.cumsum(changes) - 1]
 
     def _number(self, pattern: bytes, boxes: npt.NDArray[np.bool_]) -> int:
         if pattern not in self._known:
@@ -167,11 +210,10 @@ def _cut(
     lo, sizes = tensor.lo[near], tensor.hi[near] - tensor.lo[near]
     total = sizes.prod(axis=1, dtype=np.int64) * tensor.itemsize
     _check_sizes(tensor, payloads, total)
-    steps = [_step(payload, tensor.itemsize, cell_bytes) for payload in payloads]
-    if tensor.scattered:
-        scattered = np.isin(near, list(tensor.scattered))
-        steps = [size if whole else step for size, whole, step in zip(total, scattered, steps, strict=True)]
-    step = np.array(steps, dtype=np.int64)
+    step = total.copy()
+    divisible = (total > cell_bytes) & ~np.isin(near, list(tensor.scattered))
+    for row in np.flatnonzero(divisible).tolist():
+        step[row] = _step(payloads[row], tensor.itemsize, cell_bytes)
     counts = -(-total // step)
     chunk = np.repeat(np.arange(len(near)), counts)
     start = (np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * step[chunk]
@@ -181,12 +223,13 @@ def _cut(
 
 
 def _check_sizes(tensor: StoredTensor, payloads: Sequence[Payload], expected: IntArray) -> None:
-    for payload, size in zip(payloads, expected.tolist(), strict=True):
-        if payload.size_bytes != size:
-            raise ValueError(
-                f"{tensor.name}: the payload of {payload.key} in {payload.path} has {payload.size_bytes} "
-                f"bytes, but its chunk takes {size}"
-            )
+    sizes = np.array([payload.size_bytes for payload in payloads], dtype=np.int64)
+    for row in np.flatnonzero(sizes != expected).tolist():
+        payload = payloads[row]
+        raise ValueError(
+            f"{tensor.name}: the payload of {payload.key} in {payload.path} has {payload.size_bytes} bytes, "
+            f"but its chunk takes {expected[row]}"
+        )
 
 
 def _step(payload: Payload, itemsize: int, cell_bytes: int) -> int:
@@ -198,7 +241,7 @@ def _step(payload: Payload, itemsize: int, cell_bytes: int) -> int:
 
 
 def _bounding_boxes(sizes: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
-    """The smallest boxes that hold the elements `first` to `last` of chunks of `sizes`, in row-major order."""
+    """The smallest boxes that hold the elements `first` to `last`, in row-major order, of such chunks."""
     lo, hi = np.zeros_like(sizes), sizes.copy()
     same = np.ones(len(sizes), dtype=bool)
     for dim in range(sizes.shape[1]):
