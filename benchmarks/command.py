@@ -37,7 +37,9 @@ def add_common_options(group: Any, keys: Collection[str]) -> None:
     group.add_argument(
         "--only", type=keys_among(keys), default=[], metavar="KEY,KEY", help=f"of {', '.join(keys)}"
     )
-    group.add_argument("--root", type=Path, help="directory on the disk to measure (default: a temporary one)")
+    group.add_argument(
+        "--root", type=Path, help="directory on the disk to measure (default: a temporary one)"
+    )
     group.add_argument("--json", type=Path, help="write everything that was measured there")
     group.add_argument("--picture", type=Path, help="draw there, e.g. out.png")
 

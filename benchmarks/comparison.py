@@ -111,8 +111,7 @@ def ratios(
     return {
         ours.contender.key: {
             other.contender.key: {
-                measure: over(other.median(measure), ours.median(measure))
-                for measure in measures
+                measure: over(other.median(measure), ours.median(measure)) for measure in measures
             }
             for other in rows
             if other is not ours and other.timings

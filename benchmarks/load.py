@@ -36,10 +36,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.load", description=_DESCRIPTION)
     add_state_options(made, "GiB to load (default 1; --many 0.3, --large 2)", "tensors (default 330)")
     mode = made.add_argument_group("modes").add_mutually_exclusive_group()
-    mode.add_argument("--ranks", type=int, metavar="N", help="N gloo ranks save, and as many load or --load-ranks")
+    mode.add_argument(
+        "--ranks", type=int, metavar="N", help="N gloo ranks save, and as many load or --load-ranks"
+    )
     mode.add_argument("--peak", action="store_true", help="memory beyond the model, in fresh processes")
     how = made.add_argument_group("how")
-    how.add_argument("--cold", action="store_true", help="drop the files from the page cache before each load")
+    how.add_argument(
+        "--cold", action="store_true", help="drop the files from the page cache before each load"
+    )
     how.add_argument("--layout", choices=get_args(Layout), default="ddp", help="--ranks: how tensors lie")
     how.add_argument(
         "--load-ranks", type=int, metavar="N", help="--ranks: N load (default: as many; fsdp: one less)"

@@ -1,4 +1,4 @@
-"""What a loader is: it brings values that it once wrote back into the live tensors that all others load into."""
+"""What a loader is: it brings what it once wrote back into the live tensors that all loaders share."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Loader(Entrant):
     """Loads into the live tensors over and over.
 
     Attributes:
-        format: name of the directory with the files, which all loaders of that format share; "" without files.
+        format: name of the directory that all loaders with these files share; "" without files.
         cached: whether it reads through the page cache.
     """
 

@@ -68,7 +68,11 @@ class Memory:
     def now(cls) -> Self:
         """As the kernel tells."""
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        kib = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
+        kib = {
+            name: value.split()[0]
+            for name, _, value in (line.partition(":") for line in lines)
+            if value.strip()
+        }
         return cls(
             resident=int(kib["VmRSS"]) * 1024,
             highest=int(kib["VmHWM"]) * 1024,
@@ -164,7 +168,9 @@ def main(order: dict[str, Any], outcome: Path) -> None:
     device, root = torch.device(order["device"]), Path(order["root"])
     sizes = tensor_sizes(StateShape(**order["shape"]))
     task = LoadTask(
-        tensors={name: torch.empty(numel, dtype=dtype, device=device) for name, (numel, dtype) in sizes.items()},
+        tensors={
+            name: torch.empty(numel, dtype=dtype, device=device) for name, (numel, dtype) in sizes.items()
+        },
         checksums=json.loads((root / "checksums.json").read_text()),
         size_bytes=sum(numel * dtype.itemsize for numel, dtype in sizes.values()),
         root=root,

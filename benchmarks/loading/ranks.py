@@ -48,7 +48,10 @@ def run_load_ranks(types: Sequence[LoaderType], settings: Settings, root: Path) 
     run_ranks(save_job, settings.save_ranks, keys, settings, str(root), timeout_seconds=timeout)
     outcomes = run_ranks(load_job, settings.load_ranks, keys, settings, str(root), timeout_seconds=timeout)
     timings = {
-        key: [of_all_ranks(each) for each in zip(*(outcome["timings"][key] for outcome in outcomes), strict=True)]
+        key: [
+            of_all_ranks(each)
+            for each in zip(*(outcome["timings"][key] for outcome in outcomes), strict=True)
+        ]
         for key in keys
     }
     not_run = {key: reason for outcome in reversed(outcomes) for key, reason in outcome["not_run"].items()}
@@ -60,8 +63,8 @@ def run_load_ranks(types: Sequence[LoaderType], settings: Settings, root: Path) 
         pages=settings.pages,
         conditions=[
             VERIFIED,
-            f"Layout {settings.layout}: {IN_WORDS[settings.layout]}. Gloo processes of one thread each on this "
-            "machine. The slowest rank's time counts, and the bytes of all ranks together. Interleaved "
+            f"Layout {settings.layout}: {IN_WORDS[settings.layout]}. Gloo processes of one thread each on "
+            "this machine. The slowest rank's time counts, and the bytes of all ranks together. Interleaved "
             f"rounds: {settings.rounds}, after one that is not counted.",
         ],
     )
