@@ -64,7 +64,9 @@ def run_first(
     return _report(rows, found, settings)
 
 
-def _report(rows: Sequence[Row], found: dict[str, list[dict[str, Any]]], settings: Settings) -> Report:
+def _report(
+    rows: Sequence[Row[Contender]], found: dict[str, list[dict[str, Any]]], settings: Settings
+) -> Report:
     size_bytes = max([outcome["size_bytes"] for many in found.values() for outcome in many], default=0)
     report = report_rows(
         "first",

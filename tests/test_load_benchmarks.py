@@ -28,6 +28,7 @@ from benchmarks.pieces import each_piece
 from benchmarks.rounds import take_turns
 from benchmarks.state import StateShape
 from benchmarks.timing import Spread
+from ckpt_core.testing import run_ranks
 
 CPU = torch.device("cpu")
 SMALL = ["--gib", "0.002", "--tensors", "5", "--rounds", "2"]
@@ -77,6 +78,14 @@ class Forgetful(Loader):
         self._saved = {name: tensor.clone() for name, tensor in self.task.tensors.items()}
 
 
+def bytes_asked_while_passing_on(size_bytes: int) -> int:
+    tensor = torch.ones(size_bytes, dtype=torch.uint8)
+    before = Traffic.now()
+    torch.distributed.broadcast(tensor, 0)
+    after = Traffic.now()
+    return 0 if before is None or after is None else after.asked - before.asked
+
+
 class Unprepared(Forgetful):
     key, name = "unprepared", "cannot write its files"
 
@@ -108,7 +117,8 @@ def test_the_comparison_reports_medians_ratios_bytes_and_conditions(bench, capsy
         medians["ours-full"] / medians["ours-off"] - 1
     )
     shown = capsys.readouterr().out
-    assert "x limit: memcpy + CRC-32, 2 threads" in shown
+    assert "times as long as" in shown
+    assert "limit: memcpy + CRC-32, 2 threads" in shown
     assert "verification costs" in shown
 
 
@@ -351,3 +361,9 @@ def test_ranks_load_together_and_every_read_is_counted(bench, layout):
     stock = contenders["dcp-load"]["asked_per_byte"]
     if stock is not None and layout != "fsdp":
         assert stock["median"] >= 1.9, "both ranks read every chunk"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_ranks_pass_on_to_one_another_is_no_read():
+    assert max(run_ranks(bytes_asked_while_passing_on, 2, 8 * MIB)) < MIB

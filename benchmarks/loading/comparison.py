@@ -45,7 +45,7 @@ def report_loads(
     """Table, data and picture of a comparison of loads of `size_bytes` each."""
     panels = [panel(rows, "seconds", f"A load takes ({pages})")]
     if benchmark == "load-ranks":
-        panels += [_bytes_panel(rows, size_bytes, pages)]
+        panels += [_bytes_panel(rows, size_bytes)]
     return Report(
         benchmark=benchmark,
         title=title,
@@ -123,17 +123,21 @@ def _factor(spread: Spread | None) -> str:
 
 def _ratio_lines(rows: Sequence[LoadRow]) -> list[str]:
     """Ours against the limits: 1.00 is as quick as this machine can be; and what verification costs."""
-    lines = [
-        f"{ours.contender.name}: {ratio:.2f} x {limit.contender.name}"
-        for ours in rows
-        for limit in rows
-        if ours.contender.kind == "ours" and limit.contender.kind == "limit"
-        for ratio in (over(ours.median("seconds"), limit.median("seconds")),)
-        if ratio is not None
-    ]
+    ours = [row for row in rows if row.contender.kind == "ours" and row.timings]
+    limits = [row for row in rows if row.contender.kind == "limit" and row.timings]
+    body = [[limit.contender.name, *(_times(each, limit) for each in ours)] for limit in limits]
+    header = ("times as long as", *(each.contender.name for each in ours))
     names = {row.contender.key: row.contender.name for row in rows}
-    costs = verification_cost(rows).items()
-    return [*lines, *(f"{names[key]}: verification costs {cost:+.1%}" for key, cost in costs)]
+    costs = [
+        f"{names[key]}: verification costs {cost:+.1%} of the unverified load"
+        for key, cost in verification_cost(rows).items()
+    ]
+    return [*(render(header, body) if ours and limits else ()), "", *costs]
+
+
+def _times(ours: LoadRow, limit: LoadRow) -> str:
+    ratio = over(ours.median("seconds"), limit.median("seconds"))
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def _row_data(row: LoadRow, size_bytes: int, pages: PageState) -> dict[str, Any]:
@@ -151,16 +155,15 @@ def _row_data(row: LoadRow, size_bytes: int, pages: PageState) -> dict[str, Any]
     }
 
 
-def _bytes_panel(rows: Sequence[LoadRow], size_bytes: int, pages: PageState) -> Bars:
-    measure = "device_bytes" if pages == "cold" else "asked_bytes"
+def _bytes_panel(rows: Sequence[LoadRow], size_bytes: int) -> Bars:
     return Bars(
-        title="All ranks together read " + ("from the device" if pages == "cold" else "(read calls)"),
+        title="All ranks together ask storage for",
         axis="bytes per byte of the checkpoint",
         bars=[
             Bar(
                 label=row.contender.name,
                 kind=row.contender.kind,
-                spread=per_byte(row, measure, size_bytes),
+                spread=per_byte(row, "asked_bytes", size_bytes),
                 note="not run" if not row.timings else "not counted here",
             )
             for row in rows

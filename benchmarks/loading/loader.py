@@ -118,7 +118,7 @@ LoaderType = type[Loader]
 
 def checksums(tensors: Tensors) -> dict[str, int]:
     """Name -> CRC-32 of the bytes that this rank has of it."""
-    return {name: crc32(memoryview(raw_bytes(each).cpu().numpy())) for name, each in tensors.items()}
+    return {name: crc32(raw_bytes(each).cpu().numpy().data) for name, each in tensors.items()}
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,6 @@ class SafetensorsFile(_Safetensors):
 
     key = "safetensors"
     name = "safetensors load_file + copy_"
-    passing_copies = 1
 
     @override
     def load(self) -> None:
