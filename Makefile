@@ -6,6 +6,7 @@ PYTHON  ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(PROBE)' 
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
 ARGS    ?=
+MODULE  ?= benchmarks.save
 
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -40,8 +41,8 @@ check: setup  ## Format, lint, types and layers, without changing anything
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports
 
-bench: setup $(VENV)/.bench  ## Measure saves on this machine (ARGS="--gib 2 --rounds 11 --picture out.png")
-	@$(BIN)/python -m benchmarks.save $(ARGS)
+bench: setup $(VENV)/.bench  ## Measure saves, or with MODULE=benchmarks.load loads (ARGS="--gib 2 --rounds 11 --picture out.png")
+	@$(BIN)/python -m $(MODULE) $(ARGS)
 
 $(VENV)/.bench: $(VENV)/.installed
 	@$(PIP) install --editable ".[bench]"

@@ -1,10 +1,10 @@
-"""`python -m benchmarks`: all benchmarks, with their default sizes."""
+"""`python -m benchmarks`: saves and loads, with the default sizes."""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import save
+from benchmarks import load, save
 
 if __name__ == "__main__":
-    sys.exit(save.main())
+    sys.exit(save.main([]) or load.main([]))

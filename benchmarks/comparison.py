@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
-from benchmarks.contenders import Contender
-from benchmarks.lineup import ContenderType
+from benchmarks.contenders import Contender, Entrant
 from benchmarks.report import Bar, Bars, Report, render, spread_json
 from benchmarks.state import GIB
-from benchmarks.timing import MEASURES, Spread, Timing, short
+from benchmarks.timing import MEASURES, Spread, short
+
+_Entrant = TypeVar("_Entrant", bound=Entrant)
 
 _HEADER = (
     "",
@@ -25,26 +26,26 @@ _HEADER = (
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(Generic[_Entrant]):
     """One contender's timings; without any, `not_run` says why."""
 
-    contender: ContenderType
-    timings: Sequence[Timing]
+    contender: type[_Entrant]
+    timings: Sequence[Any]
     not_run: str | None = None
 
     def spread(self, measure: str) -> Spread | None:
-        """Of one of `MEASURES`."""
+        """Of one of the measures that its timings have."""
         return Spread.of(getattr(timing, measure) for timing in self.timings)
 
     def median(self, measure: str) -> float | None:
-        """Of one of `MEASURES`."""
+        """Of one of the measures that its timings have."""
         spread = self.spread(measure)
         return None if spread is None else spread.median
 
 
 def compare(
-    types: Sequence[ContenderType], timings: Mapping[str, Sequence[Timing]], not_run: Mapping[str, str]
-) -> list[Row]:
+    types: Sequence[type[_Entrant]], timings: Mapping[str, Sequence[Any]], not_run: Mapping[str, str]
+) -> list[Row[_Entrant]]:
     """Rows in the order of `types`."""
     return [
         Row(contender=each, timings=timings.get(each.key, ()), not_run=not_run.get(each.key))
@@ -53,7 +54,7 @@ def compare(
 
 
 def report_rows(
-    benchmark: str, title: str, rows: Sequence[Row], *, size_bytes: int, conditions: Sequence[str]
+    benchmark: str, title: str, rows: Sequence[Row[Contender]], *, size_bytes: int, conditions: Sequence[str]
 ) -> Report:
     """Table, data and picture of a comparison of saves of `size_bytes` each."""
     return Report(
@@ -62,14 +63,14 @@ def report_rows(
         table=[*_table(rows, size_bytes), "", *_ratio_lines(rows, size_bytes)],
         results=_data(rows, size_bytes),
         panels=[
-            _panel(rows, "stall_s", "The training stands still for", log=True),
-            _panel(rows, "durable_s", "Durable after (with fsync)", log=False),
+            panel(rows, "stall_s", "The training stands still for", log=True),
+            panel(rows, "durable_s", "Durable after (with fsync)"),
         ],
         conditions=conditions,
     )
 
 
-def _table(rows: Sequence[Row], size_bytes: int) -> list[str]:
+def _table(rows: Sequence[Row[Contender]], size_bytes: int) -> list[str]:
     ours = next((row for row in rows if row.contender.kind == "ours" and row.timings), None)
     body: list[list[str]] = []
     for row in rows:
@@ -91,7 +92,7 @@ def _table(rows: Sequence[Row], size_bytes: int) -> list[str]:
     return render(_HEADER, body)
 
 
-def _with_ratio(row: Row, measure: str, ours: Row | None) -> tuple[str, str]:
+def _with_ratio(row: Row[Any], measure: str, ours: Row[Any] | None) -> tuple[str, str]:
     spread = row.spread(measure)
     if spread is None:
         return "-", ""
@@ -103,13 +104,14 @@ def _text(value: float | None) -> str:
     return "" if value is None else short(value)
 
 
-def ratios(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float | None]]]:
+def ratios(
+    rows: Sequence[Row[Any]], measures: Sequence[str] = ("stall_s", "durable_s")
+) -> dict[str, dict[str, dict[str, float | None]]]:
     """Our key -> other's key -> measure -> the other's median over ours: above 1, ours is quicker."""
     return {
         ours.contender.key: {
             other.contender.key: {
-                measure: _over(other.median(measure), ours.median(measure))
-                for measure in ("stall_s", "durable_s")
+                measure: over(other.median(measure), ours.median(measure)) for measure in measures
             }
             for other in rows
             if other is not ours and other.timings
@@ -119,17 +121,18 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float | None]]]
     }
 
 
-def _over(other: float | None, ours: float | None) -> float | None:
+def over(other: float | None, ours: float | None) -> float | None:
+    """Their ratio, where both are known."""
     return None if other is None or not ours else other / ours
 
 
-def _copy_rate(row: Row, size_bytes: int) -> float | None:
+def _copy_rate(row: Row[Any], size_bytes: int) -> float | None:
     """GB/s of a floor that copies: on CUDA, from the device to pinned memory."""
     stall = row.median("stall_s") if row.contender.kind == "limit" else None
     return None if stall is None else size_bytes / 1e9 / stall
 
 
-def _ratio_lines(rows: Sequence[Row], size_bytes: int) -> list[str]:
+def _ratio_lines(rows: Sequence[Row[Any]], size_bytes: int) -> list[str]:
     """Ours against the floors: 1.00 is as quick as this machine can be."""
     floors = [row for row in rows if row.contender.kind == "limit" and row.timings]
     lines = [
@@ -140,14 +143,14 @@ def _ratio_lines(rows: Sequence[Row], size_bytes: int) -> list[str]:
     for ours in (row for row in rows if row.contender.kind == "ours" and row.timings):
         for floor in floors:
             for measure in ("stall_s", "durable_s"):
-                ratio = _over(ours.median(measure), floor.median(measure))
+                ratio = over(ours.median(measure), floor.median(measure))
                 if ratio is not None:
                     word = measure.removesuffix("_s")
                     lines.append(f"{ours.contender.name}: {word} is {ratio:.3g} x {floor.contender.name}")
     return lines
 
 
-def _data(rows: Sequence[Row], size_bytes: int) -> dict[str, Any]:
+def _data(rows: Sequence[Row[Contender]], size_bytes: int) -> dict[str, Any]:
     return {
         "size_bytes": size_bytes,
         "contenders": {row.contender.key: _row_data(row, size_bytes) for row in rows},
@@ -155,8 +158,8 @@ def _data(rows: Sequence[Row], size_bytes: int) -> dict[str, Any]:
     }
 
 
-def _row_data(row: Row, size_bytes: int) -> dict[str, Any]:
-    each: type[Contender] = row.contender
+def _row_data(row: Row[Contender], size_bytes: int) -> dict[str, Any]:
+    each = row.contender
     return {
         "name": each.name,
         "kind": each.kind,
@@ -168,7 +171,10 @@ def _row_data(row: Row, size_bytes: int) -> dict[str, Any]:
     }
 
 
-def _panel(rows: Sequence[Row], measure: str, title: str, *, log: bool) -> Bars:
+def panel(
+    rows: Sequence[Row[Any]], measure: str, title: str, *, axis: str = "seconds", log: bool = False
+) -> Bars:
+    """Bars of the medians of a measure, with whiskers; who has none has the reason instead."""
     bars = []
     for row in rows:
         reason = f"not run: {row.not_run}" if not row.timings else "does not apply"
@@ -180,4 +186,4 @@ def _panel(rows: Sequence[Row], measure: str, title: str, *, log: bool) -> Bars:
                 note=reason if len(reason) < 60 else reason[:57] + "...",
             )
         )
-    return Bars(title=title, axis="seconds", bars=bars, log=log)
+    return Bars(title=title, axis=axis, bars=bars, log=log)

@@ -1,4 +1,4 @@
-"""What a contender is: it saves the state that all others save, and says when what was done."""
+"""What takes part in a measurement, and what a contender is that saves the state that all others save."""
 
 from __future__ import annotations
 
@@ -50,18 +50,15 @@ class InFlight:
     staged: Future[Any] | None = None
 
 
-class Contender(ABC):
-    """Saves one state over and over, each time to a fresh place; `fsync` is part of every durable time.
-
-    Constructing one must be cheap; what it keeps between saves is made in its first save, or by `prewarm`.
+class Entrant(ABC):
+    """Whoever takes turns with others at the same task. Constructing one must be cheap.
 
     Attributes:
         key: its name on the command line and in JSON.
         name: its name in tables and pictures.
         kind: whose it is.
-        copies: copies of the state it keeps in host memory between saves.
-        passing_copies: copies that it allocates in every save, and frees.
-        fsync: who makes its files durable.
+        copies: copies of the state it keeps in host memory between its turns.
+        passing_copies: copies that it allocates in every turn, and frees.
     """
 
     key: ClassVar[str]
@@ -69,12 +66,32 @@ class Contender(ABC):
     kind: ClassVar[Kind]
     copies: ClassVar[int] = 0
     passing_copies: ClassVar[int] = 0
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around each of its turns, outside the timing."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Release what was kept between turns."""
+        return
+
+
+class Contender(Entrant):
+    """Saves one state over and over, each time to a fresh place; `fsync` is part of every durable time.
+
+    What it keeps between saves is made in its first save, or by `prewarm`.
+
+    Attributes:
+        fsync: who makes its files durable.
+    """
+
+    task: Task
     fsync: ClassVar[str] = "its own"
     has_stall: ClassVar[bool] = True
     has_durable: ClassVar[bool] = True
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
 
     @abstractmethod
     def start(self, number: int) -> InFlight:
@@ -88,10 +105,6 @@ class Contender(ABC):
         """Delete save `number`; nothing of it is in flight any more."""
         shutil.rmtree(self.directory(number), ignore_errors=True)
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Around each of its saves, outside the timing."""
-        return nullcontext()
-
     def step_guard(self) -> AbstractContextManager[Any]:
         """Around each optimizer step, where its documentation asks for one."""
         return nullcontext()
@@ -99,10 +112,6 @@ class Contender(ABC):
     def prewarm(self) -> None:
         """Do ahead of the first save what can be done."""
         raise NotRunError(f"{self.name} has nothing to prewarm")
-
-    def close(self) -> None:
-        """Release what was kept between saves."""
-        return
 
 
 class NotRunError(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from benchmarks.comparison import Row, report_rows
 from benchmarks.contenders import Contender, Task
+from benchmarks.fresh import in_fresh_process
 from benchmarks.lineup import ALL, ContenderType, opened
 from benchmarks.machine import CONDITIONS
 from benchmarks.ours import PREWARMED
@@ -47,7 +47,7 @@ def run_first(
     for number in range(settings.rounds):
         for each in asked:
             if each.key not in failed:
-                outcome = _in_fresh_process(each, settings, root)
+                outcome = _outcome(each, settings, root)
                 if isinstance(outcome, str):
                     failed[each.key] = outcome
                 else:
@@ -64,7 +64,9 @@ def run_first(
     return _report(rows, found, settings)
 
 
-def _report(rows: Sequence[Row], found: dict[str, list[dict[str, Any]]], settings: Settings) -> Report:
+def _report(
+    rows: Sequence[Row[Contender]], found: dict[str, list[dict[str, Any]]], settings: Settings
+) -> Report:
     size_bytes = max([outcome["size_bytes"] for many in found.values() for outcome in many], default=0)
     report = report_rows(
         "first",
@@ -93,23 +95,12 @@ def _report(rows: Sequence[Row], found: dict[str, list[dict[str, Any]]], setting
     )
 
 
-def _in_fresh_process(each: ContenderType, settings: Settings, root: Path) -> dict[str, Any] | str:
+def _outcome(each: ContenderType, settings: Settings, root: Path) -> dict[str, Any] | str:
     """The outcome, or why there is none."""
-    outcome = root / "outcome.json"
-    outcome.unlink(missing_ok=True)
     order = {"key": each.key, "shape": asdict(settings.shape), "device": settings.device, "root": str(root)}
-    command = [sys.executable, "-m", "benchmarks.first", json.dumps(order), str(outcome)]
-    try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=settings.timeout_seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"killed after {settings.timeout_seconds:g} s"
-    if not outcome.exists():
-        last = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
-        return last[0][:160]
-    read: dict[str, Any] = json.loads(outcome.read_text())
-    return read if "timing" in read else str(read["not_run"])
+    return in_fresh_process(
+        "benchmarks.first", order, root / "outcome.json", timeout_seconds=settings.timeout_seconds
+    )
 
 
 def main(order: dict[str, Any], outcome: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import threading
 from pathlib import Path
 from typing import ClassVar, final
 
@@ -13,8 +11,7 @@ from isal.isal_zlib import crc32
 
 from benchmarks.contenders import Contender, InFlight, Kind, Task, ended
 from benchmarks.others import in_background
-
-PIECE_BYTES = 16 << 20
+from benchmarks.pieces import each_piece, packed
 
 
 class _Limit(Contender):
@@ -62,15 +59,8 @@ class _RawDirect(_Limit):
 
     def prewarm(self) -> None:
         """Fill memory as large as the state with its bytes, which compress as badly."""
-        if "raw" in self.task.shared:
-            return
-        memory = mmap.mmap(-1, -(-self.task.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-        target, offset = torch.frombuffer(memory, dtype=torch.uint8), 0
-        for tensor in self.task.tensors.values():
-            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            target[offset : offset + source.numel()].copy_(source)
-            offset += source.numel()
-        self.task.shared["raw"] = memory
+        if "raw" not in self.task.shared:
+            self.task.shared["raw"] = packed(self.task.tensors.values())
 
     def start(self, number: int) -> InFlight:
         """Write in the background."""
@@ -82,30 +72,17 @@ class _RawDirect(_Limit):
 
     def _write(self, path: Path, memory: memoryview) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        failures: list[OSError] = []
 
-        def work(index: int) -> None:
-            try:
-                for offset in range(index * PIECE_BYTES, len(memory), self.threads * PIECE_BYTES):
-                    piece = memory[offset : offset + PIECE_BYTES]
-                    if self.checksums:
-                        crc32(piece)
-                    os.pwrite(file, piece, offset)
-            except OSError as error:
-                failures.append(error)
+        def write(piece: slice) -> None:
+            if self.checksums:
+                crc32(memory[piece])
+            os.pwrite(file, memory[piece], piece.start)
 
         try:
-            others = [threading.Thread(target=work, args=(index,)) for index in range(1, self.threads)]
-            for thread in others:
-                thread.start()
-            work(0)
-            for thread in others:
-                thread.join()
+            each_piece(len(memory), write, threads=self.threads)
             os.fsync(file)
         finally:
             os.close(file)
-        if failures:
-            raise failures[0]
 
 
 @final

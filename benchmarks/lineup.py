@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import psutil
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.contenders import Contender, NotRunError, Task
+from benchmarks.contenders import Contender, Entrant, NotRunError
 from benchmarks.limits import Memcpy, RawDirect, RawDirectChecksums, RawDirectOneThread
 from benchmarks.others import TorchCheckpointing, TorchSnapshot
 from benchmarks.ours import OursBlocking, OursOverlapped
@@ -25,6 +25,7 @@ from benchmarks.stock import (
 
 ContenderType = type[Contender]
 _Result = TypeVar("_Result")
+_Entrant = TypeVar("_Entrant", bound=Entrant)
 
 SAVE: Sequence[ContenderType] = (
     OursOverlapped, OursBlocking, StockSaveOneThread, StockSaveTwoThreads, StockAsyncDefault,
@@ -39,13 +40,13 @@ ALL: Mapping[str, ContenderType] = {contender.key: contender for contender in IN
 
 @final
 @dataclass(kw_only=True, slots=True)
-class Lineup:
+class Lineup(Generic[_Entrant]):
     """Those who run; whoever fails is out, with the reason kept."""
 
-    running: list[Contender]
+    running: list[_Entrant]
     not_run: dict[str, str] = field(default_factory=dict[str, str])
 
-    def attempt(self, contender: Contender, work: Callable[[], _Result]) -> _Result | None:
+    def attempt(self, contender: _Entrant, work: Callable[[], _Result]) -> _Result | None:
         """Do `work` in the contender's turn; None if it failed, and then it is out."""
         try:
             with contender.turn():
@@ -64,18 +65,18 @@ def chosen(types: Sequence[ContenderType], only: Sequence[str]) -> list[Contende
 
 @contextmanager
 def opened(
-    types: Sequence[ContenderType], task: Task, *, budgeted: bool = True
-) -> Generator[Lineup, None, None]:
+    types: Sequence[type[_Entrant]], task: Any, *, budgeted: bool = True
+) -> Generator[Lineup[_Entrant], None, None]:
     """Construct the contenders, and close them in the end.
 
     Args:
         types: whom.
-        task: what all of them are given.
+        task: what all of them are given; it has `size_bytes`.
         budgeted: leave those out for whose copies memory is short. Not among ranks, which might decide
             differently.
     """
-    lineup = Lineup(running=[])
-    everyone: list[Contender] = []
+    lineup: Lineup[_Entrant] = Lineup(running=[])
+    everyone: list[_Entrant] = []
     fitting = affordable(types, psutil.virtual_memory().available // task.size_bytes) if budgeted else types
     try:
         for each in types:
@@ -99,10 +100,10 @@ def opened(
                 lineup.not_run.setdefault(contender.key, f"while closing: {_reason(error)}")
 
 
-def affordable(types: Sequence[ContenderType], copies: int) -> list[ContenderType]:
+def affordable(types: Sequence[type[_Entrant]], copies: int) -> list[type[_Entrant]]:
     """Those who can run together when `copies` of the state have room; ours and the floors come first."""
     order = ("ours", "limit", "stock", "other")
-    chosen: list[ContenderType] = []
+    chosen: list[type[_Entrant]] = []
     for each in sorted(types, key=lambda one: order.index(one.kind)):
         candidates = [*chosen, each]
         kept = sum(one.copies for one in candidates)

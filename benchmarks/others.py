@@ -40,7 +40,7 @@ class TorchSnapshot(_Other):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._library = _imported("torchsnapshot")
+        self._library = imported("torchsnapshot")
 
     def start(self, number: int) -> InFlight:
         """Take; it returns when the state is staged."""
@@ -62,8 +62,8 @@ class TorchCheckpointing(_Other):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        library = _imported("torch_checkpointing")
-        files = _imported("torch_checkpointing.storage.filesystem")
+        library = imported("torch_checkpointing")
+        files = imported("torch_checkpointing.storage.filesystem")
         storage = files.LocalFileSystemStorageConfig(use_direct_io=False)
         self._manager: Any = library.CheckpointManager.Config(storage_config=storage).build()
 
@@ -88,7 +88,12 @@ class TorchCheckpointing(_Other):
             return
 
 
-def _imported(module: str) -> Any:
+def imported(module: str) -> Any:
+    """A package that need not be there.
+
+    Raises:
+        NotRunError: it is not.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

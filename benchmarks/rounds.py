@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from benchmarks.comparison import compare, report_rows
-from benchmarks.contenders import Contender, Task
+from benchmarks.contenders import Contender, Entrant, Task
 from benchmarks.lineup import ContenderType, Lineup, opened
 from benchmarks.machine import CONDITIONS
 from benchmarks.report import Report
@@ -18,6 +19,8 @@ from benchmarks.timing import Timing, settle, time_save
 
 Progress = Callable[[str], None]
 Timings = dict[str, list[Timing]]
+_Entrant = TypeVar("_Entrant", bound=Entrant)
+_Outcome = TypeVar("_Outcome")
 
 
 def make_task(shape: StateShape, device: torch.device, root: Path) -> Task:
@@ -51,16 +54,28 @@ def run_rounds(
     )
 
 
-def measure(lineup: Lineup, *, rounds: int, warm_up: int, progress: Progress) -> Timings:
-    """Key -> timings; a contender that fails is out, its reason in the lineup."""
-    timings: Timings = {}
+def measure(lineup: Lineup[Contender], *, rounds: int, warm_up: int, progress: Progress) -> Timings:
+    """Key -> timings of saves; a contender that fails is out, its reason in the lineup."""
+    return take_turns(lineup, one_save, rounds=rounds, warm_up=warm_up, progress=progress)
+
+
+def take_turns(
+    lineup: Lineup[_Entrant],
+    once: Callable[[_Entrant, int], _Outcome],
+    *,
+    rounds: int,
+    warm_up: int,
+    progress: Progress,
+) -> dict[str, list[_Outcome]]:
+    """In every round everybody does `once`, given the number of the round; key -> outcomes that count."""
+    outcomes: dict[str, list[_Outcome]] = {}
     for number in range(rounds + warm_up):
         for contender in list(lineup.running):
-            timing = lineup.attempt(contender, partial(one_save, contender, number))
-            if timing is not None and number >= warm_up:
-                timings.setdefault(contender.key, []).append(timing)
+            outcome = lineup.attempt(contender, partial(once, contender, number))
+            if outcome is not None and number >= warm_up:
+                outcomes.setdefault(contender.key, []).append(outcome)
         progress(f"round {number + 1 - warm_up} of {rounds}")
-    return timings
+    return outcomes
 
 
 def one_save(contender: Contender, number: int) -> Timing:
