@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any, Final, final
 
@@ -135,12 +138,25 @@ def load_metadata(content: bytes, path: str) -> Metadata:
         CorruptCheckpointError: it is not a pickle of `Metadata`, or points outside its directory.
     """
     try:
-        return _settle(_MetadataUnpickler(io.BytesIO(guarded(content))).load())
+        with _collector_paused():
+            return _settle(_MetadataUnpickler(io.BytesIO(guarded(content))).load())
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(f"{path}: {error}") from error
     except Exception as error:  # a damaged pickle raises nearly anything; the caller is told what and where
         failure = FileFailure(path=path, problem=f"not readable ({type(error).__name__}: {error!s:.500})")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+
+
+@contextmanager
+def _collector_paused() -> Generator[None]:
+    """Without Python's garbage collector, which goes through all of the growing metadata again and again."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
 
 
 def _settle(metadata: Any) -> Metadata:

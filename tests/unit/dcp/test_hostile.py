@@ -30,7 +30,7 @@ from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
 PLACE = "root/step/.metadata"
 NAME = "root/step/__0_0.distcp: 'w'"
 # A stack that no thread has, and a hash that no machine ends.
-DEEP = b"N" + b"\x85" * 1_000_000
+DEEP = b"N" + b"\x85" * 300_000
 SHARED = b"N\x85\x94" + b"".join(b"j%bj%b\x86\x94" % (2 * (struct.pack("<I", i),)) for i in range(200))
 
 SMALL_SHARED = b"N\x85q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(200))  # protocol 2

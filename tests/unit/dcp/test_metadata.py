@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from pathlib import Path, PosixPath, PurePosixPath
@@ -132,3 +133,17 @@ def test_storage_data_of_another_kind_is_refused():
     odd = Metadata({}, storage_data={MetadataIndex("w"): torch.float32})
     with pytest.raises(CorruptCheckpointError, match="not supported"):
         load_metadata(pickle.dumps(odd), PLACE)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(stock, enabled):
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        load_metadata((stock / ".metadata").read_bytes(), PLACE)
+        assert gc.isenabled() is enabled
+        with pytest.raises(CorruptCheckpointError):
+            load_metadata(b"", PLACE)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
