@@ -200,8 +200,9 @@ def _vote(rank: int, ranks: tuple[int, ...], digest: int) -> int:
 def _digest(run: Cells, owners: IntArray, facts: object) -> int:
     """64 bits that depend on every unit, in order, and on `facts`, and on nothing of this rank alone."""
     used, which = np.unique(run.payload, return_inverse=True)
-    names = [run.units.names[number] for number in used.tolist()]
-    payloads = [run.units.payloads[number] for number in used.tolist()]
+    chosen: list[int] = used.tolist()
+    names = [run.units.names[number] for number in chosen]
+    payloads = [run.units.payloads[number] for number in chosen]
     paths = [payload.path for payload in payloads]
     offsets = np.array([payload.offset for payload in payloads], dtype=np.int64)
     sizes = np.array([payload.size_bytes for payload in payloads], dtype=np.int64)

@@ -57,7 +57,7 @@ class Cells(Sequence[Cell]):
     def __getitem__(self, place: int | slice) -> Cell | Cells:
         if isinstance(place, slice):
             return self.at(place)
-        number = int(self.payload[place])
+        number: int = self.payload[place].item()
         return Cell(
             name=self.units.names[number],
             payload=self.units.payloads[number],
@@ -68,8 +68,8 @@ class Cells(Sequence[Cell]):
     @override
     def __iter__(self) -> Iterator[Cell]:
         names, payloads = self.units.names, self.units.payloads
-        rows = zip(self.payload.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
-        for number, start, stop in rows:
+        which: list[int] = self.payload.tolist()
+        for number, start, stop in zip(which, self.start.tolist(), self.stop.tolist(), strict=True):
             yield Cell(name=names[number], payload=payloads[number], start=start, stop=stop)
 
     def at(self, places: IntArray | slice) -> Cells:
@@ -195,7 +195,8 @@ class _Groups:
         # Neighbours mostly go to the same ranks: only where the pattern changes it is looked up.
         changes = np.concatenate([[True], (packed[1:] != packed[:-1]).any(axis=1)])
         numbers = [self._number(packed[row].tobytes(), overlap[row]) for row in np.flatnonzero(changes)]
-        return np.array(numbers, dtype=np.int64)[np.cumsum(changes) - 1]
+        found: IntArray = np.array(numbers, dtype=np.int64)[np.cumsum(changes) - 1]
+        return found
 
     def _number(self, pattern: bytes, boxes: npt.NDArray[np.bool_]) -> int:
         if pattern not in self._known:
