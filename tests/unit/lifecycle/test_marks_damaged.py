@@ -70,7 +70,7 @@ def test_what_has_no_readable_marker_needs_no_mark(storage, ownership, caplog):
 
 
 def test_a_job_that_has_lost_the_root_marks_nothing(storage, ownership, caplog):
-    """On an object store, and where locks do not work, a second job can take the root: it writes its claim."""
+    """Where locks do not work, as on an object store, a second job can take the root: it writes its claim."""
     ownership.take()
     ownership.note_damaged({ONE: PROBLEM})
     storage.replace("writer.json", json.dumps(asdict(Owner.here("job 43"))).encode())
