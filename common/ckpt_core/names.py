@@ -10,6 +10,7 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 SHARED = "shared.json"
 PINS = "pins.json"
+DAMAGED = "damaged.json"
 WRITER = "writer.json"
 DATA_SUFFIX = ".distcp"
 

@@ -29,7 +29,10 @@ class RetentionPolicy(ABC):
 
     @abstractmethod
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        """Steps to keep. `now` is Unix time in seconds, like `CheckpointInfo.created`."""
+        """Steps to keep. `now` is Unix time in seconds, like `CheckpointInfo.created`.
+
+        `history` holds the committed checkpoints that are not marked as damaged.
+        """
 
     @property
     def judges_alone(self) -> bool:
@@ -242,10 +245,12 @@ class PrunePlan:
     Attributes:
         keep: step -> why it stays, for people.
         drop: what would be deleted, lowest step first.
+        damaged: what is marked as damaged and left for a person to look at, lowest step first.
     """
 
     keep: Mapping[int, tuple[str, ...]]
     drop: tuple[CheckpointInfo, ...]
+    damaged: tuple[CheckpointInfo, ...] = ()
 
 
 def plan_prune(policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float) -> PrunePlan:
@@ -253,12 +258,18 @@ def plan_prune(policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: 
 
     The highest step (what a resume would load), the checkpoint committed last (training may have gone back
     to an earlier step) and whatever is pinned always stay, so that a history is never emptied.
+    What is marked as damaged counts for nothing of that, lest a sound checkpoint go in its favour; it is not
+    deleted either, because it may be the only trace of a fault, and a mark may be wrong.
     """
+    damaged = sorted((info for info in history if info.damaged is not None), key=_by_step)
+    sound = [info for info in history if info.damaged is None]
     reasons: dict[int, tuple[str, ...]] = {}
-    for step, reason in (*_guaranteed(history), *_wanted(policy, history, now)):
+    for step, reason in (*_guaranteed(sound), *_wanted(policy, sound, now)):
         reasons[step] = (*reasons.get(step, ()), reason)
-    drop = sorted((info for info in history if info.step not in reasons), key=_by_step)
-    return PrunePlan(keep=MappingProxyType(dict(sorted(reasons.items()))), drop=tuple(drop))
+    drop = sorted((info for info in sound if info.step not in reasons), key=_by_step)
+    return PrunePlan(
+        keep=MappingProxyType(dict(sorted(reasons.items()))), drop=tuple(drop), damaged=tuple(damaged)
+    )
 
 
 def _guaranteed(history: Sequence[CheckpointInfo]) -> Iterable[tuple[int, str]]:

@@ -50,7 +50,12 @@ class ChunkEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """A committed checkpoint as listings and retention policies see it. `created` is Unix time in seconds."""
+    """A committed checkpoint as listings and retention policies see it.
+
+    `created` is Unix time in seconds. `pinned` says why it is protected from pruning, None if it is not.
+    `damaged` says what a verification found wrong with it, None if it is not marked as damaged; a checkpoint
+    that nobody has verified is not marked.
+    """
 
     step: int
     name: str
@@ -59,6 +64,7 @@ class CheckpointInfo:
     world_size: int = 1
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     pinned: str | None = None
+    damaged: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -186,6 +186,7 @@ def test_unknown_options_in_yaml_are_all_named_with_the_nearest_known(tmp_path):
         ({"name": "../outside"}, "'../outside' cannot be the name of a checkpoint"),
         ({"name": ""}, "'' cannot be the name"),
         ({"name": "pins.json"}, "'pins.json' cannot be the name"),
+        ({"name": "damaged.json"}, "'damaged.json' cannot be the name"),
         ({"name": "writer.json"}, "'writer.json' cannot be the name"),
         ({"name": "x.incomplete-0123abcd"}, "cannot be the name"),
     ],

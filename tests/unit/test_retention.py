@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -36,6 +37,10 @@ METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.floats(allow
 def info(step: int, *, created: float | None = None, pinned: str | None = None, **metrics: float):
     when = float(step) if created is None else created
     return CheckpointInfo(step=step, name=f"step-{step:09d}", created=when, pinned=pinned, metrics=metrics)
+
+
+def marked(damaged: CheckpointInfo) -> CheckpointInfo:
+    return replace(damaged, damaged="__0_0.distcp: missing")
 
 
 def history_of(*steps: int) -> list[CheckpointInfo]:
@@ -88,6 +93,17 @@ def test_the_newest_and_the_last_committed_always_stay(policy, history):
 @given(policy=policies, history=histories)
 def test_pinned_checkpoints_always_stay(policy, history):
     assert {i.step for i in history if i.pinned is not None} <= set(plan_prune(policy, history, NOW).keep)
+
+
+@given(policy=policies, history=histories, luck=st.randoms(use_true_random=False))
+def test_the_damaged_neither_count_nor_go(policy, history, luck):
+    """Whatever is marked, even if pinned or the newest, the rest fares as if it were not there."""
+    mixed = [marked(i) if luck.random() < 0.5 else i for i in history]
+    sound = [i for i in mixed if i.damaged is None]
+    plan, without = plan_prune(policy, mixed, NOW), plan_prune(policy, sound, NOW)
+    assert (plan.keep, plan.drop) == (without.keep, without.drop)
+    assert plan.damaged == tuple(sorted((i for i in mixed if i.damaged is not None), key=lambda i: i.step))
+    assert (without.damaged, bool(plan.keep)) == ((), bool(sound))
 
 
 @given(policy=policies, history=histories)
@@ -201,6 +217,20 @@ def test_training_that_went_back_keeps_what_it_commits():
     history = [info(500, created=1), info(600, created=2), info(400, created=3)]
     plan = plan_prune(KeepLatest(1), history, NOW)
     assert plan.keep == {400: ("committed last",), 600: ("newest", "KeepLatest(n=1)")}
+
+
+def test_keep_latest_keeps_as_many_sound_ones_as_it_says_beside_the_damaged():
+    history = [*history_of(1, 2, 3, 4), marked(info(5)), marked(info(6, pinned="paper"))]
+    plan = plan_prune(KeepLatest(3), history, NOW)
+    assert set(plan.keep) == {2, 3, 4}
+    assert "newest" in plan.keep[4]
+    assert ([i.step for i in plan.drop], [i.step for i in plan.damaged]) == ([1], [5, 6])
+
+
+def test_a_damaged_checkpoint_does_not_protect_or_condemn_a_sound_one_of_its_step():
+    sound = replace(info(4), name="checkpoint-4")
+    assert plan_prune(KeepLatest(1), [info(3), sound, marked(info(4))], NOW).drop == (info(3),)
+    assert plan_prune(KeepLatest(1), [info(5), sound, marked(info(4))], NOW).drop == (sound,)
 
 
 def test_an_empty_history_makes_an_empty_plan():

@@ -14,7 +14,7 @@ from ckpt_core.types import CheckpointInfo
 
 
 def ls(arguments: Namespace) -> Outcome:
-    """List the committed checkpoints of a root, and what is torn."""
+    """List the committed checkpoints of a root, and what is damaged or torn."""
     storage = open_root(arguments.root, arguments.storage_options)
     catalog = Catalog(storage)
     infos, torn, quarantined = catalog.committed(), catalog.torn(), catalog.quarantined()
@@ -29,6 +29,7 @@ def ls(arguments: Namespace) -> Outcome:
         parts=[
             *([_info_table(infos)] if infos else []),
             summary,
+            *(f"marked as damaged: {i.name}: {i.damaged}" for i in infos if i.damaged is not None),
             *(f"torn or being written: {name}" for name in torn),
             *(f"damaged and moved aside: {name}" for name in quarantined),
         ],
@@ -46,7 +47,7 @@ def show(arguments: Namespace) -> Outcome:
         if not storage.list(name):
             raise CheckpointNotFoundError(f"{place}: there is nothing") from None
         return _show_uncommitted(place)
-    pinned = catalog.pins().get(manifest.step)
+    pinned, damaged = catalog.pins().get(manifest.step), catalog.known_damage(name)
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
     listed |= {"files": [asdict(entry) for entry in manifest.files]}
     table = Table(
@@ -54,8 +55,8 @@ def show(arguments: Namespace) -> Outcome:
         rows=[(entry.path, bytes_text(entry.size_bytes), entry.checksum) for entry in manifest.files],
     )
     return Outcome(
-        fields={"checkpoint": place, "committed": True, "pinned": pinned, **listed},
-        parts=[*_facts(place, manifest, pinned), "", table],
+        fields={"checkpoint": place, "committed": True, "pinned": pinned, "damaged": damaged, **listed},
+        parts=[*_facts(place, manifest, pinned=pinned, damaged=damaged), "", table],
     )
 
 
@@ -102,7 +103,7 @@ def _info_table(infos: Iterable[CheckpointInfo]) -> Table:
     )
 
 
-def _facts(place: str, manifest: Manifest, pinned: str | None) -> list[str]:
+def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None) -> list[str]:
     facts = {
         "checkpoint": place,
         "step": str(manifest.step),
@@ -111,6 +112,7 @@ def _facts(place: str, manifest: Manifest, pinned: str | None) -> list[str]:
         "chunks": str(manifest.num_chunks),
         "ranks": str(manifest.world_size),
         "pinned": pinned or "",
+        "damaged": damaged or "",
         "items": ", ".join(f"{item} ({kind})" for item, kind in sorted(manifest.items.items())),
         "metrics": metrics_text(manifest.metrics),
         "annotations": ", ".join(f"{key}={value!r}" for key, value in sorted(manifest.annotations.items())),

@@ -87,7 +87,8 @@ def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         "verify",
         parents=[shared],
         help="read checkpoints back and compare them with what was committed",
-        description="Verifies a checkpoint, the newest of a root, or a directory written by stock DCP.",
+        description="Verifies a checkpoint, the newest of a root, or a directory written by stock DCP. One "
+        "that is marked as damaged and verifies loses its mark.",
     )
     command.add_argument("place", metavar="ROOT_OR_CHECKPOINT", help="path or URL")
     which = command.add_mutually_exclusive_group()
@@ -101,7 +102,8 @@ def _add_prune(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         "prune",
         parents=[shared],
         help="remove checkpoints that no policy keeps",
-        description="Keeps what at least one policy keeps, what is pinned, and always the newest.",
+        description="Keeps what at least one policy keeps, what is pinned, and always the newest. What is "
+        "marked as damaged counts for none of that and is left for a person, who may use --damaged.",
     )
     command.add_argument("root", metavar="ROOT", help="path or URL of a run")
     command.add_argument("--keep-latest", type=int, metavar="N", help="keep the N highest steps")
@@ -115,6 +117,12 @@ def _add_prune(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         help="keep the N best by a metric (1, min); may be repeated",
     )
     command.add_argument("--policy", metavar="FILE", help="YAML or TOML file of options with a `keep`")
+    command.add_argument(
+        "--damaged",
+        action="store_true",
+        help="instead of a policy: delete what is marked as damaged and not pinned, and nothing else; verify "
+        "first, which takes the mark from what is whole",
+    )
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     command.add_argument(
         "--take-over", action="store_true", help="prune although writer.json names a job on an object store"

@@ -1,4 +1,4 @@
-"""`prune`: apply a retention policy to a root that no job is writing to."""
+"""`prune`: apply a retention policy to a root that no job is writing to, or delete what is damaged there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from operator import or_
 from ckpt_core.cli._outcome import Outcome, Table, bytes_text
 from ckpt_core.cli._places import open_root
 from ckpt_core.commit import Catalog, Lease, Owner, collect_orphans, remove
-from ckpt_core.errors import ConfigError, RootBusyError
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, RootBusyError
 from ckpt_core.retention import (
     KeepBest,
     KeepEvery,
@@ -23,26 +23,50 @@ from ckpt_core.retention import (
     plan_prune,
 )
 from ckpt_core.storage import Storage
+from ckpt_core.types import CheckpointInfo
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Remove the checkpoints that no policy keeps, and what crashes left behind."""
-    policy = reduce(or_, _policies(arguments))
+    """Remove what no policy keeps and what crashes left behind, or only what is marked as damaged."""
+    policy = _policy(arguments)
     storage = open_root(arguments.root, arguments.storage_options)
     if arguments.dry_run:
-        return _outcome(storage, _plan(storage, policy), Catalog(storage).torn(), dry_run=True)
+        torn = [] if policy is None else Catalog(storage).torn()
+        return _outcome(storage, _plan(storage, policy), torn, dry_run=True)
     _refuse_to_take_over(storage, allowed=arguments.take_over)
     with Lease.acquire(storage, "ckpt prune") as lease:
         plan = _plan(storage, policy)
         for info in plan.drop:
             lease.check()
             remove(storage, info)
-        orphans = collect_orphans(storage, keep=())
+            if info.damaged is not None:
+                Catalog(storage).unmark(info.name)
+        orphans = [] if policy is None else collect_orphans(storage, keep=())
     return _outcome(storage, plan, orphans, dry_run=False)
 
 
-def _plan(storage: Storage, policy: RetentionPolicy) -> PrunePlan:
-    return plan_prune(policy, Catalog(storage).committed(), time.time())
+def _plan(storage: Storage, policy: RetentionPolicy | None) -> PrunePlan:
+    """What the policy says; without one, that the damaged go."""
+    history = Catalog(storage).committed()
+    return _plan_damaged(storage, history) if policy is None else plan_prune(policy, history, time.time())
+
+
+def _plan_damaged(storage: Storage, history: Sequence[CheckpointInfo]) -> PrunePlan:
+    """Drop what is marked as damaged, but what a person has pinned; refuse if nothing else is there."""
+    damaged = [info for info in history if info.damaged is not None]
+    sound = [info for info in history if info.damaged is None]
+    drop = tuple(info for info in damaged if info.pinned is None)
+    if drop and not sound:
+        raise CorruptCheckpointError(
+            f"every committed checkpoint in {storage.url} is marked as damaged: "
+            f"{', '.join(info.name for info in damaged)}. Nothing was deleted; look at each with "
+            "`ckpt verify`, which takes the mark from one that is whole, or delete the directories by hand"
+        )
+    return PrunePlan(
+        keep={info.step: ("not marked as damaged",) for info in sound},
+        drop=drop,
+        damaged=tuple(info for info in damaged if info.pinned is not None),
+    )
 
 
 def _refuse_to_take_over(storage: Storage, *, allowed: bool) -> None:
@@ -55,11 +79,18 @@ def _refuse_to_take_over(storage: Storage, *, allowed: bool) -> None:
         )
 
 
-def _policies(arguments: Namespace) -> Sequence[RetentionPolicy]:
+def _policy(arguments: Namespace) -> RetentionPolicy | None:
+    """All that was given, as one; None if only the damaged are to go."""
     policies = list(_given(arguments))
+    if arguments.damaged and policies:
+        raise ConfigError("--damaged deletes the damaged and nothing else: give it without a policy")
+    if arguments.damaged:
+        return None
     if not policies:
-        raise ConfigError("nothing says what to keep: give --keep-latest, --keep-every, … or --policy")
-    return policies
+        raise ConfigError(
+            "nothing says what to keep: give --keep-latest, --keep-every, … or --policy; or --damaged"
+        )
+    return reduce(or_, policies)
 
 
 def _given(arguments: Namespace) -> Iterator[RetentionPolicy]:
@@ -97,8 +128,10 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
     rows = [("keep", str(step), ", ".join(reasons)) for step, reasons in plan.keep.items()]
     rows += [("drop", str(info.step), bytes_text(info.size_bytes)) for info in plan.drop]
     rows += [("drop", "torn", name) for name in torn]
+    rows += [("left", str(info.step), _why_left(info)) for info in plan.damaged]
     freed = bytes_text(sum(info.size_bytes for info in plan.drop))
     verb = "would drop" if dry_run else "dropped"
+    advice = "left for a person: damaged checkpoints, see `ckpt verify` and `ckpt prune --damaged`"
     return Outcome(
         fields={
             "root": storage.url,
@@ -106,9 +139,16 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
             "keep": [{"step": step, "reasons": reasons} for step, reasons in plan.keep.items()],
             "drop": [asdict(info) for info in plan.drop],
             "torn": torn,
+            "damaged": [asdict(info) for info in plan.damaged],
         },
         parts=[
             *([Table(columns=("", "STEP", "WHY"), rows=rows)] if rows else []),
             f"{verb} {len(plan.drop)} checkpoints, {freed}, and {len(torn)} torn directories",
+            *([advice] if plan.damaged else []),
         ],
     )
+
+
+def _why_left(info: CheckpointInfo) -> str:
+    pinned = "" if info.pinned is None else f"; pinned: {info.pinned}"
+    return f"marked as damaged: {info.damaged}{pinned}"

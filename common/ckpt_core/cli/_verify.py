@@ -4,14 +4,43 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._places import open_checkpoint, open_root
 from ckpt_core.commit import Catalog, verify, verify_stock
-from ckpt_core.errors import CheckpointNotFoundError, ConfigError, FileFailure
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.names import MARKER, is_corrupt, is_incomplete, is_trash
 from ckpt_core.storage import Storage
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    """What became of one checkpoint.
+
+    Attributes:
+        note: by what it was verified, if not by its manifest.
+        damaged: what a mark said, wrongly, was wrong with it.
+        mark: what became of that mark, in words; "" if there was none.
+    """
+
+    name: str
+    failures: Sequence[FileFailure]
+    note: str = ""
+    damaged: str | None = None
+    mark: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """For `--json`."""
+        fields: dict[str, Any] = {
+            "name": self.name,
+            "ok": not self.failures,
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+        return fields | ({"was_marked": self.damaged, "mark": self.mark} if self.mark else {})
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -22,7 +51,7 @@ def run(arguments: Namespace) -> Outcome:
     storage = open_root(arguments.place, arguments.storage_options)
     names = _names(Catalog(storage), arguments)
     if names:
-        return _outcome(storage, {name: verify(storage, name) for name in names})
+        return outcome(storage, names)
     if wants_root:
         raise CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
     return _stock(arguments)
@@ -37,7 +66,7 @@ def _one_checkpoint(arguments: Namespace) -> Outcome | None:
     if is_incomplete(name) or is_trash(name) or is_corrupt(name) or storage.exists(f"{name}/{MARKER}"):
         if not storage.list(name):
             raise CheckpointNotFoundError(f"{storage.url}/{name}: there is nothing")
-        return _outcome(storage, {name: verify(storage, name)})
+        return outcome(storage, [name])
     return None
 
 
@@ -50,18 +79,40 @@ def _names(catalog: Catalog, arguments: Namespace) -> list[str]:
 
 def _stock(arguments: Namespace) -> Outcome:
     storage, name = open_checkpoint(arguments.place, arguments.storage_options)
-    return _outcome(storage, {name: verify_stock(storage, name)}, note=" (stock DCP, by its CRC32s)")
+    result = _Result(name=name, failures=verify_stock(storage, name), note=" (stock DCP, by its CRC32s)")
+    return _told(storage, [result])
 
 
-def _outcome(storage: Storage, results: dict[str, Sequence[FileFailure]], note: str = "") -> Outcome:
+def outcome(storage: Storage, names: Sequence[str]) -> Outcome:
+    """Verify these checkpoints of a root; one that is marked as damaged and is whole loses its mark."""
+    return _told(storage, [_verified(storage, name) for name in names])
+
+
+def _verified(storage: Storage, name: str) -> _Result:
+    failures = verify(storage, name)
+    if failures:
+        return _Result(name=name, failures=failures)
+    catalog = Catalog(storage)
+    damaged = catalog.known_damage(name)
+    if damaged is None:
+        return _Result(name=name, failures=failures)
+    try:
+        catalog.unmark(name)
+    except (CheckpointError, OSError) as error:
+        # Whoever may only read the root still learns that the checkpoint is whole.
+        return _Result(name=name, failures=failures, damaged=damaged, mark=f"stays, {error}")
+    return _Result(name=name, failures=failures, damaged=damaged, mark="was taken away")
+
+
+def _told(storage: Storage, results: Sequence[_Result]) -> Outcome:
     parts: list[str] = []
-    for name, failures in results.items():
-        parts.append(f"{'FAILED' if failures else 'ok':<8}{storage.url}/{name}{note}")
-        parts += [f"  {failure}" for failure in failures]
-    rows = [
-        {"name": name, "ok": not failures, "failures": [asdict(failure) for failure in failures]}
-        for name, failures in results.items()
-    ]
+    for result in results:
+        parts.append(f"{'FAILED' if result.failures else 'ok':<8}{storage.url}/{result.name}{result.note}")
+        parts += [f"  {failure}" for failure in result.failures]
+        if result.mark:
+            parts.append(f"  was marked as damaged: {result.damaged}; the mark {result.mark}")
     return Outcome(
-        fields={"root": storage.url, "checkpoints": rows}, parts=parts, exit_code=int(any(results.values()))
+        fields={"root": storage.url, "checkpoints": [result.fields for result in results]},
+        parts=parts,
+        exit_code=int(any(result.failures for result in results)),
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
+from ckpt_core.commit._marks import Mark, known_marks, marks_to_change, problem_of, replace_marks
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import (
     CheckpointError,
@@ -47,7 +50,8 @@ class Catalog:
     """The checkpoints of one root.
 
     Holds no state of its own: every call reads the storage anew, from any thread of any process. Pins are
-    read, changed and replaced; when two processes pin at the same moment, one of the pins is lost.
+    read, changed and replaced; when two processes pin at the same moment, one of the pins is lost. So it is
+    with marks.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -66,7 +70,7 @@ class Catalog:
 
     def survey(self) -> Survey:
         """Every committed checkpoint, oldest step first, and every directory whose marker cannot be read."""
-        pins = self._pins_or_none()
+        pins, marks = _pins_or_none(self._storage), known_marks(self._storage)
         committed: list[CheckpointInfo] = []
         unreadable: dict[str, CheckpointError | OSError] = {}
         for name in self._directories():
@@ -78,7 +82,7 @@ class Catalog:
                 unreadable[name] = error
             else:
                 pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
-                committed.append(marker.info(name, pinned))
+                committed.append(marker.info(name, pinned, damaged=problem_of(marks, name, marker)))
         committed.sort(key=lambda info: (info.step, info.created))
         return Survey(committed=committed, unreadable=unreadable)
 
@@ -126,8 +130,7 @@ class Catalog:
                 f"{self._storage.url}/{name} holds no committed checkpoint: there is no {MARKER}"
             ) from None
         if len(content) > MAX_MARKER_BYTES:
-            failure = FileFailure(path=MARKER, problem="too large to be a commit marker")
-            raise CorruptCheckpointError(f"{self._storage.url}/{name}/{failure}", failures=(failure,))
+            raise _corrupt(f"{self._storage.url}/{name}", MARKER, "too large to be a commit marker")
         return Marker.from_bytes(content)
 
     def manifest(self, name: str) -> Manifest:
@@ -138,13 +141,14 @@ class Catalog:
             CorruptCheckpointError: marker or manifest are malformed, or do not belong together.
             IncompatibleCheckpointError: they were written by a newer version.
         """
-        marker = self.marker(name)
+        marker, place = self.marker(name), f"{self._storage.url}/{name}"
         try:
             content = self._storage.read_bytes(f"{name}/{MANIFEST}")
         except FileNotFoundError:
-            raise self._corrupt(name, "missing") from None
+            raise _corrupt(place, MANIFEST, "missing") from None
         if not marker.matches(content):
-            raise self._corrupt(name, f"not the file that was committed: its digest differs from {MARKER}'s")
+            problem = f"not the file that was committed: its digest differs from {MARKER}'s"
+            raise _corrupt(place, MANIFEST, problem)
         return Manifest.from_bytes(content)
 
     def torn(self) -> list[str]:
@@ -153,7 +157,9 @@ class Catalog:
         return [
             name
             for name in self._directories()
-            if is_incomplete(name) or is_trash(name) or (in_place and self._is_uncommitted_step(name))
+            if is_incomplete(name)
+            or is_trash(name)
+            or (in_place and _is_uncommitted_step(self._storage, name))
         ]
 
     def quarantined(self) -> list[str]:
@@ -188,22 +194,79 @@ class Catalog:
         if pins.pop(step, None) is not None:
             replace_pins(self._storage, pins)
 
-    def _pins_or_none(self) -> dict[int, str] | None:
-        try:
-            return self.pins()
-        except CorruptCheckpointError as error:
-            _logger.warning("%s", error)
-            return None
+    def known_damage(self, name: str) -> str | None:
+        """What a mark says is wrong with checkpoint `name`; None if it is not marked.
 
-    def _is_uncommitted_step(self, name: str) -> bool:
-        return parse_step_name(name) is not None and not self._storage.exists(f"{name}/{MARKER}")
+        Raises:
+            CheckpointNotFoundError: `name` is not committed.
+            CorruptCheckpointError: its marker is malformed.
+            IncompatibleCheckpointError: its marker was written by a newer version.
+        """
+        return problem_of(known_marks(self._storage), name, self.marker(name))
+
+    def mark_damaged(self, name: str, problem: str) -> None:
+        """Tell everyone to come that checkpoint `name` did not verify, and why, in words.
+
+        The mark is of the checkpoint that has the name now: one that takes its place is not marked. The
+        caller owns the root (see `Lease`). Marks of checkpoints that are gone are dropped on the way.
+
+        Raises:
+            CheckpointNotFoundError: `name` is not committed.
+            CorruptCheckpointError: its marker is malformed; it counts for nobody, so no mark is needed.
+            IncompatibleCheckpointError: its marker, or the file of marks, was written by a newer version.
+            OSError: the mark could not be written.
+        """
+        marker = self.marker(name)
+        marks = marks_to_change(self._storage)
+        mark = Mark.of(marker, problem, found=time.time())
+        known = marks.get(name)
+        if known is None or (known.save_id, known.problem) != (mark.save_id, mark.problem):
+            replace_marks(self._storage, _in_force(self, marks) | {name: mark})
+
+    def unmark(self, name: str) -> None:
+        """Take a mark away, because the checkpoint is whole, or gone; harmless where there is none.
+
+        Raises:
+            IncompatibleCheckpointError: the file of marks was written by a newer version.
+            OSError: the marks could not be written.
+        """
+        marks = marks_to_change(self._storage)
+        if marks.pop(name, None) is not None:
+            replace_marks(self._storage, _in_force(self, marks))
 
     def _directories(self) -> list[str]:
         return [entry.name for entry in self._storage.list("") if entry.is_directory]
 
-    def _corrupt(self, name: str, problem: str) -> CorruptCheckpointError:
-        failure = FileFailure(path=MANIFEST, problem=problem)
-        return CorruptCheckpointError(f"{self._storage.url}/{name}/{failure}", failures=(failure,))
+
+def _is_uncommitted_step(storage: Storage, name: str) -> bool:
+    return parse_step_name(name) is not None and not storage.exists(f"{name}/{MARKER}")
+
+
+def _corrupt(place: str, path: str, problem: str) -> CorruptCheckpointError:
+    failure = FileFailure(path=path, problem=problem)
+    return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
+
+
+def _pins_or_none(storage: Storage) -> dict[int, str] | None:
+    try:
+        return read_pins(storage)
+    except CorruptCheckpointError as error:
+        _logger.warning("%s", error)
+        return None
+
+
+def _in_force(catalog: Catalog, marks: Mapping[str, Mark]) -> dict[str, Mark]:
+    """The marks whose checkpoints are still there, as far as that can be told."""
+    return {name: mark for name, mark in marks.items() if _may_mean(catalog, name, mark)}
+
+
+def _may_mean(catalog: Catalog, name: str, mark: Mark) -> bool:
+    try:
+        return mark.means(catalog.marker(name))
+    except CheckpointNotFoundError:
+        return False
+    except (CheckpointError, OSError):
+        return True
 
 
 def _placed(place: str, error: CheckpointError | OSError) -> CheckpointError | OSError:

@@ -155,7 +155,7 @@ class Marker:
             return False
         return hashlib.sha256(content).hexdigest() == self.manifest_sha256
 
-    def info(self, name: str, pinned: str | None = None) -> CheckpointInfo:
+    def info(self, name: str, pinned: str | None = None, *, damaged: str | None = None) -> CheckpointInfo:
         """The checkpoint in directory `name`, as listings and retention policies see it."""
         return CheckpointInfo(
             step=self.step,
@@ -165,6 +165,7 @@ class Marker:
             world_size=self.world_size,
             metrics=self.metrics,
             pinned=pinned,
+            damaged=damaged,
         )
 
     def to_bytes(self) -> bytes:

@@ -29,7 +29,16 @@ from typing import NoReturn
 from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._manifest import Manifest, Marker
 from ckpt_core.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError
-from ckpt_core.names import MANIFEST, MARKER, PINS, WRITER, incomplete_name, is_incomplete, parse_step_name
+from ckpt_core.names import (
+    DAMAGED,
+    MANIFEST,
+    MARKER,
+    PINS,
+    WRITER,
+    incomplete_name,
+    is_incomplete,
+    parse_step_name,
+)
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
@@ -38,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 def is_name(name: str) -> bool:
     """Whether a checkpoint may be called `name`: one plain directory name, none of those we use ourselves."""
-    return "/" not in name and name not in {"", ".", "..", PINS, WRITER} and can_count(name)
+    return "/" not in name and name not in {"", ".", "..", DAMAGED, PINS, WRITER} and can_count(name)
 
 
 def working_name(storage: Storage, name: str, save_id: str) -> str:

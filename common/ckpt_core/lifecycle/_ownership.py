@@ -7,23 +7,25 @@ import itertools
 import logging
 import secrets
 import sys
-from collections.abc import Collection
-from typing import final
+from collections.abc import Collection, Mapping
+from typing import Final, final
 
-from ckpt_core.commit import Lease, collect_orphans, is_name, quarantine, require_free
+from ckpt_core.commit import Catalog, Lease, collect_orphans, is_name, quarantine, require_free
 from ckpt_core.coordination import Coordinator
-from ckpt_core.errors import ConfigError
+from ckpt_core.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from ckpt_core.storage import Storage
 
 _logger = logging.getLogger(__name__)
+
+_UNKNOWN: Final = "did not verify"
 
 
 @final
 class Ownership:
     """Holds the lease of a root, and the damaged checkpoints that this job may move out of its way.
 
-    Concurrency: `take` and `release` on the main thread, `take` collective; `check` and `note_committed` on
-    any thread of the coordinator.
+    Concurrency: `take`, `release`, `note_damaged` and `note_sound` on the main thread, `take` collective;
+    `check` and `note_committed` on any thread of the coordinator.
     """
 
     def __init__(self, storage: Storage, coordinator: Coordinator) -> None:
@@ -89,9 +91,33 @@ class Ownership:
         """Remember that a name is taken from now on."""
         self._occupied.add(name)
 
-    def note_damaged(self, names: Collection[str]) -> None:
-        """Remember checkpoints that did not verify: a later save of the same name takes their place."""
-        self._damaged |= set(names)
+    def note_damaged(self, damaged: Mapping[str, str] | Collection[str]) -> None:
+        """Remember checkpoints that did not verify: a later save of the same name takes their place.
+
+        They are marked for people and jobs to come, by the coordinator, if the root is this job's. A mark
+        that cannot be written is a warning: training does not depend on it.
+
+        Args:
+            damaged: name -> what is wrong, in words; or names alone.
+        """
+        self._damaged |= set(damaged)
+        if self._lease is None:
+            return
+        for name in damaged:
+            self._mark(self._lease, name, damaged[name] if isinstance(damaged, Mapping) else _UNKNOWN)
+
+    def note_sound(self, name: str) -> None:
+        """Take back what was said of a checkpoint that verifies after all; see `note_damaged`."""
+        self._damaged.discard(name)
+        if self._lease is None:
+            return
+        try:
+            self._lease.check()
+            Catalog(self._storage).unmark(name)
+        except (CheckpointError, OSError) as error:
+            _logger.warning(
+                "%s/%s verifies, but is still marked as damaged: %s", self._storage.url, name, error
+            )
 
     def release(self) -> None:
         """Give the root back."""
@@ -99,6 +125,17 @@ class Ownership:
             self._lease.release()
             self._lease = None
         self._taken = False
+
+    def _mark(self, lease: Lease, name: str, problem: str) -> None:
+        try:
+            lease.check()
+            Catalog(self._storage).mark_damaged(name, problem)
+        except CorruptCheckpointError:
+            return  # with its marker it has lost the name of checkpoint, and counts for nobody as it is
+        except (CheckpointError, OSError) as error:
+            _logger.warning(
+                "%s/%s is damaged, but could not be marked so: %s", self._storage.url, name, error
+            )
 
     def _acquire(self) -> str:
         try:

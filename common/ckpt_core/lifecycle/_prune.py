@@ -13,7 +13,8 @@ def prune(
 ) -> PrunePlan:
     """Remove what the policy does not keep, oldest first; with `dry_run`, only say what would go.
 
-    The history is read anew from storage, so that it survives restarts and sees pins set meanwhile.
+    The history is read anew from storage, so that it survives restarts and sees pins and marks set meanwhile.
+    What is marked as damaged is neither counted nor removed, only listed.
     """
     plan = plan_prune(policy, Catalog(storage).committed(), now)
     if not dry_run:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.cli import main
+from ckpt_core.cli import _verify, main
 from ckpt_core.commit import Catalog, Lease, begin
 from ckpt_core.storage import LocalStorage, ObjectStorage
+from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.commit.checkpoints import save, write_files
 
 
@@ -157,6 +158,119 @@ def test_verify_takes_a_checkpoint_too(ckpt, root):
     assert ckpt("verify", root / "step-000000200")[0] == 1
 
 
+def mark(root: Path, *steps: int) -> None:
+    for step in steps:
+        Catalog(LocalStorage(root)).mark_damaged(f"step-{step:09d}", "__0_0.distcp: missing")
+
+
+def test_ls_and_show_tell_what_is_marked_as_damaged(ckpt, ckpt_json, root):
+    mark(root, 200)
+    told = "marked as damaged: step-000000200: __0_0.distcp: missing"
+    assert told in ckpt("ls", root)[1].splitlines()
+    assert [info["damaged"] for info in ckpt_json("ls", root)[1]["checkpoints"]] == [
+        None,
+        "__0_0.distcp: missing",
+        None,
+    ]
+    code, out, _ = ckpt("show", root / "step-000000200")
+    assert (code, "damaged:     __0_0.distcp: missing" in out.splitlines()) == (0, True)
+    assert ckpt_json("show", root / "step-000000200")[1]["damaged"] == "__0_0.distcp: missing"
+    assert ckpt_json("show", root / "step-000000100")[1]["damaged"] is None
+    assert "damaged:" not in ckpt("show", root / "step-000000100")[1]
+
+
+def test_verify_marks_nothing_and_leaves_the_mark_of_what_is_damaged(ckpt, root):
+    damage(root, 200)
+    before = sorted(root.iterdir())
+    assert ckpt("verify", root, "--all")[0] == 1
+    assert sorted(root.iterdir()) == before
+    mark(root, 200)
+    code, out, _ = ckpt("verify", root, "--all")
+    assert (code, "was marked" in out) == (1, False)
+    assert Catalog(LocalStorage(root)).known_damage("step-000000200") is not None
+
+
+@pytest.mark.parametrize("how", ["root", "checkpoint"])
+def test_a_marked_checkpoint_that_verifies_loses_its_mark(ckpt, root, how):
+    mark(root, 200, 300)
+    arguments = [root, "--step", 200] if how == "root" else [root / "step-000000200"]
+    code, out, _ = ckpt("verify", *arguments)
+    assert code == 0
+    assert "was marked as damaged: __0_0.distcp: missing; the mark was taken away" in out
+    marked = [info.step for info in Catalog(LocalStorage(root)).committed() if info.damaged is not None]
+    assert marked == [300]
+    assert "was marked" not in ckpt("verify", *arguments)[1]
+
+
+def test_a_mark_that_cannot_be_taken_away_does_not_make_a_whole_checkpoint_fail(root):
+    mark(root, 200, 300)
+    refusal = PermissionError("read-only file system")
+    storage = FaultyStorage(LocalStorage(root), [Fault(method="replace", key="damaged.json", error=refusal)])
+    outcome = _verify.outcome(storage, ["step-000000200"])
+    (row,) = outcome.fields["checkpoints"]
+    assert (outcome.exit_code, row["ok"], row["was_marked"]) == (0, True, "__0_0.distcp: missing")
+    assert row["mark"] == "stays, read-only file system"
+    assert Catalog(storage).known_damage("step-000000200") == "__0_0.distcp: missing"
+
+
+def test_prune_lists_the_damaged_as_left_for_a_person(ckpt, ckpt_json, root):
+    mark(root, 300)
+    code, planned = ckpt_json("prune", root, "--keep-latest", 1, "--dry-run")
+    assert (code, [info["step"] for info in planned["damaged"]], planned["drop"]) == (0, [300], [])
+    code, out, _ = ckpt("prune", root, "--keep-latest", 1)
+    assert code == 0
+    assert re.search(r"^left +300 +marked as damaged: __0_0\.distcp: missing$", out, flags=re.MULTILINE)
+    assert out.endswith("see `ckpt verify` and `ckpt prune --damaged`\n")
+    assert steps(root) == [100, 200, 300]
+
+
+def test_prune_damaged_deletes_the_marked_and_nothing_else(ckpt, ckpt_json, root):
+    mark(root, 100, 300)  # 100 is pinned
+    before = sorted(root.rglob("*"))
+    code, planned = ckpt_json("prune", root, "--damaged", "--dry-run")
+    assert code == 0
+    assert [info["step"] for info in planned["drop"]] == [300]
+    assert [info["step"] for info in planned["damaged"]] == [100]
+    assert (planned["torn"], sorted(root.rglob("*"))) == ([], before)
+    code, out, _ = ckpt("prune", root, "--damaged")
+    assert (code, "dropped 1 checkpoints" in out) == (0, True)
+    assert re.search(r"^left +100 .*pinned: paper$", out, flags=re.MULTILINE)
+    assert steps(root) == [100, 200]
+    assert (root / "step-000000400.incomplete-deadbeef").is_dir()
+    marks = json.loads((root / "damaged.json").read_bytes())["checkpoints"]
+    assert list(marks) == ["step-000000100"]
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["wet", "dry"])
+def test_prune_damaged_never_empties_a_root(ckpt, root, dry):
+    mark(root, 100, 200, 300)
+    code, out, err = ckpt("prune", root, "--damaged", *dry)
+    assert (code, out) == (1, "")
+    assert "every committed checkpoint" in err
+    assert "Nothing was deleted" in err
+    assert steps(root) == [100, 200, 300]
+
+
+def test_prune_damaged_works_on_an_object_store_and_where_nothing_is_damaged(ckpt):
+    url = f"memory://{secrets.token_hex(8)}/run"
+    storage = ObjectStorage(url)
+    for step in (1, 2, 3):
+        save(storage, step)
+    assert "dropped 0 checkpoints" in ckpt("prune", url, "--damaged")[1]
+    Catalog(storage).mark_damaged("step-000000002", "gone")
+    assert ckpt("prune", url, "--damaged")[0] == 0
+    assert [info.step for info in Catalog(storage).committed()] == [1, 3]
+
+
+def test_prune_damaged_refuses_to_run_beside_a_live_job(ckpt, root):
+    mark(root, 200)
+    with Lease.acquire(LocalStorage(root), "job 42") as lease:
+        code, _, err = ckpt("prune", root, "--damaged")
+        assert (code, "job 42" in err) == (1, True)
+        lease.check()
+    assert steps(root) == [100, 200, 300]
+
+
 def test_a_torn_directory_does_not_verify(ckpt, root):
     code, out, _ = ckpt("verify", root / "step-000000400.incomplete-deadbeef")
     assert code == 1
@@ -287,6 +401,7 @@ def test_pin_and_unpin(ckpt, ckpt_json, root):
         ["pin", "x", "1"],
         ["prune", "x"],
         ["prune", "x", "--keep-latest", "0"],
+        ["prune", "x", "--damaged", "--keep-latest", "1"],
         ["prune", "x", "--keep-best", "loss:up"],
         ["prune", "x", "--keep-best", "loss:1:2"],
         ["prune", "x", "--policy", "missing.yaml"],

@@ -1,0 +1,132 @@
+"""Which checkpoints did not verify, in `damaged.json`, for people and jobs that come later.
+
+A mark is advice: it never makes a checkpoint count less than its marker says, and nothing is deleted for it.
+Losing the file costs no more than another verification.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Final, final
+
+from ckpt_core import codec
+from ckpt_core.commit._manifest import Marker
+from ckpt_core.errors import CheckpointError, CorruptCheckpointError
+from ckpt_core.names import DAMAGED, FORMAT_VERSION
+from ckpt_core.storage import Storage
+
+_logger = logging.getLogger(__name__)
+
+MAX_MARKS: Final = 1000
+MAX_PROBLEM: Final = 400
+"""Characters; the rest is cut off."""
+
+MAX_MARKS_BYTES: Final = 8 << 20
+"""As many marks as may be, with names and problems as long as may be, take less."""
+
+_MAX_ID: Final = 64
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """What is wrong with a checkpoint.
+
+    Attributes:
+        save_id: of the save that wrote the checkpoint, so that another of its name is not meant.
+        problem: what is wrong, in words.
+        found: Unix time in seconds.
+    """
+
+    save_id: str
+    problem: str
+    found: float
+
+    @classmethod
+    def of(cls, marker: Marker, problem: str, *, found: float) -> Mark:
+        """The mark of the checkpoint with that marker."""
+        return cls(save_id=marker.save_id[:_MAX_ID], problem=problem[:MAX_PROBLEM], found=found)
+
+    def means(self, marker: Marker) -> bool:
+        """Whether the checkpoint with that marker is the one that was marked."""
+        return self.save_id == marker.save_id[:_MAX_ID]
+
+
+def read_marks(storage: Storage) -> dict[str, Mark]:
+    """Name of a checkpoint -> its mark; empty if none was ever marked.
+
+    Raises:
+        CorruptCheckpointError: the file is malformed, or has changed since it was written.
+        IncompatibleCheckpointError: it was written by a newer version.
+        OSError: it cannot be read.
+    """
+    try:
+        with storage.open(DAMAGED) as stream:
+            content = stream.read(MAX_MARKS_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    if len(content) > MAX_MARKS_BYTES:
+        raise codec.corrupt(DAMAGED, "is too large to be a file of marks")
+    vouched = codec.has_checksum(content, source=DAMAGED)
+    with codec.Fields.parse(content, source=DAMAGED) as fields:
+        if not vouched:
+            raise ValueError("it does not name its checksum")
+        marks = fields.mapping("checkpoints", dict)
+        return {name: _mark(codec.Fields(mark)) for name, mark in marks.items()}
+
+
+def known_marks(storage: Storage) -> dict[str, Mark]:
+    """The marks, for those who only look; if they cannot be read there are none, and the log says so."""
+    try:
+        return read_marks(storage)
+    except (CheckpointError, OSError) as error:
+        _logger.warning(
+            "%s/%s cannot be read, so that nothing counts as damaged before it is verified again: %s",
+            storage.url,
+            DAMAGED,
+            error,
+        )
+        return {}
+
+
+def marks_to_change(storage: Storage) -> dict[str, Mark]:
+    """The marks, for one who will write them: what is malformed is lost anyway, all else is an error.
+
+    Raises:
+        IncompatibleCheckpointError: they were written by a newer version.
+        OSError: they cannot be read.
+    """
+    try:
+        return read_marks(storage)
+    except CorruptCheckpointError as error:
+        _logger.warning("what was marked in %s is forgotten: %s", storage.url, error)
+        return {}
+
+
+def problem_of(marks: Mapping[str, Mark], name: str, marker: Marker) -> str | None:
+    """What the marks say is wrong with the checkpoint of that name and marker; None if it is not marked."""
+    mark = marks.get(name)
+    return mark.problem if mark is not None and mark.means(marker) else None
+
+
+def replace_marks(storage: Storage, marks: Mapping[str, Mark]) -> None:
+    """Write the marks, of too many the latest; a reader sees the old ones or the new ones."""
+    latest = sorted(marks, key=lambda name: (marks[name].found, name))[-MAX_MARKS:]
+    fields = {
+        "format_version": FORMAT_VERSION,
+        "checkpoints": {name: asdict(marks[name]) for name in latest},
+    }
+    # In ASCII: the name of a directory need not be valid Unicode.
+    content = json.dumps(fields, separators=(",", ":")).encode()
+    storage.replace(DAMAGED, codec.add_checksum(content))
+
+
+def _mark(fields: codec.Fields) -> Mark:
+    return Mark(
+        save_id=fields.get("save_id", str),
+        problem=fields.get("problem", str)[:MAX_PROBLEM],
+        found=fields.number("found"),
+    )
