@@ -188,10 +188,12 @@ class CheckpointManager:
         _refuse(closed=self._closed)
         self._saver.rewound()
         self._saver.own_root()
-        loaded = self._loader.newest(self._request(Selection()), as_source(state))
-        self._saver.note_damaged(loaded.damaged)
-        if loaded.info is None:
+        request = self._request(Selection())
+        loaded = self._loader.newest(request, as_source(state), note_damaged=self._saver.note_damaged)
+        if loaded is None:
             return None
+        if loaded.info.damaged is not None:
+            self._saver.note_sound(loaded.info.name)
         self._cadence.saved(loaded.info.step, self._coordinator.agree(time.time()))
         return loaded.info.step
 
@@ -237,7 +239,7 @@ class CheckpointManager:
         request = self._request(selection)
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
-            if loaded.saved is None:
+            if loaded is None:
                 raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
             return loaded.saved
         directory = self._loader.directory(step=step, name=name)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import TypeVar, final
 
 from ckpt_core.coordination import Coordinator, failure_text
-from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure, LoadError
+from ckpt_core.errors import (
+    CheckpointError,
+    CoordinationError,
+    CorruptCheckpointError,
+    FileFailure,
+    LoadError,
+)
 
 T = TypeVar("T")
 
@@ -53,11 +59,16 @@ def _raise_worst(outcomes: Sequence[_Outcome], consequence: str, cause: Exceptio
     if damage:
         # Before anything else: whatever kept another rank from ending, an older checkpoint must be tried.
         raise _joined(damage) from cause
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None:
+    # What another rank was told of is a CoordinationError; the rank that it happened to knows better.
+    for rank, outcome in sorted(enumerate(outcomes), key=lambda each: _is_hearsay(each[1])):
+        if outcome.error is not None and not _is_hearsay(outcome):
             raise outcome.error from cause
         if outcome.text:
             raise LoadError(f"{consequence} (rank {rank}: {outcome.text})") from cause
+
+
+def _is_hearsay(outcome: _Outcome) -> bool:
+    return isinstance(outcome.error, CoordinationError)
 
 
 def _joined(damage: dict[int, CorruptCheckpointError]) -> CorruptCheckpointError:

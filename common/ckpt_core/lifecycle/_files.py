@@ -6,9 +6,10 @@ import errno
 from collections.abc import Iterable
 from typing import final
 
-from ckpt_core.checksums import Checksum
-from ckpt_core.commit import Manifest
+from ckpt_core.checksums import CRC32, Checksum
+from ckpt_core.commit import Manifest, share
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.reading import Payload, Wanted
 from ckpt_core.storage import Storage
 
 
@@ -88,6 +89,22 @@ class Files:
         if self.is_ours:
             self._compare(path, content)
         return content
+
+    def whole(self, rank: int, world_size: int) -> tuple[list[Wanted], set[str]]:
+        """This rank's share of all files, to be verified whole; and those whose checksum is no CRC-32."""
+        wanted: list[Wanted] = []
+        others: set[str] = set()
+        for path in share(list(self._entries.values()), rank, world_size):
+            entry = self._entries[path]
+            algorithm, _, digits = entry.checksum.partition(":")
+            if algorithm != CRC32:
+                others.add(path)
+                continue
+            payload = Payload(
+                path=path, key=path, offset=0, size_bytes=entry.size_bytes, crc32=int(digits, 16)
+            )
+            wanted.append(Wanted(payload=payload, start=0, stop=entry.size_bytes))
+        return wanted, others
 
     def damaged(self, path: str, problem: str) -> CorruptCheckpointError:
         """The error that says so."""

@@ -21,9 +21,11 @@ from typing import final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckpt_core.commit import verify, verify_stock
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.lifecycle._everywhere import everywhere
+from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._local import put_local
 from ckpt_core.lifecycle._open import Opened, open_checkpoint
 from ckpt_core.lifecycle._part_load import PartLoad
@@ -181,14 +183,26 @@ class _Load:
             ) from error
 
     def _verify(self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads) -> None:
-        rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        failures = opened.files.misplaced(rank, world_size)
+        failures: Sequence[FileFailure] = opened.files.misplaced(self._coordinator.rank, self._coordinator.world_size)
         if not failures and self._request.verification == "read":
             failures = self._engine.verify(reads.checked())
+        if not failures and self._request.verification == "full":
+            failures = self._verify_all(opened.files)
         if failures:
             raise _damaged(self._place, failures)
         for load in parts.values():
             load.try_odd_chunks()
+
+    def _verify_all(self, files: Files) -> Sequence[FileFailure]:
+        """Compare every byte of this rank's share of the files."""
+        if not files.is_ours:
+            # Without a manifest there is nothing by which to share the work.
+            coordinator = self._coordinator.is_coordinator
+            return verify_stock(self._storage, files.directory) if coordinator else []
+        whole, others = files.whole(self._coordinator.rank, self._coordinator.world_size)
+        damaged = {failure.path for failure in self._engine.verify(whole)}
+        # Again, for the names of the tensors that are lost.
+        return verify(self._storage, files.directory, paths=damaged | others)
 
     def _begin(self, opened: Opened, parts: Mapping[str, PartLoad], untouched: str) -> None:
         source = self._source

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from ckpt_core.commit import Catalog, Survey, share, verify, verify_stock
+from ckpt_core.commit import Catalog, Survey
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
-    CoordinationError,
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
-    LoadError,
 )
 from ckpt_core.lifecycle._load import LoadRequest, load
 from ckpt_core.lifecycle._open import is_stock
-from ckpt_core.names import MANIFEST, MARKER, is_incomplete, is_trash, parse_step_name
+from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
 from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -30,11 +28,10 @@ _logger = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """What `Loader.newest` has loaded, and the damaged checkpoints that it passed over."""
+    """What `Loader.newest` has loaded."""
 
-    info: CheckpointInfo | None
-    saved: SavedState | None
-    damaged: tuple[str, ...]
+    info: CheckpointInfo
+    saved: SavedState
 
 
 @final
@@ -46,8 +43,24 @@ class Loader:
         self._coordinator = coordinator
         self._telemetry = telemetry
 
-    def newest(self, request: LoadRequest, source: StateSource) -> Loaded:
+    def newest(
+        self,
+        request: LoadRequest,
+        source: StateSource,
+        *,
+        note_damaged: Callable[[Mapping[str, str]], None] | None = None,
+    ) -> Loaded | None:
         """Load the newest committed checkpoint that verifies; one that does not is reported and passed over.
+
+        A checkpoint that was marked as damaged before is tried as any other: a mark may be wrong.
+
+        Args:
+            request: how to load; its directory does not count.
+            source: what to load into.
+            note_damaged: told which checkpoints did not verify, and why.
+
+        Returns:
+            What was loaded; None if nothing has been committed.
 
         Raises:
             CorruptCheckpointError: checkpoints are there, and every one is damaged; nothing was touched.
@@ -55,26 +68,31 @@ class Loader:
                 by a newer version; nothing was touched.
         """
         survey: Survey = self._coordinator.once(self._survey)
-        damaged = list(survey.unreadable)
+        damaged: dict[str, str] = {}
         for name, error in survey.unreadable.items():
+            damaged[name] = str(error)
             self._report(name, parse_step_name(name), str(error))
         for info in reversed(survey.committed):
             _refuse_newer(survey, self._storage.url, than=info.step)
             try:
                 saved = self.load(replace(request, directory=info.name), source)
             except CorruptCheckpointError as error:
-                damaged.append(info.name)
-                self._report(info.name, info.step, _shorten(error.failures) or str(error))
+                damaged[info.name] = _shorten(error.failures) or str(error)
+                self._report(info.name, info.step, damaged[info.name])
             else:
-                return Loaded(info=info, saved=saved, damaged=tuple(damaged))
+                if damaged and note_damaged is not None:
+                    note_damaged(damaged)
+                return Loaded(info=info, saved=saved)
         _refuse_newer(survey, self._storage.url, than=-1)
         if damaged:
+            if note_damaged is not None:
+                note_damaged(damaged)
             raise CorruptCheckpointError(
                 f"every committed checkpoint in {self._storage.url} is damaged: "
                 f"{', '.join(damaged)}. Nothing was loaded; look at each "
                 "with `ckpt verify`, bring one back from a copy, or start in another root"
             )
-        return Loaded(info=None, saved=None, damaged=())
+        return None
 
     def directory(self, *, step: int | None, name: str | None) -> str:
         """The directory of the checkpoint asked for.
@@ -90,10 +108,6 @@ class Loader:
         Raises:
             CorruptCheckpointError: it does not verify; nothing was touched.
         """
-        if request.verification == "full":
-            failures = self.failures(request.directory)
-            if failures:
-                raise self._damaged(request.directory, failures)
         return load(
             request,
             source,
@@ -101,19 +115,6 @@ class Loader:
             coordinator=self._coordinator,
             telemetry=self._telemetry,
         )
-
-    def failures(self, name: str) -> list[FileFailure]:
-        """What is wrong with a checkpoint. The bytes to read are shared among the ranks."""
-        with self._telemetry.span("load.verify", name=name, rank=self._coordinator.rank):
-            try:
-                found = self._coordinator.gather(self._own_failures(name))
-            except CoordinationError as error:
-                raise LoadError(
-                    f"{self._storage.url}/{name} could not be read back ({error}). That is no damage, so no "
-                    "older checkpoint was tried and nothing was loaded; see to the storage, try again"
-                ) from error
-        # Every rank looks at the manifest, so that one flaw may be reported many times.
-        return list(dict.fromkeys(failure for of_rank in found for failure in of_rank))
 
     def _survey(self) -> Survey:
         survey = Catalog(self._storage).survey()
@@ -132,29 +133,6 @@ class Loader:
         ):
             return name
         return Catalog(self._storage).find(step=step, name=name).name
-
-    def _own_failures(self, name: str) -> list[FileFailure] | BaseException:
-        try:
-            if not self._storage.exists(f"{name}/{MARKER}"):
-                # Stock DCP wrote it: without a manifest there is nothing by which to share the work.
-                return verify_stock(self._storage, name) if self._coordinator.is_coordinator else []
-            manifest = Catalog(self._storage).manifest(name)
-            paths = share(manifest.files, self._coordinator.rank, self._coordinator.world_size)
-            return verify(self._storage, name, paths=paths)
-        except CorruptCheckpointError as error:
-            return list(error.failures)
-        except IncompatibleCheckpointError as error:
-            return [FileFailure(path=MANIFEST, problem=str(error))]
-        except OSError as error:
-            # Not damage: storage is unwell. Falling back to an older checkpoint would lose work silently.
-            return error
-
-    def _damaged(self, name: str, failures: list[FileFailure]) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            f"{self._storage.url}/{name} is damaged in {len(failures)} place(s): {_shorten(failures)}. "
-            "Nothing was loaded; load another step, or let resume() choose",
-            failures=tuple(failures),
-        )
 
     def _report(self, name: str, step: int | None, problem: str) -> None:
         self._telemetry.point("load.rejected", name=name, step=step, failures=problem)

@@ -7,7 +7,7 @@ import itertools
 import logging
 import secrets
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Final, final
 
 from ckpt_core.commit import Catalog, Lease, collect_orphans, is_name, quarantine, require_free
@@ -91,20 +91,20 @@ class Ownership:
         """Remember that a name is taken from now on."""
         self._occupied.add(name)
 
-    def note_damaged(self, damaged: Mapping[str, str] | Collection[str]) -> None:
+    def note_damaged(self, damaged: Mapping[str, str]) -> None:
         """Remember checkpoints that did not verify: a later save of the same name takes their place.
 
         They are marked for people and jobs to come, by the coordinator, if the root is this job's. A mark
         that cannot be written is a warning: training does not depend on it.
 
         Args:
-            damaged: name -> what is wrong, in words; or names alone.
+            damaged: name -> what is wrong, in words.
         """
         self._damaged |= set(damaged)
         if self._lease is None:
             return
-        for name in damaged:
-            self._mark(self._lease, name, damaged[name] if isinstance(damaged, Mapping) else _UNKNOWN)
+        for name, problem in damaged.items():
+            self._mark(self._lease, name, problem)
 
     def note_sound(self, name: str) -> None:
         """Take back what was said of a checkpoint that verifies after all; see `note_damaged`."""

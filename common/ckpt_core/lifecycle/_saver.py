@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import final
 
 from ckpt_core.coordination import Coordinator
@@ -122,9 +122,13 @@ class Saver:
         self._flight.wait()
         self._ownership.take()
 
-    def note_damaged(self, names: Collection[str]) -> None:
-        """Remember checkpoints that a later save of the same name may move aside."""
-        self._ownership.note_damaged(names)
+    def note_damaged(self, damaged: Mapping[str, str]) -> None:
+        """Mark checkpoints that did not verify; a later save of the same name may move them aside."""
+        self._ownership.note_damaged(damaged)
+
+    def note_sound(self, name: str) -> None:
+        """Take the mark from a checkpoint that did verify."""
+        self._ownership.note_sound(name)
 
     def wait(self) -> None:
         """Wait for the saves in flight and deliver a failure; see `Flight.wait`."""
