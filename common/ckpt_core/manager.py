@@ -188,7 +188,7 @@ class CheckpointManager:
         _refuse(closed=self._closed)
         self._saver.rewound()
         self._saver.own_root()
-        request = self._request(Selection())
+        request = _load_request(self.options, Selection())
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._saver.note_damaged)
         if loaded is None:
             return None
@@ -236,7 +236,7 @@ class CheckpointManager:
         selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
         self._saver.rewound()
         source, selection = narrowed(state, selection)
-        request = self._request(selection)
+        request = _load_request(self.options, selection)
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
             if loaded is None:
@@ -244,15 +244,6 @@ class CheckpointManager:
             return loaded.saved
         directory = self._loader.directory(step=step, name=name)
         return self._loader.load(replace(request, directory=directory), source)
-
-    def _request(self, selection: Selection) -> LoadRequest:
-        return LoadRequest(
-            directory="",
-            selection=selection,
-            allow_pickle=self.options.allow_pickle,
-            verification=self.options.verification,
-            read_once=self.options.read_once,
-        )
 
     def wait(self) -> None:
         """Wait for the saves in flight.
@@ -340,6 +331,16 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"while closing the checkpoint manager: {failure}")
+
+
+def _load_request(options: CheckpointOptions, selection: Selection) -> LoadRequest:
+    return LoadRequest(
+        directory="",
+        selection=selection,
+        allow_pickle=options.allow_pickle,
+        verification=options.verification,
+        read_once=options.read_once,
+    )
 
 
 def _refuse(*, closed: bool) -> None:

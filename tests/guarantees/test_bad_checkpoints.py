@@ -69,10 +69,7 @@ def flip(path, chance):
 
 @pytest.mark.parametrize("verify", ["read", "full"])
 def test_a_bad_checkpoint_is_never_chosen(run, verify):
-    """Whichever bit of the newest checkpoint flips, the one before it is resumed instead.
-
-    If only what is used is verified, a bit between the tensors may flip: what is loaded is right then.
-    """
+    """Whichever bit of the newest checkpoint flips, the one before it is resumed instead."""
     chance = random.Random(SEED)
     files = sorted(path for path in (run / f"step-{NEWEST:09d}").iterdir())
     assert [path.name for path in files] == [
@@ -83,8 +80,7 @@ def test_a_bad_checkpoint_is_never_chosen(run, verify):
         path = files[number % len(files)]
         content = flip(path, chance)
         found = resumed(run, verify=verify)
-        between = verify == "read" and path.name == "__0_0.distcp" and found == NEWEST
-        assert between or found == BEFORE, f"a flip in {path.name} passed"
+        assert found == BEFORE, f"a flip in {path.name} passed"
         path.write_bytes(content)
     assert resumed(run, verify=verify) == NEWEST
 
@@ -114,7 +110,7 @@ def test_a_damaged_checkpoint_makes_way_for_a_new_one_of_its_step_and_is_kept_fo
     flip(damaged / name, random.Random(SEED))
     evidence = (damaged / name).read_bytes()
     state = state_of(0)
-    with CheckpointManager(run, keep=KeepLatest(3), verify="full") as checkpoints:
+    with CheckpointManager(run, keep=KeepLatest(3)) as checkpoints:
         assert checkpoints.resume(state) == BEFORE
         checkpoints.save(NEWEST, state_of(NEWEST)).result()
         checkpoints.wait()
@@ -133,7 +129,7 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_start_over_in_silence(
     refusal = pytest.raises(
         CorruptCheckpointError, match=rf"{run} is damaged: .*look at each with `ckpt verify`"
     )
-    with CheckpointManager(run, verify="full") as checkpoints, refusal:
+    with CheckpointManager(run) as checkpoints, refusal:
         checkpoints.resume(state)
     assert values(state) == before
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from ckpt_core.checksums import CRC32, Checksum
@@ -11,6 +11,7 @@ from ckpt_core.commit import Manifest, share
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.reading import Payload, Wanted
 from ckpt_core.storage import Storage
+from ckpt_core.types import FileEntry
 
 
 @final
@@ -43,6 +44,15 @@ class Files:
     def paths(self) -> Iterable[str]:
         """The files that were committed; none where there is no manifest."""
         return self._entries
+
+    @property
+    def entries(self) -> Sequence[FileEntry]:
+        """What the manifest says of the files; empty where there is none."""
+        return () if self._manifest is None else self._manifest.files
+
+    def checksum(self, path: str) -> str:
+        """The checksum that was committed of a file."""
+        return self._entries[path].checksum
 
     def has(self, path: str) -> bool:
         """Whether the checkpoint has that file; what was never committed does not count."""
@@ -94,7 +104,7 @@ class Files:
         """This rank's share of all files, to be verified whole; and those whose checksum is no CRC-32."""
         wanted: list[Wanted] = []
         others: set[str] = set()
-        for path in share(list(self._entries.values()), rank, world_size):
+        for path in share(self.entries, rank, world_size):
             entry = self._entries[path]
             algorithm, _, digits = entry.checksum.partition(":")
             if algorithm != CRC32:

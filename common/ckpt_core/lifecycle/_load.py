@@ -26,6 +26,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.lifecycle._everywhere import everywhere
 from ckpt_core.lifecycle._files import Files
+from ckpt_core.lifecycle._frames import frame_failures
 from ckpt_core.lifecycle._local import put_local
 from ckpt_core.lifecycle._open import Opened, open_checkpoint
 from ckpt_core.lifecycle._part_load import PartLoad
@@ -183,9 +184,16 @@ class _Load:
             ) from error
 
     def _verify(self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads) -> None:
-        failures: Sequence[FileFailure] = opened.files.misplaced(self._coordinator.rank, self._coordinator.world_size)
+        failures: Sequence[FileFailure] = opened.files.misplaced(
+            self._coordinator.rank, self._coordinator.world_size
+        )
         if not failures and self._request.verification == "read":
-            failures = self._engine.verify(reads.checked())
+            failures = self._engine.verify(reads.checked()) or frame_failures(
+                self._storage,
+                opened.files,
+                rank=self._coordinator.rank,
+                world_size=self._coordinator.world_size,
+            )
         if not failures and self._request.verification == "full":
             failures = self._verify_all(opened.files)
         if failures:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Mapping
-from typing import Final, final
+from typing import final
 
 from ckpt_core.commit import Catalog, Lease, collect_orphans, is_name, quarantine, require_free
 from ckpt_core.coordination import Coordinator
@@ -16,8 +16,6 @@ from ckpt_core.errors import CheckpointError, ConfigError, CorruptCheckpointErro
 from ckpt_core.storage import Storage
 
 _logger = logging.getLogger(__name__)
-
-_UNKNOWN: Final = "did not verify"
 
 
 @final

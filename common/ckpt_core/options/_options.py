@@ -51,8 +51,9 @@ class CheckpointOptions:
             the manager has returned.
         on_error: whether a failed background save stops the training or is only reported.
         verify: what is compared with its checksums before anything live changes: the bytes that will be
-            used (`read`), all of the checkpoint (`full`), or nothing but the small files (`off`). True means
-            `read`, False means `off`, which is what YAML makes of that word.
+            used and, on a local filesystem, those around them (`read`), all of the checkpoint (`full`), or
+            nothing but the small files (`off`). True means `read`, False means `off`, which is what YAML
+            makes of that word.
         read_once: whether bytes that several ranks need are read by one of them, which passes them on;
             without it every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.

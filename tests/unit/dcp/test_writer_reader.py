@@ -222,7 +222,7 @@ def test_a_pickle_in_the_place_of_a_tensor_is_not_executed(storage, tmp_path):
     info.offset, info.length = 0, len(buffer.getvalue())
     (tmp_path / "ours" / "__0_0.distcp").write_bytes(buffer.getvalue())
     (tmp_path / "ours" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UnsafeCheckpointError, match="a is not a plain tensor"):
+    with pytest.raises(UnsafeCheckpointError, match="'a' is not a plain tensor"):
         read_tensor(storage, torch.zeros(2))
 
 
@@ -233,15 +233,6 @@ def read_tensor(storage: Storage, target: torch.Tensor) -> None:
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner({"a": target}, metadata, is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-def test_entries_are_read_as_they_lie_in_the_file(storage):
-    written(storage, "ours", {"value": 7})
-    reader = ShardReader(storage, "ours")
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    (index,) = metadata.storage_data
-    assert torch.load(io.BytesIO(reader.read_entry(index)), weights_only=True) == 7
 
 
 def test_the_checksum_of_a_tensor_is_that_of_its_zip_entry(storage, tmp_path):

@@ -46,10 +46,10 @@ def test_damage_is_marked_with_its_words_once_the_root_is_owned(storage, ownersh
     assert marked(storage) == {}
     ownership.take()
     ownership.note_damaged({ONE: PROBLEM})
-    ownership.note_damaged([TWO])
-    assert marked(storage) == {ONE: PROBLEM, TWO: "did not verify"}
+    ownership.note_damaged({TWO: "other"})
+    assert marked(storage) == {ONE: PROBLEM, TWO: "other"}
     ownership.note_sound(ONE)
-    assert marked(storage) == {TWO: "did not verify"}
+    assert marked(storage) == {TWO: "other"}
 
 
 def test_a_checkpoint_that_is_sound_after_all_is_not_moved_aside(ownership):
