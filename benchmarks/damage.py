@@ -145,9 +145,10 @@ def _load(root: Path, directory: str, subject: Subject) -> None:
 
 @final
 class Live:
-    """The state that is loaded into; made anew when a load has changed it."""
+    """The state that is loaded into, from checkpoints in `root`; made anew when a load has changed it."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.subject = Subject(2)
         self.untouched = self.subject.values()
 
@@ -156,8 +157,9 @@ class Live:
         self.subject = Subject(2)
 
 
-def attempt(root: Path, directory: str, expected: bytes, chance: random.Random, live: Live) -> Trial:
+def attempt(live: Live, directory: str, expected: bytes, chance: random.Random) -> Trial:
     """Damage one file, load, and put the file back."""
+    root = live.root
     path = chance.choice(sorted(each for each in (root / directory).iterdir() if each.is_file()))
     name = chance.choices(list(DAMAGES), weights=[20, 1, 1, 1, 1])[0]
     before = path.read_bytes()
@@ -185,9 +187,9 @@ def run(trials: int, seed: int, root: Path) -> list[Trial]:
     """Damage both checkpoints in turns."""
     chance = random.Random(seed)
     ours, stock = prepare(root)
-    live = Live()
+    live = Live(root)
     return [
-        attempt(root, directory, expected, chance, live)
+        attempt(live, directory, expected, chance)
         for _ in range(-(-trials // 2))
         for directory, expected in ((OURS, ours), (STOCK, stock))
     ][:trials]
