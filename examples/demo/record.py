@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +46,17 @@ def write_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer,
         (Path(folder) / STATE_FILE).write_text(
             json.dumps({name: _digest(value) for name, value in sorted(entries.items())})
         )
+
+
+def leave() -> NoReturn:
+    """End this process, without the destructors of torch's static objects.
+
+    With torch 2.13 on gloo they abort about one FSDP2 process in fifteen that has done all its work ("terminate
+    called without an active exception"), also where the checkpoint suite is not used at all.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _digest(value: Any) -> str:

@@ -18,7 +18,7 @@ from examples.demo.data import Batch, make_loader, make_sampler
 from examples.demo.hold import open_root
 from examples.demo.model import GPT, make_deterministic, make_model, make_optimizer, make_scheduler
 from examples.demo.plan import RESHARDED, Task
-from examples.demo.record import LossLog, write_state
+from examples.demo.record import LossLog, leave, write_state
 
 
 def main() -> None:
@@ -94,3 +94,4 @@ def open_manager(task: Task, rank: int) -> CheckpointManager:
 
 if __name__ == "__main__":
     main()
+    leave()
