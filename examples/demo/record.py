@@ -51,8 +51,8 @@ def write_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer,
 def leave() -> NoReturn:
     """End this process, without the destructors of torch's static objects.
 
-    With torch 2.13 on gloo they abort about one FSDP2 process in fifteen that has done all its work ("terminate
-    called without an active exception"), also where the checkpoint suite is not used at all.
+    With torch 2.13 on gloo they abort about one FSDP2 process in fifteen that has done all its work
+    ("terminate called without an active exception"), also where the checkpoint suite is not used at all.
     """
     sys.stdout.flush()
     sys.stderr.flush()

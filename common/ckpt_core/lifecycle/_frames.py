@@ -18,7 +18,7 @@ from ckpt_core.lifecycle._files import Files
 from ckpt_core.names import chunks_name, data_rank
 from ckpt_core.storage import RangeReader, Storage
 
-_LARGE_BYTES: Final = 1 << 20
+_LARGE_BYTES: Final = 64 << 10  # to read it takes longer than to compute without it
 _BUFFER_BYTES: Final = 4 << 20
 
 

@@ -14,10 +14,11 @@ overwritten.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Final, final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -35,12 +36,14 @@ from ckpt_core.lifecycle._selection import Selection
 from ckpt_core.lifecycle._validate import Misfits
 from ckpt_core.options import Verify
 from ckpt_core.reading import Engine
+from ckpt_core.staging import free_memory
 from ckpt_core.state import CarefulSource, StateSource
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import SavedState, StateDict
 
 _logger = logging.getLogger(__name__)
+_KEEP_BYTES: Final = 256 << 20
 
 
 @final
@@ -80,7 +83,7 @@ def load(
         UnsafeCheckpointError: it needs pickle and that was not allowed; nothing was touched.
         LoadError: a rank failed otherwise; the message says whether the live state was touched.
     """
-    with Engine(storage, request.directory) as engine:
+    with Engine(storage, request.directory, keep_bytes=_keep_bytes()) as engine:
         return _Load(
             request=request,
             source=source,
@@ -89,6 +92,13 @@ def load(
             telemetry=telemetry,
             engine=engine,
         ).run()
+
+
+def _keep_bytes() -> int:
+    """What this rank may keep of what came over a network until it is used: half of what is free."""
+    free = free_memory()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+    return _KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks))
 
 
 @final

@@ -46,14 +46,11 @@ class Reads:
         needs = [need for load in parts.values() for need in load.needs]
         if not (read_once and coordinator.relays):
             return cls(needs, {}, None)
-        layouts = Layouts(coordinator.rank, coordinator.world_size)
-        tensors = [tensor for load in parts.values() for tensor in load.stored(layouts)]
-        schedule = make_schedule(tensors, coordinator.rank)
-        if sum(coordinator.gather(schedule.consistency)) % 2**64:
+        schedule, names, vote = _schedule(parts, coordinator)
+        if sum(coordinator.gather(vote)) % 2**64:
             if coordinator.is_coordinator:
                 _logger.info("the ranks do not hold the same tensors: each reads for itself")
             return cls(needs, {}, None)
-        names = {tensor.name for tensor in tensors}
         shared: defaultdict[int, list[Need]] = defaultdict(list)
         for need in needs:
             if need.name in names:
@@ -94,3 +91,16 @@ class Reads:
                 need.land(cell.start, content)
 
         relay_shared(self._schedule, coordinator, read=read, deliver=deliver)
+
+
+def _schedule(
+    parts: Mapping[str, PartLoad], coordinator: Coordinator
+) -> tuple[Schedule | None, set[str], int | Exception]:
+    """What this rank reads for whom, the tensors that this is about, and its vote, or why it has none."""
+    layouts = Layouts(coordinator.rank, coordinator.world_size)
+    try:
+        tensors = [tensor for load in parts.values() for tensor in load.stored(layouts)]
+        schedule = make_schedule(tensors, coordinator.rank)
+    except Exception as error:  # noqa: BLE001 - raised on every rank, so that nobody waits for this one
+        return None, set(), error
+    return schedule, {tensor.name for tensor in tensors}, schedule.consistency

@@ -1,0 +1,184 @@
+"""Ranks that need the same bytes read them once, and come to the same checkpoint whoever finds the damage."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ckpt_core import CheckpointManager
+from ckpt_core.storage import LocalStorage, RangeReader
+from ckpt_core.testing import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+SHAPES = {"large": (1030, 1040), "tall": (60_000, 4), "small": (40, 30)}
+TOTAL_BYTES = sum(4 * rows * columns for rows, columns in SHAPES.values())
+LAYOUTS: dict[str, tuple[tuple[Placement, ...], tuple[Placement, ...], int]] = {
+    "ddp": ((), (), 4),
+    "hsdp": ((Replicate(), Shard(0)), (Replicate(), Shard(0)), 4),
+    "fsdp to three ranks": ((Shard(0),), (Shard(0),), 3),
+    "rows to columns": ((Shard(0),), (Shard(1),), 4),
+    "sharded to replicated": ((Shard(0),), (Replicate(),), 4),
+}
+
+
+class Counting(LocalStorage):
+    """Counts the bytes that are asked of data files."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked = 0
+        self._guard = threading.Lock()
+
+    @contextmanager
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        with super().open_ranges(key) as reader:
+            yield _Counted(reader, self._count)
+
+    def _count(self, size: int) -> None:
+        with self._guard:
+            self.asked += size
+
+
+class _Counted:
+    def __init__(self, reader: RangeReader, count: Any) -> None:
+        self.size_bytes = reader.size_bytes
+        self._reader = reader
+        self._count = count
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._count(len(buffer))
+        self._reader.read_into(offset, buffer)
+
+
+def full(name: str) -> torch.Tensor:
+    rows, columns = SHAPES[name]
+    return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns) + len(name)
+
+
+def state(placements: tuple[Placement, ...], *, empty: bool) -> dict[str, torch.Tensor]:
+    made = {name: torch.full_like(full(name), -1) if empty else full(name) for name in SHAPES}
+    if not placements:
+        return made
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2) if len(placements) == 2 else (world,))
+    return {
+        name: distribute_tensor(each, mesh, list(placements), src_data_rank=None)
+        for name, each in made.items()
+    }
+
+
+def save_job(root: str, saves: dict[str, tuple[Placement, ...]]) -> None:
+    for layout, placements in saves.items():
+        with CheckpointManager(Path(root) / layout) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, state(placements, empty=False))
+                checkpoints.wait()
+
+
+def load_job(
+    root: str, loads: dict[str, tuple[Placement, ...]], options: list[dict[str, Any]]
+) -> dict[str, list[tuple[int, bool]]]:
+    """For every layout and every set of options: bytes asked for, and whether the values are right."""
+    return {
+        layout: [load(Path(root) / layout, live, each) for each in options] for layout, live in loads.items()
+    }
+
+
+def load(root: Path, placements: tuple[Placement, ...], options: dict[str, Any]) -> tuple[int, bool]:
+    storage, live = Counting(root), state(placements, empty=True)
+    with CheckpointManager(storage, **options) as checkpoints:
+        checkpoints.load(live, step=2)
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in live.items()}
+    return storage.asked, all(torch.equal(each, full(name)) for name, each in whole.items())
+
+
+OPTIONS: list[dict[str, Any]] = [{"verify": "off"}, {"verify": "read"}, {"verify": "off", "read_once": False}]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    made = tmp_path_factory.mktemp("roots")
+    run_ranks(save_job, 4, str(made), {layout: saved for layout, (saved, _, _) in LAYOUTS.items()})
+    return made
+
+
+@pytest.fixture(scope="module")
+def asked(root):
+    """Layout -> for each of the options, bytes that all ranks asked for, per byte of the checkpoint."""
+    found: dict[str, list[float]] = {}
+    for world in (3, 4):
+        loads = {layout: live for layout, (_, live, ranks) in LAYOUTS.items() if ranks == world}
+        of_ranks = run_ranks(load_job, world, str(root), loads, OPTIONS)
+        for layout in loads:
+            for number in range(len(OPTIONS)):
+                pairs = [of_rank[layout][number] for of_rank in of_ranks]
+                assert all(right for _, right in pairs), (layout, OPTIONS[number])
+                found.setdefault(layout, []).append(sum(count for count, _ in pairs) / TOTAL_BYTES)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_byte_is_read_by_one_rank(asked, layout):
+    unverified, verified, _ = asked[layout]
+    assert unverified <= 1.05
+    # To verify it and to bring it, and what lies around the tensors.
+    assert verified <= 2.1
+
+
+@pytest.mark.slow
+def test_it_can_be_switched_off(asked):
+    assert 3.9 <= asked["ddp"][2] <= 4.1
+
+
+def resume_job(roots: list[str]) -> list[tuple[int | None, float]]:
+    found: list[tuple[int | None, float]] = []
+    for root in roots:
+        live = state((Shard(0),), empty=True)
+        with CheckpointManager(root) as checkpoints:
+            step = checkpoints.resume(live)
+        found.append((step, float(live["small"].to_local().sum())))
+    return found
+
+
+@pytest.mark.slow
+def test_damage_that_one_rank_finds_makes_all_take_the_checkpoint_before(root, tmp_path):
+    roots = []
+    for name in ("__2_0.distcp", "chunks-00001.json", ".metadata"):
+        copy = tmp_path / name.strip(".")
+        shutil.copytree(root / "fsdp to three ranks", copy)
+        path = copy / "step-000000002" / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        roots.append(str(copy))
+    of_ranks = run_ranks(resume_job, 4, roots)
+    for number in range(len(roots)):
+        assert [found[number][0] for found in of_ranks] == [1] * 4
+        assert sum(found[number][1] for found in of_ranks) == float(full("small").sum())
+
+
+def differing_job(root: str) -> bool:
+    """Rank 1 has a tensor more than the others."""
+    live = {
+        name: torch.full_like(full(name), -1) for name in SHAPES if name != "tall" or dist.get_rank() == 1
+    }
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.load(live, step=2, strict=False)
+    return all(torch.equal(each, full(name)) for name, each in live.items())
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_hold_the_same_each_read_for_themselves(root):
+    assert run_ranks(differing_job, 3, str(root / "ddp")) == [True] * 3
