@@ -73,6 +73,7 @@ def test_a_signal_to_one_rank_saves_and_stops_them_all(ddp):
         assert_exact(full, resumed, first=4)
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_the_one_that_is_seen(tmp_path):
     job = Job(root=str(tmp_path), strategy="ddp", max_steps=9, model={"raise_at": (1, 4)})
 

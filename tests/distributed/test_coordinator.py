@@ -136,6 +136,7 @@ def one_never_arrives() -> tuple[str, str, dict[str, Any]] | None:
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_arrives_is_named_to_all_others():
     first, absent, third = run_ranks(one_never_arrives, 3)
     assert absent is None

@@ -143,5 +143,6 @@ def test_boxes_are_what_two_ranks_hold():
     run_ranks(agree_on, 2, every_kind, fsdp1, the_untold)
 
 
+@pytest.mark.slow
 def test_boxes_are_what_four_ranks_hold():
     run_ranks(agree_on, 4, every_kind, fsdp1, fsdp2_over_tp, hybrid, mesh_of_some, the_untold)

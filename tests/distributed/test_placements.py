@@ -177,6 +177,7 @@ def refused(root: Path) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_what_has_no_value_or_no_place_is_refused_by_name_on_every_rank(tmp_path):
     for told in run_ranks(refused, 2, tmp_path, timeout_seconds=100):
         assert len(told) == 2 * len(STAGINGS)

@@ -42,7 +42,7 @@ def relays_all(num_bytes: int) -> int:
     return checked
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_the_first_rank_has_arrives_in_every_subset_from_every_source(world):
     counts = run_ranks(relays_all, world, 100_001)
     assert counts == [sum(rank in route for route in routes(world)) for rank in range(world)]
@@ -61,6 +61,7 @@ def amid_training() -> None:
     coordinator.close()
 
 
+@pytest.mark.slow
 def test_relays_never_mix_with_the_collectives_of_training():
     run_ranks(amid_training, 2)
 
@@ -84,6 +85,7 @@ def source_never_calls() -> tuple[str, str, Any] | None:
     return found
 
 
+@pytest.mark.slow
 def test_a_source_that_does_not_make_the_call_is_named_after_the_deadline():
     absent, (kind, text, awaited) = run_ranks(source_never_calls, 2)
     assert absent is None

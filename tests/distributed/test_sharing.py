@@ -120,7 +120,7 @@ def check(rank: Rank, private: Sequence[Cell], stored_tensors: Sequence[StoredTe
             assert (rank.came[tensor.name, payload.path][mask] == expected[mask]).all()
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def shared(request):
     """What each rank told of each scenario; that all scenarios were gone through is half of every test."""
     return run_ranks(all_scenarios, request.param)

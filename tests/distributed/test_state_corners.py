@@ -116,6 +116,7 @@ def two_ranks(folder: Path) -> None:
     groups_and_wrappers(folder / "groups")
 
 
+@pytest.mark.slow
 def test_fresh_optimizers_odd_state_groups_and_wrappers_survive_sharding(tmp_path):
     run_ranks(two_ranks, 2, tmp_path, timeout_seconds=120)
 

@@ -82,6 +82,7 @@ def check(directory: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.slow
 def test_every_sharding_of_dtensors_is_consistent_and_found(tmp_path):
     run_ranks(save, WORLD_SIZE, str(tmp_path / "x"))
     whole = check(tmp_path / "x")
@@ -90,6 +91,7 @@ def test_every_sharding_of_dtensors_is_consistent_and_found(tmp_path):
         assert torch.equal(tensor, tensors()[key.partition(".")[2]]), key
 
 
+@pytest.mark.slow
 def test_what_fsdp1_saves_is_consistent_and_found(tmp_path):
     run_ranks(save_fsdp1, WORLD_SIZE, str(tmp_path / "x"))
     assert not any(tensor.isnan().any() for tensor in check(tmp_path / "x").values())

@@ -58,7 +58,7 @@ def _raise_worst(outcomes: Sequence[_Outcome], consequence: str, cause: Exceptio
     }
     if damage:
         # Before anything else: whatever kept another rank from ending, an older checkpoint must be tried.
-        raise _joined(damage) from cause
+        raise _joined(damage, len(outcomes)) from cause
     # What another rank was told of is a CoordinationError; the rank that it happened to knows better.
     for rank, outcome in sorted(enumerate(outcomes), key=lambda each: _is_hearsay(each[1])):
         if outcome.error is not None and not _is_hearsay(outcome):
@@ -71,12 +71,12 @@ def _is_hearsay(outcome: _Outcome) -> bool:
     return isinstance(outcome.error, CoordinationError)
 
 
-def _joined(damage: dict[int, CorruptCheckpointError]) -> CorruptCheckpointError:
+def _joined(damage: dict[int, CorruptCheckpointError], world_size: int) -> CorruptCheckpointError:
     first = next(iter(damage.values()))
-    if len(damage) == 1:
+    if world_size == 1:
         return first
     found: dict[FileFailure, None] = dict.fromkeys(
         failure for error in damage.values() for failure in error.failures
     )
-    more = f" (ranks {', '.join(map(str, damage))} found damage, {len(found)} place(s) in all)"
+    more = f" (found by rank {', '.join(map(str, damage))}; {len(found)} place(s) in all)"
     return CorruptCheckpointError(f"{first}{more}", failures=tuple(found))
