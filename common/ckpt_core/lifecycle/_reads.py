@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import final
+from typing import cast, final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import Need
@@ -47,7 +47,7 @@ class Reads:
         if not (read_once and coordinator.relays):
             return cls(needs, {}, None)
         schedule, names, vote = _schedule(parts, coordinator)
-        if sum(coordinator.gather(vote)) % 2**64:
+        if sum(cast("list[int]", coordinator.gather(vote))) % 2**64:
             if coordinator.is_coordinator:
                 _logger.info("the ranks do not hold the same tensors: each reads for itself")
             return cls(needs, {}, None)
