@@ -103,6 +103,12 @@ def crc32_text(value: int) -> str:
     return f"{CRC32}:{value:08x}"
 
 
+def crc32_value(text: str) -> int | None:
+    """The CRC-32 that `text` spells, or None if it is of another algorithm; the other way of `crc32_text`."""
+    algorithm, _, digits = text.partition(":")
+    return int(digits, 16) if algorithm == CRC32 else None
+
+
 def combine_crc32(first: int, second: int, second_bytes: int) -> int:
     """CRC32 of two byte strings joined, from the CRC32 of each and the length of the second.
 
@@ -146,5 +152,6 @@ __all__ = [
     "combine_crc32",
     "crc32",
     "crc32_text",
+    "crc32_value",
     "is_checksum",
 ]

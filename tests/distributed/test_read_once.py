@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from collections.abc import Generator
@@ -15,9 +16,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ckpt_core import CheckpointManager
+from ckpt_core import CheckpointManager, LoadError
 from ckpt_core.storage import LocalStorage, RangeReader
-from ckpt_core.testing import run_ranks
+from ckpt_core.testing import Fault, FaultyStorage, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -167,6 +168,38 @@ def test_damage_that_one_rank_finds_makes_all_take_the_checkpoint_before(root, t
     for number in range(len(roots)):
         assert [found[number][0] for found in of_ranks] == [1] * 4
         assert sum(found[number][1] for found in of_ranks) == float(full("small").sum())
+
+
+def failing_job(root: str) -> str:
+    """Rank 1 cannot read: neither what it needs alone nor what rank 0 waits for."""
+    live = state((), empty=True) | {
+        f"own {name}": each for name, each in state((Shard(0),), empty=True).items()
+    }
+    fault = Fault(method="read_into", key="*.distcp", error=OSError(errno.ESTALE, "gone"))
+    storage = FaultyStorage(LocalStorage(root), [fault] if dist.get_rank() == 1 else [])
+    with CheckpointManager(storage, verify="off", deadline_seconds=600) as checkpoints:
+        try:
+            checkpoints.load(live, step=1)
+        except LoadError as error:
+            return str(error)
+    return ""
+
+
+def failing_save(root: str) -> None:
+    live = state((), empty=False) | {
+        f"own {name}": each for name, each in state((Shard(0),), empty=False).items()
+    }
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.save(1, live)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_read_leaves_nobody_waiting(tmp_path):
+    run_ranks(failing_save, 2, str(tmp_path))
+    told = run_ranks(failing_job, 2, str(tmp_path), timeout_seconds=90)
+    assert told[0] == told[1]
+    assert "partly overwritten" in told[0]
+    assert "gone" in told[0]
 
 
 def differing_job(root: str) -> bool:

@@ -171,3 +171,30 @@ def test_a_load_that_succeeds_changes_everything(root):
     mine, theirs = run.everything(), saved.everything()
     assert [bits for _, bits in mine[0].values()] == [bits for _, bits in theirs[0].values()]
     assert mine[1:4] == theirs[1:4]
+
+
+class Remote(LocalStorage):
+    """Stands for a store whose bytes come over a network each time."""
+
+    rereads_from_memory = False
+
+
+class ChangesInBetween:
+    """Flips a bit when everything has been verified and reading into place begins."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def emit(self, event) -> None:
+        if (event.name, event.phase) == ("load.read", "started"):
+            flip(self.path, self.path.stat().st_size // 2)
+
+
+def test_what_changes_after_it_was_verified_is_told_as_half_way_and_not_as_untouched(root, monkeypatch):
+    # So many ranks share this machine that nothing of the first reading may be kept.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(10**15))
+    sink = ChangesInBetween(root / STEP / "__0_0.distcp")
+    half_way = pytest.raises(LoadError, match="partly overwritten")
+    with CheckpointManager(Remote(root), sinks=[sink]) as checkpoints, half_way as caught:
+        checkpoints.resume(Run(2).state)
+    assert "__0_0.distcp" in str(caught.value)

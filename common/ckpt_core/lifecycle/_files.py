@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from ckpt_core.checksums import CRC32, Checksum
+from ckpt_core.checksums import Checksum, crc32_value
 from ckpt_core.commit import Manifest, share
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.reading import Payload, Wanted
@@ -106,13 +106,11 @@ class Files:
         others: set[str] = set()
         for path in share(self.entries, rank, world_size):
             entry = self._entries[path]
-            algorithm, _, digits = entry.checksum.partition(":")
-            if algorithm != CRC32:
+            crc = crc32_value(entry.checksum)
+            if crc is None:
                 others.add(path)
                 continue
-            payload = Payload(
-                path=path, key=path, offset=0, size_bytes=entry.size_bytes, crc32=int(digits, 16)
-            )
+            payload = Payload(path=path, key=path, offset=0, size_bytes=entry.size_bytes, crc32=crc)
             wanted.append(Wanted(payload=payload, start=0, stop=entry.size_bytes))
         return wanted, others
 

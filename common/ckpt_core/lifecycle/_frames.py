@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ckpt_core.checksums import combine_crc32, crc32, crc32_text
+from ckpt_core.checksums import combine_crc32, crc32, crc32_text, crc32_value
 from ckpt_core.chunks import ChunkTable, FileChunks
 from ckpt_core.commit import share
 from ckpt_core.errors import FileFailure
@@ -49,12 +49,12 @@ def frame_failures(storage: Storage, files: Files, *, rank: int, world_size: int
 def _problem(storage: Storage, files: Files, path: str, chunks: FileChunks | None) -> str:
     if chunks is None or chunks.size_bytes != files.size(path):
         return "is not described by the chunk table of its rank"
-    committed = files.checksum(path)
-    if not committed.startswith("crc32:"):
+    committed = crc32_value(files.checksum(path))
+    if committed is None:
         return ""
     try:
         with storage.open_ranges(f"{files.directory}/{path}") as reader:
-            found = crc32_text(_checksum(reader, chunks))
+            found = _checksum(reader, chunks)
     except FileNotFoundError:
         return "missing"
     except EOFError as error:
@@ -62,8 +62,8 @@ def _problem(storage: Storage, files: Files, path: str, chunks: FileChunks | Non
     if found == committed:
         return ""
     return (
-        f"the bytes around its tensors are not those that were committed: with them the checksum is {found}, "
-        f"{committed} was committed"
+        "the bytes around its tensors are not those that were committed: with them the checksum is "
+        f"{crc32_text(found)}, {crc32_text(committed)} was committed"
     )
 
 

@@ -24,7 +24,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import verify, verify_stock
 from ckpt_core.coordination import Coordinator
-from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.errors import (
+    CorruptCheckpointError,
+    FileFailure,
+    IncompatibleCheckpointError,
+    LoadError,
+)
 from ckpt_core.lifecycle._everywhere import everywhere
 from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._frames import frame_failures
@@ -129,6 +134,10 @@ class _Load:
             f"{self._place} could not be read. That is no damage, so no older checkpoint was tried and "
             "nothing was loaded; see to the storage, try again"
         )
+        half_way = (
+            f"{self._place}: reading failed half-way and the live state is partly overwritten; "
+            "load another checkpoint before training goes on"
+        )
         opened, parts = everywhere(self._coordinator, self._open_and_plan, untouched)
         reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
         with self._span("load.verify"):
@@ -137,9 +146,8 @@ class _Load:
         with self._span("load.read"):
             everywhere(
                 self._coordinator,
-                lambda: self._fetch_and_apply(opened, parts, reads),
-                f"{self._place}: reading failed half-way and the live state is partly overwritten; "
-                "load another checkpoint before training goes on",
+                lambda: self._fetch_and_apply(opened, parts, reads, half_way),
+                half_way,
             )
         for line in opened.saved.left:
             _logger.warning("%s: left as it is: %s", self._place, line)
@@ -163,7 +171,8 @@ class _Load:
             misfits.raise_if_any(self._place)
         opened = replace(opened, saved=replace(opened.saved, left=misfits.lines))
         for part, load in parts.items():
-            load.plan(opened.contents[part], request.selection)
+            if part in opened.contents:  # of others nothing fits, which was told if the load is strict
+                load.plan(opened.contents[part], request.selection)
         return opened, parts
 
     def _targets(self, opened: Opened) -> tuple[dict[str, PartLoad], Misfits]:
@@ -220,7 +229,8 @@ class _Load:
         whole, others = files.whole(self._coordinator.rank, self._coordinator.world_size)
         damaged = {failure.path for failure in self._engine.verify(whole)}
         # Again, for the names of the tensors that are lost.
-        return verify(self._storage, files.directory, paths=damaged | others)
+        again = damaged | others
+        return verify(self._storage, files.directory, paths=again) if again else []
 
     def _begin(self, opened: Opened, parts: Mapping[str, PartLoad], untouched: str) -> None:
         source = self._source
@@ -238,13 +248,24 @@ class _Load:
                 take_back()
             raise
 
-    def _fetch_and_apply(self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads) -> None:
-        self._engine.fetch(reads.private())
-        reads.relay(self._coordinator, self._engine)
+    def _fetch_and_apply(
+        self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads, half_way: str
+    ) -> None:
+        try:
+            self._fetch(parts, reads)
+        except CorruptCheckpointError as error:
+            # It verified a moment ago. As damage it would be told with "nothing was loaded".
+            raise LoadError(f"{half_way} ({error})") from error
         for part, load in parts.items():
-            load.read_odd_chunks()
             put_local(opened.local, part, load.entries)
         self._source.apply(_loaded(parts), opened.saved)
+
+    def _fetch(self, parts: Mapping[str, PartLoad], reads: Reads) -> None:
+        # First what others wait for: a rank that cannot read still passes on what it is to pass on.
+        reads.relay(self._coordinator, self._engine)
+        self._engine.fetch(reads.private())
+        for load in parts.values():
+            load.read_odd_chunks()
 
 
 def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointError:
