@@ -143,7 +143,7 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
         },
         parts=[
             *([Table(columns=("", "STEP", "WHY"), rows=rows)] if rows else []),
-            f"{verb} {len(plan.drop)} checkpoints, {freed}, and {len(torn)} torn directories",
+            f"{verb} {len(plan.drop)} checkpoints, {freed}, and {len(torn)} leftovers of crashes",
             *([advice] if plan.damaged else []),
         ],
     )

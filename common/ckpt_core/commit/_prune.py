@@ -19,7 +19,8 @@ import secrets
 from collections.abc import Collection
 
 from ckpt_core.commit._catalog import Catalog
-from ckpt_core.names import MARKER, trash_name
+from ckpt_core.commit._leftovers import bring_back, remove_drafts
+from ckpt_core.names import MARKER, is_trash, trash_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
@@ -27,10 +28,7 @@ from ckpt_core.types import CheckpointInfo
 def remove(storage: Storage, info: CheckpointInfo) -> None:
     """Remove a committed checkpoint; the caller owns the root (see `Lease`)."""
     if storage.supports_rename:
-        trash = trash_name(info.name, secrets.token_hex(4))
-        storage.rename(info.name, trash)
-        storage.sync_directory("")
-        storage.delete(trash)
+        _remove_directory(storage, info.name)
     else:
         storage.delete(f"{info.name}/{MARKER}")
         storage.delete(info.name)
@@ -39,12 +37,29 @@ def remove(storage: Storage, info: CheckpointInfo) -> None:
 def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
     """Remove what crashes left behind, but the directories in `keep`: those of saves in flight.
 
-    Only names that this package makes are touched; the caller owns the root (see `Lease`).
+    Only names that this package makes are touched; the caller owns the root (see `Lease`). A checkpoint that
+    was being replaced, and has lost its name to nobody, gets it back (see `bring_back`).
 
     Returns:
         The names removed.
     """
+    superseded = bring_back(storage)
     orphans = [name for name in Catalog(storage).torn() if name not in keep]
-    for name in orphans:
-        storage.delete(name)
-    return orphans
+    for name in (*superseded, *orphans):
+        if storage.supports_rename and not is_trash(name):
+            _remove_directory(storage, name)
+        else:
+            storage.delete(name)
+    return [*superseded, *orphans, *remove_drafts(storage)]
+
+
+def _remove_directory(storage: Storage, name: str) -> None:
+    """Take the name away in one step, then delete.
+
+    A job that was replaced and does not know it yet may be about to commit this directory: it then finds no
+    directory, where it would else make a checkpoint of one that is half deleted.
+    """
+    trash = trash_name(name, secrets.token_hex(4))
+    storage.rename(name, trash)
+    storage.sync_directory("")
+    storage.delete(trash)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, final
 
+from ckpt_core.names import draft_name
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._direct import write_direct
 from ckpt_core.storage._keys import file_key, key_parts
@@ -109,7 +110,7 @@ class LocalStorage(Storage):
         """Write a small file atomically, durable on return."""
         path = self.local_path(file_key(key))
         make_directories(path.parent)
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        draft = path.with_name(draft_name(path.name, secrets.token_hex(4)))
         try:
             with draft.open("xb") as stream:
                 stream.write(content)
