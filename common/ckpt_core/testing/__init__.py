@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_core.testing._clock import FakeClock
 from ckpt_core.testing._faults import Fault, FaultyStorage, Operation, kill_process
 from ckpt_core.testing._ranks import RanksFailedError, run_ranks
+from ckpt_core.testing._service_faults import FaultyService, ServiceControl, ServiceFault, ServiceRequest
 
 if TYPE_CHECKING:
     from ckpt_core.testing._storage_suite import StorageTests
@@ -17,9 +18,13 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeClock",
     "Fault",
+    "FaultyService",
     "FaultyStorage",
     "Operation",
     "RanksFailedError",
+    "ServiceControl",
+    "ServiceFault",
+    "ServiceRequest",
     "StorageTests",
     "kill_process",
     "run_ranks",
