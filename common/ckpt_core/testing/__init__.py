@@ -11,6 +11,7 @@ from ckpt_core.testing._clock import FakeClock
 from ckpt_core.testing._faults import FaultyStorage
 from ckpt_core.testing._ranks import RanksFailedError, run_ranks
 from ckpt_core.testing._script import Fault, Operation, kill_process
+from ckpt_core.testing._service_faults import FaultyService, ServiceControl, ServiceFault, ServiceRequest
 from ckpt_core.testing._system_calls import CHANGING, SystemCalls
 
 if TYPE_CHECKING:
@@ -20,9 +21,13 @@ __all__ = [
     "CHANGING",
     "FakeClock",
     "Fault",
+    "FaultyService",
     "FaultyStorage",
     "Operation",
     "RanksFailedError",
+    "ServiceControl",
+    "ServiceFault",
+    "ServiceRequest",
     "StorageTests",
     "SystemCalls",
     "kill_process",
