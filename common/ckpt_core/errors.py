@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 class CheckpointError(Exception):
@@ -37,6 +37,10 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def retold(self, message: str) -> Self:
+        """The same error, attributes included, in other words."""
+        return type(self)(message, **self._attributes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self._attributes)
@@ -106,7 +110,8 @@ class SaveError(CheckpointError):
 
     Attributes:
         step: the step being saved.
-        phase: `plan`, `stage`, `write` or `commit`.
+        phase: `plan`, `stage`, `open`, `write` or `commit`; of ranks that did not come in time, what they
+            were waited for to do.
         failures: rank -> what happened there, as text.
     """
 
@@ -145,7 +150,9 @@ class DeadlineError(CoordinationError, TimeoutError):
     """Ranks did not arrive within the deadline.
 
     Attributes:
-        awaited: the ranks that did not arrive.
+        awaited: the ranks that did not arrive; none if it was the job's store that did not answer.
+        in_doubt: whether the coordinator had begun to do what was agreed on, and may have come to its end.
     """
 
     awaited: Sequence[int] = ()
+    in_doubt: bool = False

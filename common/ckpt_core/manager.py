@@ -290,7 +290,8 @@ class CheckpointManager:
         if not dry_run:
             self._saver.own_root()
         return self._coordinator.once(
-            lambda: prune(self.storage, policy, now=time.time(), telemetry=self._telemetry, dry_run=dry_run)
+            lambda: prune(self.storage, policy, now=time.time(), telemetry=self._telemetry, dry_run=dry_run),
+            what="pruning",
         )
 
     def pin(self, step: int, reason: str) -> None:

@@ -42,7 +42,9 @@ class CadenceKeeper:
         now = self._started
         if self._policy.needs_agreement:
             own_time = int(self._clock() * _MICROSECONDS) if self._coordinator.is_coordinator else 0
-            preempted, microseconds = self._coordinator.combine([int(bool(self._signal)), own_time])
+            preempted, microseconds = self._coordinator.combine(
+                [int(bool(self._signal)), own_time], what="deciding whether to save"
+            )
             if preempted and not self.preempted:
                 self.preempted = self._pending_preemption = True
             now = microseconds / _MICROSECONDS

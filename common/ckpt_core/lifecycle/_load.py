@@ -138,16 +138,24 @@ class _Load:
             f"{self._place}: reading failed half-way and the live state is partly overwritten; "
             "load another checkpoint before training goes on"
         )
-        opened, parts = everywhere(self._coordinator, self._open_and_plan, untouched)
+        opened, parts = everywhere(
+            self._coordinator, self._open_and_plan, untouched, what="opening a checkpoint"
+        )
         reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
         with self._span("load.verify"):
-            everywhere(self._coordinator, lambda: self._verify(opened, parts, reads), untouched)
+            everywhere(
+                self._coordinator,
+                lambda: self._verify(opened, parts, reads),
+                untouched,
+                what="verifying a checkpoint",
+            )
         self._begin(opened, parts, untouched)
         with self._span("load.read"):
             everywhere(
                 self._coordinator,
                 lambda: self._fetch_and_apply(opened, parts, reads, half_way),
                 half_way,
+                what="reading a checkpoint",
             )
         for line in opened.saved.left:
             _logger.warning("%s: left as it is: %s", self._place, line)
@@ -242,6 +250,7 @@ class _Load:
                 self._coordinator,
                 lambda: begun.append(source.begin(_loaded(parts), opened.saved)),
                 untouched,
+                what="putting back what is small",
             )
         except BaseException:
             for take_back in begun:

@@ -9,6 +9,7 @@ from typing import final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CheckpointError, SaveError
+from ckpt_core.lifecycle._background import Background, within
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._guard import StepGuard
 from ckpt_core.lifecycle._handle import SaveHandle
@@ -51,18 +52,20 @@ class Saver:
         )
         self._guard = StepGuard()
         self._ownership = Ownership(storage, coordinator)
+        background = Background(options.deadline_seconds)
         rate = options.write_bytes_per_second
         self._context = SaveContext(
             storage=storage,
             coordinator=coordinator,
             telemetry=telemetry,
             memory=WriteMemory(pace=None if rate is None else Throttle(rate)),
-            deadline_seconds=options.deadline_seconds,
+            background=background,
             check=self._ownership.check,
             committed=self._committed,
         )
         self._flight = Flight(
             coordinator,
+            background=background,
             back_pressure=options.back_pressure,
             on_error=options.on_error,
             limit=options.arenas,
@@ -86,7 +89,7 @@ class Saver:
                 self._ownership.take()
                 prepared = prepare(
                     request,
-                    capture,
+                    lambda: self._captured(capture),
                     storage=self._storage,
                     coordinator=self._coordinator,
                     workshop=self._workshop,
@@ -146,7 +149,11 @@ class Saver:
         finally:
             self._guard.close()
             self._workshop.stager.close()
-            self._ownership.release()
+            if self._flight.stuck():
+                # Storage may hang for this thread just as well; the lock goes with the process at the latest.
+                within(self._options.deadline_seconds, self._ownership.release)
+            else:
+                self._ownership.release()
 
     def _launch(self, prepared: PreparedSave) -> SaveHandle:
         request = prepared.request
@@ -155,8 +162,14 @@ class Saver:
         if deferred is not None:
             self._guard.watch(deferred, prepared.optimizers)
         run = SaveRun(prepared, handle, self._context)
-        self._flight.start(handle, run.run)
+        self._flight.start(handle, run.run, run.give_up)
         return handle
+
+    def _captured(self, capture: Callable[[], CapturedState]) -> CapturedState:
+        """The state, if this rank can save it; every rank is told if it cannot."""
+        if hung := self._flight.stuck():
+            raise SaveError(f"a save before this one was given up and still hangs here: {hung}")
+        return capture()
 
     def _committed(self, info: CheckpointInfo) -> None:
         self._ownership.note_committed(info.name)
