@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Final, Self, final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -39,7 +39,7 @@ from ckpt_core.lifecycle._part_load import PartLoad
 from ckpt_core.lifecycle._reads import Reads
 from ckpt_core.lifecycle._selection import Selection
 from ckpt_core.lifecycle._validate import Misfits
-from ckpt_core.options import Verify
+from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
 from ckpt_core.staging import free_memory
 from ckpt_core.state import CarefulSource, StateSource
@@ -69,6 +69,17 @@ class LoadRequest:
     allow_pickle: bool = False
     verification: Verify = "read"
     read_once: bool = True
+
+    @classmethod
+    def of(cls, options: CheckpointOptions, selection: Selection) -> Self:
+        """What the options of a manager say about any load; the directory is still to be chosen."""
+        return cls(
+            directory="",
+            selection=selection,
+            allow_pickle=options.allow_pickle,
+            verification=options.verification,
+            read_once=options.read_once,
+        )
 
 
 def load(

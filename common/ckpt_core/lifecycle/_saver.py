@@ -137,6 +137,10 @@ class Saver:
         """Wait for the saves in flight and deliver a failure; see `Flight.wait`."""
         self._flight.wait()
 
+    def settle(self) -> None:
+        """Wait for the saves in flight, whatever becomes of them; see `Flight.settle`."""
+        self._flight.settle()
+
     def rewound(self) -> None:
         """A checkpoint is being loaded: what was saved before it says nothing about steps to come."""
         self._flight.wait()
