@@ -111,7 +111,7 @@ class Flight:
     def settle(self) -> None:
         """Wait for every save in flight, for one follows that must be made; failures are only logged."""
         if self._run is not None:
-            futures.wait((self._run,))
+            self._run.over.wait()
         while self._undelivered:
             try:
                 self._deliver()
