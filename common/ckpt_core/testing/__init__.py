@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.testing._clock import FakeClock
 from ckpt_core.testing._faults import FaultyStorage
+from ckpt_core.testing._power import PowerLog, power_cut
 from ckpt_core.testing._ranks import RanksFailedError, run_ranks
 from ckpt_core.testing._script import Fault, Operation, kill_process
 from ckpt_core.testing._service_faults import FaultyService, ServiceControl, ServiceFault, ServiceRequest
@@ -24,6 +25,7 @@ __all__ = [
     "FaultyService",
     "FaultyStorage",
     "Operation",
+    "PowerLog",
     "RanksFailedError",
     "ServiceControl",
     "ServiceFault",
@@ -31,6 +33,7 @@ __all__ = [
     "StorageTests",
     "SystemCalls",
     "kill_process",
+    "power_cut",
     "run_ranks",
 ]
 
