@@ -108,11 +108,14 @@ class SaveError(CheckpointError):
         step: the step being saved.
         phase: `plan`, `stage`, `write` or `commit`.
         failures: rank -> what happened there, as text.
+        may_be_committed: whether storage, an object store, did not tell what became of the commit: the
+            checkpoint may be there, and is whole if it is.
     """
 
     step: int = -1
     phase: str = ""
     failures: Mapping[int, str] = {}
+    may_be_committed: bool = False
 
 
 class StagingMemoryError(CheckpointError, MemoryError):
