@@ -113,11 +113,14 @@ class SaveError(CheckpointError):
         phase: `plan`, `stage`, `open`, `write` or `commit`; of ranks that did not come in time, what they
             were waited for to do.
         failures: rank -> what happened there, as text.
+        may_be_committed: whether storage, an object store, did not tell what became of the commit: the
+            checkpoint may be there, and is whole if it is.
     """
 
     step: int = -1
     phase: str = ""
     failures: Mapping[int, str] = {}
+    may_be_committed: bool = False
 
 
 class StagingMemoryError(CheckpointError, MemoryError):

@@ -71,8 +71,8 @@ class CheckpointManager:
                 f"give either options= or single options, not both: {', '.join(sorted(overrides))}"
             )
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
-        self.storage = open_storage(root, self.options.storage_options)
         deadline = self.options.deadline_seconds
+        self.storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         self._owns_coordinator = coordinator is None
         self._telemetry = Telemetry(*sinks)

@@ -236,7 +236,8 @@ class SaveRun:
                 raise late
             self._beat("committing")
             self._context.check()
-            info = commit_all(self._storage, self._prepared, reports, self._memory)
+            check = self._context.check
+            info = commit_all(self._storage, self._prepared, reports, self._memory, check=check)
             return json.dumps(asdict(info)).encode()
 
         name = f"save/{request.name}/{assignment.save_id}"
@@ -256,7 +257,8 @@ class SaveRun:
             self._events.append(Committed(info))
 
     def _fail(self, error: CheckpointError) -> None:
-        if self._coordinator.is_coordinator and self._opened:
+        may_be_committed = isinstance(error, SaveError) and error.may_be_committed
+        if self._coordinator.is_coordinator and self._opened and not may_be_committed:
             self._beat("removing what was written")
             self._abandon()
         if isinstance(error, CoordinationError):

@@ -180,7 +180,13 @@ class Saver:
         if self._options.keep is None:
             return
         try:
-            prune(self._storage, self._options.keep, now=time.time(), telemetry=self._telemetry)
+            prune(
+                self._storage,
+                self._options.keep,
+                now=time.time(),
+                telemetry=self._telemetry,
+                check=self._ownership.check,
+            )
         except (OSError, CheckpointError) as error:
             # The checkpoint is committed all the same; what was not removed is removed after the next commit.
             self._telemetry.point("prune.failed", error=str(error))

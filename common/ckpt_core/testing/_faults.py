@@ -93,6 +93,10 @@ class FaultyStorage(Storage):
         with self.operation("delete", key):
             self._inner.delete(key)
 
+    def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
+        with self.operation("abandon_uploads", ""):
+            return self._inner.abandon_uploads(unwanted)
+
     def make_directory(self, key: str) -> None:
         with self.operation("make_directory", key):
             self._inner.make_directory(key)
