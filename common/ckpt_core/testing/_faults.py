@@ -7,7 +7,7 @@ Every operation has a number, counted over all threads from 0, a method and a ke
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import IO, Any, cast, final
 
