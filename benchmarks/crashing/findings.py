@@ -25,7 +25,8 @@ from ckpt_core.storage import LocalStorage
 
 _CORRUPT = re.compile(rf"{re.escape(step_name(SWEPT))}\.corrupt-[0-9a-f]{{8}}")
 _DRAFT = re.compile(r"\.(writer|damaged|pins)\.json\.[0-9a-f]{8}\.tmp")
-_AHEAD: Final = 100
+AHEAD: Final = 100
+"""How many steps later the job after a crash saves again."""
 
 
 class PromiseBrokenError(AssertionError):
@@ -38,12 +39,12 @@ class Expected:
 
     Attributes:
         acknowledged: the newest step that was reported to be committed.
-        replaced: the step last reported to be committed under `last.ckpt`.
+        replaced: the step last reported to be committed under `last.ckpt`; None if it may be gone.
         damaged: ids of saves whose checkpoints were damaged on purpose.
     """
 
     acknowledged: int
-    replaced: int
+    replaced: int | None
     damaged: frozenset[str] = frozenset()
 
 
@@ -66,8 +67,8 @@ def survey(root: Path, expected: Expected) -> int:
     """The newest sound step; all that is committed must be whole, and what was acknowledged be there."""
     sound = _sound(root, expected.damaged)
     _require(len(sound) >= KEPT, f"only {sorted(sound)} are sound")
-    last = sound.get(LAST_NAME)
-    _require(last is not None and last >= expected.replaced, f"{LAST_NAME}: {last}, not {expected.replaced}")
+    last = sound.get(LAST_NAME, -1)
+    _require(expected.replaced is None or last >= expected.replaced, f"{LAST_NAME} is of step {last}")
     return max(sound.values())
 
 
@@ -84,7 +85,7 @@ def go_on(root: Path, place: Rank, expected: Expected) -> int:
         _require(exact, f"step {step} holds other values")
         torn = Catalog(LocalStorage(root)).torn()
         _require(torn == [], f"not collected: {torn}")
-        checkpoints.save(step + _AHEAD, state_of(step + _AHEAD, place)).result()
+        checkpoints.save(step + AHEAD, state_of(step + AHEAD, place)).result()
     return step
 
 
@@ -92,7 +93,7 @@ def aftermath(root: Path, expected: Expected, *, newest: int, resumed: int) -> N
     """The right step was chosen, the save after it is sound, and the root is tidy."""
     _require(resumed == newest, f"step {resumed} was resumed, but there was {newest}")
     sound = _sound(root, expected.damaged)
-    _require(resumed + _AHEAD in sound.values(), "the save after the crash is not there")
+    _require(resumed + AHEAD in sound.values(), "the save after the crash is not there")
     strangers(root)
 
 

@@ -144,6 +144,8 @@ class Ground:
     def _rank(self, name: str, place: Rank, act: Job, tell: forks.Tell) -> None:
         torch.set_num_threads(1)
         if place.of > 1:
+            # Gloo and the store say a lot about peers that die; what Python says goes another way.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             self.server.join(name, place.number, place.of)
         act(place, tell)
 

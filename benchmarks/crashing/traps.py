@@ -81,14 +81,14 @@ class Trap:
     """Kills at the nth call that changes the disk, before or after it.
 
     Args:
-        nth: counted from 0 in this process.
+        nth: counted from 0 in this process; None for a process that only dies with the others.
         when: before the call, or after it.
         everyone: kill the whole process group, not only this process.
         witness: told of every call that was done before, so that it can say what a power cut leaves.
     """
 
-    def __init__(self, nth: int, when: When, *, everyone: bool, witness: Sequence[Fault] = ()) -> None:
-        self._left = nth
+    def __init__(self, nth: int | None, when: When, *, everyone: bool, witness: Sequence[Fault] = ()) -> None:
+        self._left = -1 if nth is None else nth
         self._when = when
         self._number: int | None = None
         self._everyone = everyone
