@@ -135,7 +135,7 @@ def prepare(
             plans.agree(coordinator)
     except CoordinationError as error:
         raise save_error(storage.url, request.step, "plan", error) from error
-    save_id = ownership.next_id()
+    save_id = ownership.id_at(round(verdict.created * _MICROSECONDS))
     prepared = PreparedSave(
         request=request,
         assignment=Assignment(

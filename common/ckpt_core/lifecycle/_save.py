@@ -203,6 +203,7 @@ class SaveRun:
     def _write(self) -> None:
         prepared = self._prepared
         attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
+        self._beat("writing the tensors")
         try:
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
                 report = write_rank(self._storage, prepared, self._own_files(), self._memory, beat=self._beat)
@@ -262,7 +263,7 @@ class SaveRun:
             self._beat("removing what was written")
             self._abandon()
         if isinstance(error, CoordinationError):
-            phase = _phase_of(error) if self._silence is None else "open"
+            phase = "open" if self._silence or self._refusal else _phase_of(error)
             error = self._silence or error
             failed = save_error(self._storage.url, self._prepared.request.step, phase, error)
             failed.__cause__ = error
