@@ -19,7 +19,7 @@ MAX_MODULE_LINES = 350
 MAX_BODY_LINES = 50
 MAX_METHODS = 15
 # What a storage must do is one contract: split, every backend would have to be put together again.
-WIDE = {"Storage", "LocalStorage", "FaultyStorage"}
+WIDE = {"Storage", "LocalStorage", "MemoryStorage", "FaultyStorage"}
 MAX_PARAMETERS = 6
 MODULES_NAMED_AFTER_NOTHING = {
     "utils",

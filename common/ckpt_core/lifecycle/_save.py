@@ -55,6 +55,7 @@ class SaveContext:
         memory: what writing keeps from save to save.
         deadline_seconds: how long ranks wait for one another.
         check: called on the coordinator before anything is written, and before the commit; raises to refuse.
+        make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
     """
 
@@ -64,6 +65,7 @@ class SaveContext:
     memory: WriteMemory
     deadline_seconds: float
     check: Callable[[], None]
+    make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
 
 
@@ -168,6 +170,7 @@ class SaveRun:
             raise CoordinationError(f"rank 0: {text}", failures={0: text}) from error
         request, assignment = self._prepared.request, self._prepared.assignment
         self._context.check()
+        self._context.make_room(self._prepared)
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
 
