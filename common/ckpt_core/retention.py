@@ -253,27 +253,18 @@ class PrunePlan:
     damaged: tuple[CheckpointInfo, ...] = ()
 
 
-def plan_prune(
-    policy: RetentionPolicy,
-    history: Sequence[CheckpointInfo],
-    now: float,
-    *,
-    just_committed: int | None = None,
-) -> PrunePlan:
+def plan_prune(policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float) -> PrunePlan:
     """Apply a policy to the committed checkpoints, with the guarantees no policy can undo.
 
     The highest step (what a resume would load), the checkpoint committed last (training may have gone back
-    to an earlier step) and whatever is pinned always stay, so that a history is never emptied. Which was
-    committed last is told by the clocks of those who wrote; a job that knows better, because it has just
-    committed a step, says so: that step stays, even if a clock was put back meanwhile.
-
+    to an earlier step) and whatever is pinned always stay, so that a history is never emptied.
     What is marked as damaged counts for nothing of that, lest a sound checkpoint go in its favour; it is not
     deleted either, because it may be the only trace of a fault, and a mark may be wrong.
     """
     damaged = sorted((info for info in history if info.damaged is not None), key=_by_step)
     sound = [info for info in history if info.damaged is None]
     reasons: dict[int, tuple[str, ...]] = {}
-    for step, reason in (*_guaranteed(sound, just_committed), *_wanted(policy, sound, now)):
+    for step, reason in (*_guaranteed(sound), *_wanted(policy, sound, now)):
         reasons[step] = (*reasons.get(step, ()), reason)
     drop = sorted((info for info in sound if info.step not in reasons), key=_by_step)
     return PrunePlan(
@@ -281,14 +272,13 @@ def plan_prune(
     )
 
 
-def _guaranteed(history: Sequence[CheckpointInfo], just_committed: int | None) -> Iterable[tuple[int, str]]:
+def _guaranteed(history: Sequence[CheckpointInfo]) -> Iterable[tuple[int, str]]:
     if not history:
         return
     newest, last_committed = max(history, key=_by_step), max(history, key=_by_age)
     yield newest.step, "newest"
-    for step in {info.step for info in history} & {last_committed.step, just_committed}:
-        if step != newest.step:
-            yield step, "committed last"
+    if last_committed.step != newest.step:
+        yield last_committed.step, "committed last"
     for info in history:
         if info.pinned is not None:
             yield info.step, f"pinned: {info.pinned}"

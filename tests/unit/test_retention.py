@@ -219,13 +219,6 @@ def test_training_that_went_back_keeps_what_it_commits():
     assert plan.keep == {400: ("committed last",), 600: ("newest", "KeepLatest(n=1)")}
 
 
-def test_what_was_committed_just_now_stays_although_the_clock_was_put_back():
-    history = [info(100, created=NOW), info(10, created=1.0), info(20, created=2.0)]
-    assert [each.step for each in plan_prune(KeepLatest(1), history, 3.0).drop] == [10, 20]
-    assert [each.step for each in plan_prune(KeepLatest(1), history, 3.0, just_committed=20).drop] == [10]
-    assert plan_prune(KeepLatest(1), history, 3.0, just_committed=20).keep[20] == ("committed last",)
-
-
 def test_keep_latest_keeps_as_many_sound_ones_as_it_says_beside_the_damaged():
     history = [*history_of(1, 2, 3, 4), marked(info(5)), marked(info(6, pinned="paper"))]
     plan = plan_prune(KeepLatest(3), history, NOW)

@@ -11,7 +11,7 @@ from operator import or_
 
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._places import open_root
-from ckpt_core.commit import Catalog, Lease, Owner, collect_orphans, remove
+from ckpt_core.commit import Catalog, Lease, Owner, collect_orphans, countable, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, RootBusyError
 from ckpt_core.options import bytes_text
 from ckpt_core.retention import (
@@ -48,7 +48,7 @@ def run(arguments: Namespace) -> Outcome:
 
 def _plan(storage: Storage, policy: RetentionPolicy | None) -> PrunePlan:
     """What the policy says; without one, that the damaged go."""
-    history = Catalog(storage).committed()
+    history = countable(storage)
     return _plan_damaged(storage, history) if policy is None else plan_prune(policy, history, time.time())
 
 

@@ -12,6 +12,7 @@ from ckpt_core.coordination._mailbox import Mailbox, MessageStore
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError
 
 _GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing, arrives first
+_DECIDING = "deciding"
 
 
 @final
@@ -21,10 +22,16 @@ class Channel:
     Messages are pickles between the ranks of one job, which trust each other already. The coordinator reads
     all messages of an exchange in one request, and every rank deletes its own: with thousands of ranks the
     coordinator would otherwise be busy with the store alone.
+
+    Of every exchange either all ranks hear the same end, or none is told that it went well: before the
+    coordinator decides, and before another rank gives up, it leaves its word under one key, where the first
+    stands. So a coordinator that wakes up after the others have given up decides nothing any more.
     """
 
-    def __init__(self, store: MessageStore, rank: int, world_size: int) -> None:
-        self._mail = Mailbox(store)
+    def __init__(
+        self, store: MessageStore, rank: int, world_size: int, *, patience_seconds: float = 1800.0
+    ) -> None:
+        self._mail = Mailbox(store, patience_seconds)
         self._rank = rank
         self._world_size = world_size
         self._stale: list[str] = []
@@ -36,13 +43,13 @@ class Channel:
             self._mail.put(key, pickle.dumps(value))
             self._stale.append(key)
             return value
-        return pickle.loads(self._await(key, [0], topic, deadline_seconds + _GRACE_SECONDS))  # noqa: S301
+        return pickle.loads(self._await(key, topic, deadline_seconds))  # noqa: S301
 
     def announce(self, topic: str, make: Callable[[], Any], deadline_seconds: float) -> Any:
         """What the coordinator alone makes, or the error of making it; see `Coordinator.announce`."""
         key = f"{topic}/said"
         if self._rank != 0:
-            return self._opened(self._await(key, [0], topic, deadline_seconds + _GRACE_SECONDS), None)
+            return self._opened(self._await(key, topic, deadline_seconds), None)
         self._stale.append(key)
 
         def answer() -> tuple[Any, dict[str, bytes]]:
@@ -52,15 +59,24 @@ class Channel:
         return self._decided(answer, [key], None)
 
     def exchange(
-        self, topic: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline_seconds: float
+        self,
+        topic: str,
+        value: Any,
+        decide: Callable[[list[Any]], list[Any]],
+        deadline_seconds: float,
+        *,
+        waited_seconds: float = 0.0,
     ) -> Any:
-        """Values to the coordinator, to each rank its answer; see `Coordinator.exchange`."""
+        """Values to the coordinator, to each rank its answer; see `Coordinator.exchange`.
+
+        `waited_seconds` is how long the ranks have been waited for by other means already.
+        """
         if self._rank:
             return self._follow(topic, value, f"{topic}/depart/{self._rank}", deadline_seconds)
         keys = [f"{topic}/depart/{rank}" for rank in range(1, self._world_size)]
 
         def answer() -> tuple[Any, dict[str, bytes]]:
-            answers = decide(self._collect(topic, value, deadline_seconds))
+            answers = decide(self._collect(topic, value, deadline_seconds, waited_seconds))
             # Packed before the first is sent: what cannot be sent must not leave ranks waiting.
             return answers[0], {key: _pack_answer(answers[rank]) for rank, key in enumerate(keys, start=1)}
 
@@ -87,7 +103,7 @@ class Channel:
         message, cause = _pack(value)
         own = f"{topic}/arrive/{self._rank}"
         self._mail.put(own, message)
-        reply = self._await(reply_key, [0], topic, deadline_seconds + _GRACE_SECONDS)
+        reply = self._await(reply_key, topic, deadline_seconds, may_be_deciding=True)
         # Answered, so it has been read.
         self._mail.delete([own] if reply_key.endswith("/depart") else [own, reply_key])
         return self._opened(reply, cause)
@@ -122,7 +138,9 @@ class Channel:
         for key in reply_keys:
             self._mail.put(key, reply)
 
-    def _collect(self, topic: str, value: Any, deadline_seconds: float) -> list[Any]:
+    def _collect(
+        self, topic: str, value: Any, deadline_seconds: float, waited_seconds: float = 0.0
+    ) -> list[Any]:
         deadline = time.monotonic() + deadline_seconds
         failures = {0: failure_text(value)} if isinstance(value, BaseException) else dict[int, str]()
         keys = [f"{topic}/arrive/{rank}" for rank in range(1, self._world_size)]
@@ -131,9 +149,10 @@ class Channel:
             for rank, message in enumerate(self._arrived(keys, missing), start=1):
                 if message is not None and "failure" in message:
                     failures[rank] = message["failure"]
-            raise _missing(topic, missing or [len(keys)], deadline_seconds, failures)
+            raise _missing(topic, missing or [len(keys)], waited_seconds + deadline_seconds, failures)
         messages = self._arrived(keys, ())
         self._forget()
+        self._stale.append(f"{topic}/verdict")
         failures |= {
             rank: message["failure"]
             for rank, message in enumerate(messages, start=1)
@@ -141,6 +160,12 @@ class Channel:
         }
         if failures:
             raise CoordinationError(_list_failures(failures), failures=failures)
+        word = self._mail.claim(f"{topic}/verdict", _DECIDING)
+        if word != _DECIDING:
+            raise DeadlineError(
+                f"{topic}: {word} gave up waiting for rank 0, which came over {deadline_seconds:g} s late",
+                awaited=(0,),
+            )
         return [value, *(message.get("value") for message in messages if message is not None)]
 
     def _arrived(self, keys: Sequence[str], missing: Collection[int]) -> list[dict[str, Any] | None]:
@@ -149,10 +174,23 @@ class Channel:
         found = dict(zip(there, self._mail.take_all(there), strict=True))
         return [pickle.loads(found[key]) if key in found else None for key in keys]  # noqa: S301
 
-    def _await(self, key: str, awaited: Sequence[int], topic: str, deadline_seconds: float) -> bytes:
-        if not self._mail.wait([key], time.monotonic() + deadline_seconds):
-            raise _missing(topic, awaited, deadline_seconds, {})
-        return self._mail.take(key)
+    def _await(
+        self, key: str, topic: str, deadline_seconds: float, *, may_be_deciding: bool = False
+    ) -> bytes:
+        """What the coordinator leaves under `key`; it gets a second chance if it is known to be at it."""
+        grace = min(_GRACE_SECONDS, deadline_seconds)
+        if self._mail.wait([key], time.monotonic() + deadline_seconds + grace):
+            return self._mail.take(key)
+        if not may_be_deciding or self._mail.claim(f"{topic}/verdict", f"rank {self._rank}") != _DECIDING:
+            raise _missing(topic, [0], deadline_seconds, {})
+        if self._mail.wait([key], time.monotonic() + deadline_seconds):
+            return self._mail.take(key)
+        raise DeadlineError(
+            f"{topic}: rank(s) 0 had heard from all ranks, and has not told within {deadline_seconds:g} s "
+            "how it ended: it has died or hangs; whether it came to its end is not known here",
+            awaited=(0,),
+            in_doubt=True,
+        )
 
     def _forget(self) -> None:
         """Delete what all ranks have read, for all of them have arrived at a later exchange."""

@@ -44,7 +44,7 @@ class Ownership:
             RootBusyError: another live job writes to it.
         """
         if not self._taken:
-            self._prefix = self._coordinator.once(self._acquire)
+            self._prefix = self._coordinator.once(self._acquire, what="taking the root")
             self._taken = True
 
     def next_id(self) -> str:

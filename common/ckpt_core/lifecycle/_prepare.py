@@ -30,6 +30,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState
 
 _MICROSECONDS = 1_000_000
+_AGREEING = "agreeing on a save"
 _IN_JSON = 2
 """More than how many times its size a tensor takes as JSON."""
 _FILES_PER_PART = 2
@@ -191,10 +192,10 @@ def warm_up(
     survey = _try_survey(capture, coordinator, plans)
     failed = isinstance(survey, BaseException)
     try:
-        if coordinator.combine([int(failed)])[0]:
+        if coordinator.combine([int(failed)], what="planning a save")[0]:
             coordinator.gather(survey if isinstance(survey, BaseException) else None)
         changed = not isinstance(survey, BaseException) and survey.changed
-        if coordinator.combine([int(changed)])[0]:
+        if coordinator.combine([int(changed)], what="planning a save")[0]:
             plans.agree(coordinator)
         plans.check()
     except CoordinationError as error:
@@ -258,7 +259,9 @@ def _combine(
     created = int(time.time() * _MICROSECONDS) if coordinator.is_coordinator else 0
     extra = (0, 0) if isinstance(survey, BaseException) else (survey.extra_bytes, survey.extra_files)
     # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
-    found = coordinator.combine([int(trouble), int(changed), digest, -digest, created, *extra])
+    found = coordinator.combine(
+        [int(trouble), int(changed), digest, -digest, created, *extra], what=_AGREEING
+    )
     return _Verdict(
         trouble=bool(found[0]) or found[2] != -found[3],
         changed=bool(found[1]),
@@ -287,7 +290,7 @@ def _settle(
 
     error = survey if isinstance(survey, BaseException) else None
     if verdict.trouble:
-        coordinator.exchange(error or (request.step, request.name), decide)
+        coordinator.exchange(error or (request.step, request.name), decide, what=_AGREEING)
     if isinstance(survey, BaseException):
         raise survey  # unreachable: a rank that brings an error makes every rank raise
     return survey
@@ -311,8 +314,10 @@ def _stage(prepared: PreparedSave, state: CapturedState, workshop: Workshop) -> 
 
 def save_error(url: str, step: int, phase: str, error: CoordinationError) -> SaveError:
     """The one error that every rank raises for a failed save."""
+    in_doubt = isinstance(error, DeadlineError) and error.in_doubt
+    verdict = f"it is not known whether step {step} was" if in_doubt else f"step {step} was not"
     return SaveError(
-        f"step {step} was not saved to {url} (phase {phase}): {error}. "
+        f"{verdict} saved to {url} (phase {phase}): {error}. "
         f"Every checkpoint committed before is untouched; {_remedy(error)}, then save again",
         step=step,
         phase=phase,

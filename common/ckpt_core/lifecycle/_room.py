@@ -22,7 +22,7 @@ from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._prepare import PreparedSave
 from ckpt_core.lifecycle._volume import Extras, Free, Need, Volumes
 from ckpt_core.options import CheckpointOptions, bytes_text
-from ckpt_core.retention import KeepAll, RetentionPolicy, plan_prune
+from ckpt_core.retention import KeepAll, KeepSteps, RetentionPolicy, plan_prune
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
@@ -222,7 +222,7 @@ def droppable(
     """
     others = [info for info in history if info.name != coming.name]
     stays = plan_prune(_KEEP_NONE, history, now).keep
-    drop = plan_prune(policy, [*others, coming], now, just_committed=coming.step).drop
+    drop = plan_prune(policy | KeepSteps((coming.step,)), [*others, coming], now).drop
     return [info for info in drop if info.step not in stays]
 
 
@@ -252,7 +252,7 @@ def saves_that_fit(
             return number - 1
         known.append(coming)
         free = free.plus(need, -1)
-        for info in plan_prune(policy, known, now, just_committed=coming.step).drop:
+        for info in plan_prune(policy | KeepSteps((coming.step,)), known, now).drop:
             known.remove(info)
             free = free.plus(_taken(info, need))
     return _AHEAD

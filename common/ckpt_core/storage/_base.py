@@ -7,7 +7,7 @@ A `Storage` knows nothing of checkpoints. Keys are POSIX-relative strings ("step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import IO, Final, Protocol
@@ -155,6 +155,18 @@ class Storage(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Delete a file, or a directory with all it holds; nothing happens if there is none."""
+
+    def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
+        """Give up uploads that were begun and never completed, where storage keeps such things out of sight.
+
+        Args:
+            unwanted: whether the upload to that key may go.
+
+        Returns:
+            The keys of those that went; by default none.
+        """
+        del unwanted
+        return []
 
     @abstractmethod
     def make_directory(self, key: str) -> None:
