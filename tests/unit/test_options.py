@@ -269,8 +269,36 @@ def test_a_bandwidth_is_written_as_a_number_or_as_people_do(written, rate):
 
 
 @pytest.mark.parametrize(
+    ("written", "total_bytes", "headroom_bytes"),
+    [
+        (None, 10_000, 100),
+        (None, 1 << 50, 1 << 30),
+        (None, None, 0),
+        (0, 1 << 40, 0),
+        ("0", None, 0),
+        (5000, 1 << 40, 5000),
+        ("2 GiB", None, 2 << 30),
+        ("5 %", 10_000, 500),
+        ("2.5%", 10_000, 250),
+        ("0%", 10_000, 0),
+        ("5 %", None, 0),
+    ],
+)
+def test_headroom_is_bytes_or_a_part_of_the_filesystem(written, total_bytes, headroom_bytes):
+    options = CheckpointOptions.from_mapping({"headroom": written})
+    assert options.free_headroom.of(total_bytes) == headroom_bytes
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
+        {"headroom": "100 %"},
+        {"headroom": "-5 %"},
+        {"headroom": -1},
+        {"headroom": "some"},
+        {"headroom": True},
+        {"headroom": float("inf")},
+        {"headroom": "5 MB/s"},
         {"staging_memory": "much"},
         {"staging_memory": "5 MB/s"},
         {"staging_memory": 0},

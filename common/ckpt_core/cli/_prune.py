@@ -9,10 +9,11 @@ from dataclasses import asdict
 from functools import reduce
 from operator import or_
 
-from ckpt_core.cli._outcome import Outcome, Table, bytes_text
+from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._places import open_root
 from ckpt_core.commit import Catalog, Lease, Owner, collect_orphans, countable, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, RootBusyError
+from ckpt_core.options import bytes_text
 from ckpt_core.retention import (
     KeepBest,
     KeepEvery,

@@ -56,6 +56,7 @@ class SaveContext:
         memory: what writing keeps from save to save.
         background: told whenever a save gets on.
         check: called on the coordinator before anything is written, and before the commit; raises to refuse.
+        make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
     """
 
@@ -65,6 +66,7 @@ class SaveContext:
     memory: WriteMemory
     background: Background
     check: Callable[[], None]
+    make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
 
 
@@ -197,6 +199,7 @@ class SaveRun:
             raise CoordinationError(f"rank 0: {text}", failures={0: text}) from error
         request, assignment = self._prepared.request, self._prepared.assignment
         self._context.check()
+        self._context.make_room(self._prepared)
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
 

@@ -167,17 +167,30 @@ class LocalStorage(Storage):
 
     def free_bytes(self) -> int | None:
         """Free space for this user as the filesystem tells it; quotas are not visible to it."""
-        try:
-            usage = os.statvfs(self._root)
-        except FileNotFoundError:
-            return None
-        return usage.f_bavail * usage.f_frsize
+        usage = self._usage()
+        return usage.f_bavail * usage.f_frsize if usage is not None and usage.f_blocks else None
+
+    def total_bytes(self) -> int | None:
+        """Size of the filesystem as it tells it."""
+        usage = self._usage()
+        return usage.f_blocks * usage.f_frsize if usage is not None and usage.f_blocks else None
+
+    def free_files(self) -> int | None:
+        """Free inodes for this user; None on filesystems that make them as they are needed."""
+        usage = self._usage()
+        return usage.f_favail if usage is not None and usage.f_files else None
 
     def try_lock(self, key: str) -> Lock | None:
         """Claim `key` by a lock on the file `<key>.lock` next to it, which stays behind."""
         path = self.local_path(file_key(key) + ".lock")
         make_directories(path.parent)
         return try_lock_file(path)
+
+    def _usage(self) -> os.statvfs_result | None:
+        try:
+            return os.statvfs(self._root)
+        except FileNotFoundError:
+            return None
 
 
 def _entry(child: os.DirEntry[str]) -> StorageEntry | None:

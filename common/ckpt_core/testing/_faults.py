@@ -117,6 +117,14 @@ class FaultyStorage(Storage):
         with self.operation("free_bytes", ""):
             return self._inner.free_bytes()
 
+    def total_bytes(self) -> int | None:
+        with self.operation("total_bytes", ""):
+            return self._inner.total_bytes()
+
+    def free_files(self) -> int | None:
+        with self.operation("free_files", ""):
+            return self._inner.free_files()
+
     def try_lock(self, key: str) -> Lock | None:
         with self.operation("try_lock", key):
             return self._inner.try_lock(key)
