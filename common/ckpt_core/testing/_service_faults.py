@@ -169,12 +169,14 @@ class FaultyService:
         content = self._application(environ, lambda status, headers, *_error: told.append((status, headers)))
         body = b"".join(content)
         answer = _Answer(status=told[-1][0], headers=told[-1][1], body=body)
-        if "list-type=2" in request.target:
+        if _is_listing(request.target):
             with self._guard:
                 self._listings.append((request.number, request.target, answer))
         return answer
 
     def _distorted(self, answer: _Answer, fault: ServiceFault, request: ServiceRequest) -> _Answer:
+        if not _is_listing(request.target):
+            return answer
         if fault.action == "hide":
             return _without(answer, fault.hidden)
         if fault.action == "stale":
@@ -246,6 +248,10 @@ class ServiceControl:
 def _target(environ: dict[str, Any]) -> str:
     query = unquote_plus(environ.get("QUERY_STRING", ""))
     return f"{environ['PATH_INFO']}?{query}" if query else str(environ["PATH_INFO"])
+
+
+def _is_listing(target: str) -> bool:
+    return "list-type=2" in target
 
 
 def _who(environ: dict[str, Any]) -> str:
