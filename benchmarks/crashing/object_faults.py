@@ -161,7 +161,7 @@ def cases() -> list[Case]:
 
 def faults(found: Service, *, seed: int, folder: Path, count: int | None) -> Iterator[Outcome]:
     """One case after another, each in a root of its own; all of them, or a sample of `count`."""
-    chosen = cases() if count is None else random.Random(seed).sample(cases(), count)
+    chosen = cases() if count is None else random.Random(seed).sample(cases(), min(count, len(cases())))
     for number, case in enumerate(chosen):
         yield meet(found, case, f"fault-{number}", Path(tempfile.mkdtemp(dir=folder)))
 
