@@ -9,10 +9,11 @@ from dataclasses import asdict
 from functools import reduce
 from operator import or_
 
-from ckpt_core.cli._outcome import Outcome, Table, bytes_text
+from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._places import open_root
 from ckpt_core.commit import Catalog, Lease, Owner, collect_orphans, countable, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, RootBusyError
+from ckpt_core.options import bytes_text
 from ckpt_core.retention import (
     KeepBest,
     KeepEvery,
@@ -143,7 +144,7 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
         },
         parts=[
             *([Table(columns=("", "STEP", "WHY"), rows=rows)] if rows else []),
-            f"{verb} {len(plan.drop)} checkpoints, {freed}, and {len(torn)} torn directories",
+            f"{verb} {len(plan.drop)} checkpoints, {freed}, and {len(torn)} leftovers of crashes",
             *([advice] if plan.damaged else []),
         ],
     )

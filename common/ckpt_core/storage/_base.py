@@ -202,6 +202,14 @@ class Storage(ABC):
     def free_bytes(self) -> int | None:
         """Free space for this user, or None where the question has no answer."""
 
+    def total_bytes(self) -> int | None:
+        """Size of the filesystem, or None where the question has no answer."""
+        return None
+
+    def free_files(self) -> int | None:
+        """How many files and directories can still be made, or None where the question has no answer."""
+        return None
+
     @abstractmethod
     def try_lock(self, key: str) -> Lock | None:
         """Claim `key` exclusively among live processes; None if another live process holds it.
