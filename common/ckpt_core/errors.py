@@ -113,11 +113,13 @@ class SaveError(CheckpointError):
         phase: `plan`, `stage`, `open`, `write` or `commit`; of ranks that did not come in time, what they
             were waited for to do.
         failures: rank -> what happened there, as text.
+        in_doubt: whether the checkpoint may be there all the same, now or after a power cut.
     """
 
     step: int = -1
     phase: str = ""
     failures: Mapping[int, str] = {}
+    in_doubt: bool = False
 
 
 class StagingMemoryError(CheckpointError, MemoryError):
