@@ -49,6 +49,7 @@ class StockTrainer:
     load_from_checkpoint: Callable[..., None]
     load_optimizer_and_scheduler: Callable[..., None]
     load_best_model: Callable[..., None]
+    maybe_log_save_evaluate: Callable[..., None]
 
 
 @final

@@ -9,6 +9,7 @@ CheckpointError(Exception)
 ├─ IncompatibleCheckpointError                     foreign or newer format, or another model's checkpoint
 ├─ UnsafeCheckpointError                           loading it would need pickle, which was not allowed
 ├─ SaveError                                       a save failed; the last committed checkpoint is untouched
+│  └─ NoRoomError                                  it would not have fitted on the disk; nothing was written
 ├─ StagingMemoryError(…, MemoryError)              the copy of the state would not fit into host memory
 ├─ LoadError                                       a load failed for a reason that is none of the above
 └─ CoordinationError                               ranks could not agree
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 class CheckpointError(Exception):
@@ -37,6 +38,10 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def retold(self, message: str) -> Self:
+        """The same error, attributes included, in other words."""
+        return type(self)(message, **self._attributes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self._attributes)
@@ -106,13 +111,35 @@ class SaveError(CheckpointError):
 
     Attributes:
         step: the step being saved.
-        phase: `plan`, `stage`, `write` or `commit`.
+        phase: `plan`, `stage`, `open`, `write` or `commit`; of ranks that did not come in time, what they
+            were waited for to do.
         failures: rank -> what happened there, as text.
+        may_be_committed: whether storage, an object store, did not tell what became of the commit: the
+            checkpoint may be there, and is whole if it is.
     """
 
     step: int = -1
     phase: str = ""
     failures: Mapping[int, str] = {}
+    may_be_committed: bool = False
+
+
+class NoRoomError(SaveError):
+    """A save would not fit where checkpoints go, so that it was refused before anything was written.
+
+    Attributes:
+        needed_bytes: what the save would take, in bytes.
+        free_bytes: what is free there, in bytes, headroom included; None where nobody can tell.
+        headroom_bytes: what saves are to leave free, in bytes.
+        needed_files: how many files and directories it would make.
+        free_files: how many can be made; None where nobody can tell.
+    """
+
+    needed_bytes: int = 0
+    free_bytes: int | None = None
+    headroom_bytes: int = 0
+    needed_files: int = 0
+    free_files: int | None = None
 
 
 class StagingMemoryError(CheckpointError, MemoryError):
@@ -145,7 +172,9 @@ class DeadlineError(CoordinationError, TimeoutError):
     """Ranks did not arrive within the deadline.
 
     Attributes:
-        awaited: the ranks that did not arrive.
+        awaited: the ranks that did not arrive; none if it was the job's store that did not answer.
+        in_doubt: whether the coordinator had begun to do what was agreed on, and may have come to its end.
     """
 
     awaited: Sequence[int] = ()
+    in_doubt: bool = False

@@ -71,8 +71,8 @@ class CheckpointManager:
                 f"give either options= or single options, not both: {', '.join(sorted(overrides))}"
             )
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
-        self.storage = open_storage(root, self.options.storage_options)
         deadline = self.options.deadline_seconds
+        self.storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         self._owns_coordinator = coordinator is None
         self._telemetry = Telemetry(*sinks)
@@ -84,8 +84,15 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Whether a preemption signal has reached any rank, as of the last `maybe_save`."""
+        """Whether training is to stop for a preemption announced to any rank, as of the last look for one."""
         return self._cadence.preempted
+
+    def check_preemption(self) -> bool:
+        """Look for a preemption where no steps are made, as in an evaluation, and return `preempted`.
+
+        Collective where the save policy has an `OnPreemption`; `due` and `maybe_save` look by themselves.
+        """
+        return self._cadence.look()
 
     def due(self, step: int, *, total_steps: int | None = None) -> str | None:
         """Why this step should be saved now, or None; for those who call `save` themselves.
@@ -151,6 +158,8 @@ class CheckpointManager:
             annotations=dict(annotations or {}),
             replace=name is not None,
         )
+        if self._cadence.pending:
+            self._saver.settle()  # back-pressure must not leave out the last save
         handle = self._saver.save(request, lambda: as_captured(state))
         if handle is not None:
             self._cadence.saved(step, handle.created)
@@ -188,7 +197,7 @@ class CheckpointManager:
         _refuse(closed=self._closed)
         self._saver.rewound()
         self._saver.own_root()
-        request = _load_request(self.options, Selection())
+        request = LoadRequest.of(self.options, Selection())
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._saver.note_damaged)
         if loaded is None:
             return None
@@ -236,7 +245,7 @@ class CheckpointManager:
         selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
         self._saver.rewound()
         source, selection = narrowed(state, selection)
-        request = _load_request(self.options, selection)
+        request = LoadRequest.of(self.options, selection)
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
             if loaded is None:
@@ -290,7 +299,8 @@ class CheckpointManager:
         if not dry_run:
             self._saver.own_root()
         return self._coordinator.once(
-            lambda: prune(self.storage, policy, now=time.time(), telemetry=self._telemetry, dry_run=dry_run)
+            lambda: prune(self.storage, policy, now=time.time(), telemetry=self._telemetry, dry_run=dry_run),
+            what="pruning",
         )
 
     def pin(self, step: int, reason: str) -> None:
@@ -331,16 +341,6 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"while closing the checkpoint manager: {failure}")
-
-
-def _load_request(options: CheckpointOptions, selection: Selection) -> LoadRequest:
-    return LoadRequest(
-        directory="",
-        selection=selection,
-        allow_pickle=options.allow_pickle,
-        verification=options.verification,
-        read_once=options.read_once,
-    )
 
 
 def _refuse(*, closed: bool) -> None:

@@ -21,7 +21,9 @@ class Coordinator(ABC):
     Main thread only, some of the ranks: `relay`.
     Any one thread: `announce` and `meet`, which never use a collective, so that they cannot deadlock against
     training.
-    Every wait has a deadline; when it passes, `DeadlineError` names the ranks awaited.
+    Every wait has a deadline; when it passes, `DeadlineError` names the ranks awaited, and `what` they were
+    to do: a few words, the same on every rank, that follow "while". Ranks that are at different things do not
+    take each other's messages for their own.
 
     Attributes:
         rank: this process's, from 0.
@@ -31,7 +33,11 @@ class Coordinator(ABC):
 
     rank: int
     world_size: int
-    relays: bool = False
+
+    @property
+    def relays(self) -> bool:
+        """See the class."""
+        return False
 
     @property
     def is_coordinator(self) -> bool:
@@ -39,14 +45,28 @@ class Coordinator(ABC):
         return self.rank == 0
 
     @abstractmethod
-    def agree(self, value: T) -> T:
+    def agree(self, value: T, *, what: str = "") -> T:
         """The coordinator's value, on every rank. The value must be picklable."""
 
     @abstractmethod
-    def exchange(self, value: T | BaseException, decide: Callable[[list[T]], list[R]]) -> R:
+    def exchange(
+        self,
+        value: T | BaseException,
+        decide: Callable[[list[T]], list[R]],
+        *,
+        what: str = "",
+        deadline_seconds: float | None = None,
+    ) -> R:
         """Bring every rank's value to the coordinator, decide there, give every rank its own answer.
 
         A rank that could not make its value passes the exception instead. Values must be picklable.
+
+        Args:
+            value: this rank's.
+            decide: called on the coordinator, with the values in rank order.
+            what: see the class.
+            deadline_seconds: how long to wait, if not as long as always: ranks that were waited for in vain a
+                moment ago need not be waited for as long again.
 
         Raises:
             CoordinationError: a rank passed an exception, or `decide` raised; the same error on every rank.
@@ -54,17 +74,26 @@ class Coordinator(ABC):
             DeadlineError: ranks are missing; `awaited` names them.
         """
 
-    def gather(self, value: T | BaseException) -> list[T]:
-        """The value of every rank, in rank order, on every rank; same errors as `exchange`."""
-        return self.exchange(value, lambda values: [values] * len(values))
+    def gather(
+        self, value: T | BaseException, *, what: str = "", deadline_seconds: float | None = None
+    ) -> list[T]:
+        """The value of every rank, in rank order, on every rank; see `exchange`."""
+        return self.exchange(
+            value, lambda values: [values] * len(values), what=what, deadline_seconds=deadline_seconds
+        )
 
-    def once(self, decide: Callable[[], T]) -> T:
+    def once(self, decide: Callable[[], T], *, what: str = "") -> T:
         """The result of `decide`, called on the coordinator alone, on every rank; errors as in `exchange`."""
-        return self.exchange(None, lambda nothing: [decide()] * len(nothing))
+        return self.exchange(None, lambda nothing: [decide()] * len(nothing), what=what)
 
     @abstractmethod
-    def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
-        """Element-wise maximum over the ranks of a few small integers; cheap enough for every step."""
+    def combine(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
+        """Element-wise maximum over the ranks of a few small integers; cheap enough for every step.
+
+        Raises:
+            DeadlineError: ranks are missing; `awaited` names them.
+            CoordinationError: the ranks cannot reach one another.
+        """
 
     def relay(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
         """Bring the content of the first rank's buffer into the buffers of the others; a tree of messages.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import Protocol, final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeVar, final
 
-import torch.distributed as dist
-
+from ckpt_core.coordination._line import Line
 from ckpt_core.errors import CoordinationError
+
+T = TypeVar("T")
 
 _SHORTEST_PAUSE = 0.0005
 _LONGEST_PAUSE = 0.25
@@ -27,44 +28,50 @@ class MessageStore(Protocol):
 
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
     def delete_key(self, key: str, /) -> bool: ...
 
 
 @final
 class Mailbox:
-    """A store, for one thread at a time; every method raises `CoordinationError` when the store is gone."""
+    """A store, for one thread at a time.
 
-    def __init__(self, store: MessageStore) -> None:
+    Every method raises `CoordinationError` when the store is gone, and `DeadlineError` when it has not
+    answered within `patience_seconds`.
+    """
+
+    def __init__(self, store: MessageStore, patience_seconds: float) -> None:
         self._store = store
+        self._patience_seconds = patience_seconds
+        self._line = Line()
 
     def put(self, key: str, message: bytes) -> None:
         """Leave a message."""
-        with _told_if_gone():
-            self._store.set(key, message)
+        self._ask(lambda: self._store.set(key, message))
 
     def take(self, key: str) -> bytes:
         """A message that is there; it stays."""
-        with _told_if_gone():
-            return self._store.get(key)
+        return self._ask(lambda: self._store.get(key))
 
     def take_all(self, keys: Sequence[str]) -> list[bytes]:
         """Messages that are there, in one request."""
-        if not keys:
-            return []
-        with _told_if_gone():
-            return self._store.multi_get(list(keys))
+        return self._ask(lambda: self._store.multi_get(list(keys))) if keys else []
 
     def has(self, keys: Sequence[str]) -> bool:
         """Whether all of these messages are there, in one request."""
-        with _told_if_gone():
-            return self._store.check(list(keys))
+        return self._ask(lambda: self._store.check(list(keys)))
+
+    def claim(self, key: str, word: str) -> str:
+        """Leave a word that stands for good, unless one stands there already; the word that stands."""
+        return self._ask(lambda: self._store.compare_set(key, "", word)).decode()
 
     def wait(self, keys: Sequence[str], deadline: float) -> bool:
         """Whether all of these messages are there before `deadline`, on the monotonic clock."""
-        # Asked again and again: a store that waits for us cannot be interrupted by Ctrl-C, and writes a line
-        # to stderr whenever its time is up. The longer it takes, the less a moment more matters.
+        # Asked again and again: a store that waits for us writes a line to stderr whenever its time is up.
+        # The longer it takes, the less a moment more matters.
         pause = _SHORTEST_PAUSE
-        while not self.has(keys):
+        while not self._ask(lambda: self._store.check(list(keys)), deadline):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return False
@@ -72,34 +79,19 @@ class Mailbox:
             pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE)
         return True
 
-    def _set(self, key: str, value: bytes) -> None:
-        with _told_if_gone():
-            self._store.set(key, value)
-
-    def _get(self, key: str) -> bytes:
-        with _told_if_gone():
-            return self._store.get(key)
-
-    def _has(self, keys: list[str]) -> bool:
-        with _told_if_gone():
-            return self._store.check(keys)
-
     def delete(self, keys: Sequence[str]) -> None:
         """Take messages away."""
-        with _told_if_gone():
-            for key in keys:
-                self._store.delete_key(key)
+        for key in keys:
+            self._ask(partial(self._store.delete_key, key))
 
-
-@contextmanager
-def _told_if_gone() -> Generator[None]:
-    """Turn the loss of the store into an error for people; a time-out of `wait` passes."""
-    try:
-        yield
-    except dist.DistStoreError:
-        raise
-    except RuntimeError as error:
-        raise CoordinationError(
-            f"the job's store is gone: {error}. "
-            "The process that serves it (rank 0 or the launcher) has probably died"
-        ) from error
+    def _ask(self, question: Callable[[], T], deadline: float | None = None) -> T:
+        now = time.monotonic()
+        # A moment for the answer, even if the deadline has just passed.
+        latest = now + self._patience_seconds if deadline is None else max(deadline, now + _LONGEST_PAUSE)
+        try:
+            return self._line.ask(question, latest)
+        except RuntimeError as error:
+            raise CoordinationError(
+                f"the job's store is gone: {error}. "
+                "The process that serves it (rank 0 or the launcher) has died, or its file was removed"
+            ) from error

@@ -20,15 +20,22 @@ class Solo(Coordinator):
     world_size = 1
 
     @override
-    def agree(self, value: T) -> T:
+    def agree(self, value: T, *, what: str = "") -> T:
         return value
 
     @override
-    def exchange(self, value: T | BaseException, decide: Callable[[list[T]], list[R]]) -> R:
+    def exchange(
+        self,
+        value: T | BaseException,
+        decide: Callable[[list[T]], list[R]],
+        *,
+        what: str = "",
+        deadline_seconds: float | None = None,
+    ) -> R:
         return _alone(value, decide)[0]
 
     @override
-    def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
+    def combine(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
         return tuple(flags)
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,8 +20,10 @@ from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._tree import neighbours
 from ckpt_core.errors import CoordinationError, DeadlineError
 
+_logger = logging.getLogger(__name__)
 _instances = itertools.count()
 _FAREWELL_SECONDS = 10.0
+_ROLL_CALL_SECONDS = 5.0
 
 
 @final
@@ -30,9 +33,11 @@ class StoreCoordinator(Coordinator):
     Construction is collective: every rank must make its instances in the same order. The gloo group and the
     two store connections (one for the main thread, one for the background thread) belong to this instance
     alone, so that nothing here can be interleaved with the training's own communication.
-    """
 
-    relays = True
+    Gloo does not say which rank it waits for in vain, and a group that has lost one connection is of no use
+    any more. So when it fails the ranks call the roll over the store, which names the missing, and from then
+    on everything goes over the store: slower, and without `relay`, but saves can go on if the ranks can.
+    """
 
     def __init__(self, *, deadline_seconds: float = 1800.0) -> None:
         self.rank = dist.get_rank()
@@ -44,26 +49,48 @@ class StoreCoordinator(Coordinator):
         self._main = self._open_channel("main")
         self._background = self._open_channel("background")
         self._sequence = itertools.count()
+        self._broken = False
+
+    @property
+    @override
+    def relays(self) -> bool:
+        """Whether the group is in order, as far as this rank knows."""
+        return not self._broken
 
     @override
-    def agree(self, value: T) -> T:
-        return cast("T", self._main.broadcast(self._topic("agree"), value, self._deadline_seconds))
+    def agree(self, value: T, *, what: str = "") -> T:
+        return cast("T", self._main.broadcast(self._topic("agree", what), value, self._deadline_seconds))
 
     @override
-    def exchange(self, value: T | BaseException, decide: Callable[[list[T]], list[R]]) -> R:
-        topic = self._topic("exchange")
-        return cast("R", self._main.exchange(topic, value, decide, self._deadline_seconds))
+    def exchange(
+        self,
+        value: T | BaseException,
+        decide: Callable[[list[T]], list[R]],
+        *,
+        what: str = "",
+        deadline_seconds: float | None = None,
+    ) -> R:
+        deadline = self._deadline_seconds if deadline_seconds is None else deadline_seconds
+        return cast("R", self._main.exchange(self._topic("exchange", what), value, decide, deadline))
 
     @override
-    def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
-        tensor = torch.tensor(list(flags), dtype=torch.int64)
-        try:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            raise CoordinationError(
-                f"rank {self.rank}: a peer was lost while the ranks agreed on whether to save: {error}"
-            ) from error
-        return tuple(int(flag) for flag in tensor.tolist())
+    def combine(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
+        topic, deadline, waited = self._topic("combine", what), self._deadline_seconds, 0.0
+        began = time.monotonic()
+        if not self._broken:
+            tensor = torch.tensor(list(flags), dtype=torch.int64)
+            try:
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+            except RuntimeError as error:
+                self._lost_group(topic, error)
+                # Whoever is alive has been told by gloo, too, and answers at once.
+                deadline, waited = min(_ROLL_CALL_SECONDS, deadline), time.monotonic() - began
+            else:
+                return tuple(int(flag) for flag in tensor.tolist())
+        return cast(
+            "tuple[int, ...]",
+            self._main.exchange(topic, tuple(flags), _maxima, deadline, waited_seconds=round(waited, 1)),
+        )
 
     @override
     def relay(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
@@ -106,6 +133,7 @@ class StoreCoordinator(Coordinator):
         except RuntimeError as error:
             way = "from" if verb is dist.recv else "to"
             what = f"rank {self.rank}: relay of {buffer.numel()} bytes {way} rank {peer}"
+            self._lost_group(what, error)
             # Gloo tells the two apart by their wording only.
             if time.monotonic() - began >= self._deadline_seconds:
                 raise DeadlineError(
@@ -115,13 +143,28 @@ class StoreCoordinator(Coordinator):
                 ) from error
             raise CoordinationError(f"{what} failed, for that rank was lost: {error}") from error
 
+    def _lost_group(self, what: str, error: RuntimeError) -> None:
+        self._broken = True
+        _logger.warning(
+            "rank %d: %s: the ranks' own connections broke; now they talk through the job's store: %s",
+            self.rank, what, str(error).partition("\n")[0],
+        )  # fmt: skip
+
     def _open_channel(self, name: str) -> Channel:
         default: Any = _get_default_store()  # its stubs know no `clone`
-        store: Any = PrefixStore(f"{self._prefix}/{name}", default.clone())
-        return Channel(store, self.rank, self.world_size)
+        clone = default.clone()
+        # How long a FileStore looks for its file when that was removed.
+        clone.set_timeout(timedelta(seconds=self._deadline_seconds))
+        store: Any = PrefixStore(f"{self._prefix}/{name}", clone)
+        return Channel(store, self.rank, self.world_size, patience_seconds=self._deadline_seconds)
 
-    def _topic(self, verb: str) -> str:
-        return f"{verb}/{next(self._sequence)}"
+    def _topic(self, verb: str, what: str = "") -> str:
+        topic = f"{verb}/{next(self._sequence)}"
+        return f"while {what} ({topic})" if what else topic
+
+
+def _maxima(values: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [tuple(map(max, zip(*values, strict=True)))] * len(values)
 
 
 def coordinator_for_job(*, deadline_seconds: float = 1800.0) -> Coordinator:

@@ -11,11 +11,13 @@ from ckpt_core.errors import (
     CheckpointError,
     CoordinationError,
     CorruptCheckpointError,
+    DeadlineError,
     FileFailure,
     LoadError,
 )
 
 T = TypeVar("T")
+_SOON_SECONDS = 5.0
 
 
 @final
@@ -27,15 +29,19 @@ class _Outcome:
     text: str
 
 
-def everywhere(coordinator: Coordinator, act: Callable[[], T], consequence: str) -> T:
+def everywhere(
+    coordinator: Coordinator, act: Callable[[], T], consequence: str, *, what: str = "loading a checkpoint"
+) -> T:
     """Run one phase on every rank; if it fails on any, the same error is raised on all. Collective.
 
     Args:
         coordinator: of the ranks.
         act: the phase.
         consequence: what it means that an error which is none of ours kept it from ending.
+        what: the phase in words, for whoever waits in vain for another rank.
 
     Raises:
+        DeadlineError: a rank did not come to the end of the phase; `awaited` names it.
         CorruptCheckpointError: what any rank has found damaged, all of it.
         CheckpointError: the first rank's.
         LoadError: a rank failed otherwise.
@@ -44,10 +50,24 @@ def everywhere(coordinator: Coordinator, act: Callable[[], T], consequence: str)
         result = act()
     except Exception as error:
         own = _Outcome(error if isinstance(error, CheckpointError) else None, failure_text(error))
-        _raise_worst(coordinator.gather(own), consequence, error)
+        # A rank that was waited for in vain just now need not be waited for as long again.
+        soon = _SOON_SECONDS if isinstance(error, DeadlineError) else None
+        outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=soon)
+        _raise_worst(outcomes, consequence, error)
         raise
-    _raise_worst(coordinator.gather(_Outcome(None, "")), consequence, None)
+    outcomes = _gathered(coordinator, _Outcome(None, ""), consequence, what=what, deadline_seconds=None)
+    _raise_worst(outcomes, consequence, None)
     return result
+
+
+def _gathered(
+    coordinator: Coordinator, own: _Outcome, consequence: str, *, what: str, deadline_seconds: float | None
+) -> list[_Outcome]:
+    try:
+        return coordinator.gather(own, what=what, deadline_seconds=deadline_seconds)
+    except CoordinationError as error:
+        own_part = f"; on this rank {own.text}" if own.text else ""
+        raise error.retold(f"{error}{own_part}. {consequence}") from error
 
 
 def _raise_worst(outcomes: Sequence[_Outcome], consequence: str, cause: Exception | None) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import SaveError
-from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._background import Background, Run
+from ckpt_core.lifecycle._handle import SaveHandle, reject
 from ckpt_core.options import BackPressure, OnError
 
 _logger = logging.getLogger(__name__)
@@ -24,20 +23,29 @@ class Flight:
     Up to `limit` saves are in flight, as many as there are arenas. One that has ended counts until its
     outcome is delivered, which happens at the same calls on every rank.
 
+    A save whose thread does not get on for longer than the deadline has failed; see `Background`. So nothing
+    here waits without end.
+
     Concurrency: all methods on the main thread; `ready` and `overdue` are collective.
     """
 
     def __init__(
-        self, coordinator: Coordinator, *, back_pressure: BackPressure, on_error: OnError, limit: int = 1
+        self,
+        coordinator: Coordinator,
+        *,
+        background: Background,
+        back_pressure: BackPressure,
+        on_error: OnError,
+        limit: int = 1,
     ) -> None:
         self._coordinator = coordinator
         self._back_pressure = back_pressure
         self._on_error = on_error
         self._limit = limit
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
+        self._background = background
         self._undelivered: deque[SaveHandle] = deque()
-        self._run: Future[None] | None = None
-        self._pending = False
+        self._run: Run | None = None
+        self._pending = self._closed = False
         self.latest: SaveHandle | None = None
         """The last save started, unless it is known to have failed."""
 
@@ -62,23 +70,32 @@ class Flight:
         """
         return self._pending and not self._full()
 
-    def start(self, handle: SaveHandle, run: Callable[[], None]) -> None:
-        """Run a save in the background; it resolves `handle`."""
+    def start(self, handle: SaveHandle, run: Callable[[], None], give_up: Callable[[str], None]) -> None:
+        """Run a save in the background.
+
+        Args:
+            handle: of the save.
+            run: resolves the handle.
+            give_up: resolves it, if it is not yet, when the save hangs; see `Background.submit`.
+        """
+        if self._closed:
+            raise RuntimeError("cannot start a save after shutdown")
         self.latest = handle
         self._undelivered.append(handle)
         self._pending = False
 
-        def ended(future: Future[None]) -> None:
-            error = future.exception()
-            if error is None:
-                return
-            if handle.done():
-                _logger.error("after the commit of step %d: %s", handle.step, error, exc_info=error)
-            else:
-                handle.committed.set_exception(error)
+        def work() -> None:
+            try:
+                run()
+            except BaseException as error:  # whoever waits for the save is told
+                if not reject(handle.committed, error):
+                    _logger.exception("after the commit of step %d: %s", handle.step, error)  # noqa: TRY401
 
-        self._run = self._pool.submit(run)
-        self._run.add_done_callback(ended)
+        self._run = self._background.submit(work, give_up)
+
+    def stuck(self) -> str:
+        """In what a save hangs that has been given up; "" if none does."""
+        return self._background.stuck()
 
     def wait(self) -> None:
         """Wait for every save in flight, and for the prune behind it, and deliver the first failure.
@@ -87,9 +104,19 @@ class Flight:
             SaveError: one failed, and errors are to be raised. Failures behind it come with the next call.
         """
         if self._run is not None:
-            futures.wait((self._run,))
+            self._run.over.wait()
         while self._undelivered:
             self._deliver()
+
+    def settle(self) -> None:
+        """Wait for every save in flight, for one follows that must be made; failures are only logged."""
+        if self._run is not None:
+            self._run.over.wait()
+        while self._undelivered:
+            try:
+                self._deliver()
+            except SaveError as error:
+                _logger.error("%s", error)  # noqa: TRY400 - the next save makes up for it
 
     def forget(self) -> None:
         """The training has moved to another step: a save of a name seen before is not the same save again."""
@@ -98,10 +125,11 @@ class Flight:
 
     def close(self) -> None:
         """Wait for every save in flight and stop the thread; same errors as `wait`, later ones logged."""
+        self._closed = True
         try:
             self.wait()
         finally:
-            self._pool.shutdown(wait=True)
+            self._background.close()
             for handle in self._undelivered:
                 _log_failure(handle)
             self._undelivered.clear()
@@ -109,7 +137,8 @@ class Flight:
     def _full(self) -> bool:
         """Whether every arena is in flight on some rank; ranks finish at different moments."""
         flying = sum(not handle.done() for handle in self._undelivered)
-        return bool(self._coordinator.combine([int(flying >= self._limit)])[0])
+        full = self._coordinator.combine([int(flying >= self._limit)], what="deciding whether to save")
+        return bool(full[0])
 
     def _deliver(self) -> None:
         """Wait for the oldest save and tell what became of it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import final
+from concurrent.futures import Future, InvalidStateError
+from typing import TypeVar, final
 
 from ckpt_core.types import CheckpointInfo
+
+T = TypeVar("T")
 
 
 @final
@@ -45,3 +47,21 @@ class SaveHandle:
             TimeoutError: it has not ended in time.
         """
         return self.committed.result(timeout_seconds)
+
+
+def fulfil(future: Future[T], value: T) -> bool:
+    """Give a future its value, unless it has an outcome already; whether it is this one."""
+    try:
+        future.set_result(value)
+    except InvalidStateError:
+        return False
+    return True
+
+
+def reject(future: Future[T], error: BaseException) -> bool:
+    """Give a future its error, unless it has an outcome already; whether it is this one."""
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        return False
+    return True

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Final, Self, final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -39,7 +39,7 @@ from ckpt_core.lifecycle._part_load import PartLoad
 from ckpt_core.lifecycle._reads import Reads
 from ckpt_core.lifecycle._selection import Selection
 from ckpt_core.lifecycle._validate import Misfits
-from ckpt_core.options import Verify
+from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
 from ckpt_core.staging import free_memory
 from ckpt_core.state import CarefulSource, StateSource
@@ -69,6 +69,17 @@ class LoadRequest:
     allow_pickle: bool = False
     verification: Verify = "read"
     read_once: bool = True
+
+    @classmethod
+    def of(cls, options: CheckpointOptions, selection: Selection) -> Self:
+        """What the options of a manager say about any load; the directory is still to be chosen."""
+        return cls(
+            directory="",
+            selection=selection,
+            allow_pickle=options.allow_pickle,
+            verification=options.verification,
+            read_once=options.read_once,
+        )
 
 
 def load(
@@ -138,16 +149,24 @@ class _Load:
             f"{self._place}: reading failed half-way and the live state is partly overwritten; "
             "load another checkpoint before training goes on"
         )
-        opened, parts = everywhere(self._coordinator, self._open_and_plan, untouched)
+        opened, parts = everywhere(
+            self._coordinator, self._open_and_plan, untouched, what="opening a checkpoint"
+        )
         reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
         with self._span("load.verify"):
-            everywhere(self._coordinator, lambda: self._verify(opened, parts, reads), untouched)
+            everywhere(
+                self._coordinator,
+                lambda: self._verify(opened, parts, reads),
+                untouched,
+                what="verifying a checkpoint",
+            )
         self._begin(opened, parts, untouched)
         with self._span("load.read"):
             everywhere(
                 self._coordinator,
                 lambda: self._fetch_and_apply(opened, parts, reads, half_way),
                 half_way,
+                what="reading a checkpoint",
             )
         for line in opened.saved.left:
             _logger.warning("%s: left as it is: %s", self._place, line)
@@ -242,6 +261,7 @@ class _Load:
                 self._coordinator,
                 lambda: begun.append(source.begin(_loaded(parts), opened.saved)),
                 untouched,
+                what="putting back what is small",
             )
         except BaseException:
             for take_back in begun:

@@ -67,7 +67,7 @@ class Loader:
             IncompatibleCheckpointError: the newest is of another state, or what may be the newest was written
                 by a newer version; nothing was touched.
         """
-        survey: Survey = self._coordinator.once(self._survey)
+        survey: Survey = self._coordinator.once(self._survey, what="looking for checkpoints")
         damaged: dict[str, str] = {}
         for name, error in survey.unreadable.items():
             damaged[name] = str(error)
@@ -100,7 +100,7 @@ class Loader:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
-        return self._coordinator.once(lambda: self._existing(step, name))
+        return self._coordinator.once(lambda: self._existing(step, name), what="looking for a checkpoint")
 
     def load(self, request: LoadRequest, source: StateSource) -> SavedState:
         """Load one checkpoint directory; see `load`.

@@ -176,7 +176,7 @@ def _read_metadata(files: Files, part: str) -> Metadata:
 
 def _places(storage: Storage, files: Files, part: str, metadata: Metadata) -> Places:
     if files.is_ours:
-        return Places(metadata, part=part, directory=files.url, read_file=files.read)
+        return Places(metadata, part=part, directory=files.url, read_table=files.table)
 
     def read_at(path: str, offset: int, size: int) -> bytes:
         return _read_at(storage, f"{files.directory}/{path}", offset, size)

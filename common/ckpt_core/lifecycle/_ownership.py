@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import secrets
 import sys
@@ -22,8 +21,8 @@ _logger = logging.getLogger(__name__)
 class Ownership:
     """Holds the lease of a root, and the damaged checkpoints that this job may move out of its way.
 
-    Concurrency: `take`, `release`, `note_damaged` and `note_sound` on the main thread, `take` collective;
-    `check` and `note_committed` on any thread of the coordinator.
+    Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
+    thread of the coordinator, `note_damaged` on the main thread of every rank, too.
     """
 
     def __init__(self, storage: Storage, coordinator: Coordinator) -> None:
@@ -34,7 +33,6 @@ class Ownership:
         self._damaged: set[str] = set()
         self._occupied: set[str] = set()
         self._prefix = ""
-        self._saves = itertools.count()
 
     def take(self) -> None:
         """Claim the root, unless it is claimed already, and clear away what crashed saves left.
@@ -44,12 +42,15 @@ class Ownership:
             RootBusyError: another live job writes to it.
         """
         if not self._taken:
-            self._prefix = self._coordinator.once(self._acquire)
+            self._prefix = self._coordinator.once(self._acquire, what="taking the root")
             self._taken = True
 
-    def next_id(self) -> str:
-        """The id of the next save: the same on every rank that asks as often, and of no other save."""
-        return f"{self._prefix}{next(self._saves):08x}"
+    def id_at(self, moment: int) -> str:
+        """The id of the save agreed on at a moment, in microseconds: the same on every rank.
+
+        Not a count: a rank that missed the failure of one save would be out of step for good.
+        """
+        return f"{self._prefix}{moment:016x}"
 
     def check(self) -> None:
         """Refuse to go on after another job has taken the root.
@@ -138,16 +139,18 @@ class Ownership:
     def _acquire(self) -> str:
         try:
             self._storage.check_root()
-            self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
+            if self._lease is None:  # else it was acquired before, and what comes after it failed
+                self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
             ) from error
-        self._collect_orphans()
+        self.collect_orphans()
         self._occupied = {entry.name for entry in self._storage.list("")}
         return secrets.token_hex(4)
 
-    def _collect_orphans(self) -> None:
+    def collect_orphans(self) -> None:
+        """Clear away what crashed saves and prunes left; nothing of this job may be in flight."""
         try:
             orphans = collect_orphans(self._storage, keep=())
         except OSError as error:

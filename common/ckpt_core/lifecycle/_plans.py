@@ -100,7 +100,7 @@ class AgreedPlans:
             CoordinationError: a rank could not plan; the same on every rank.
         """
         self._valid, self._problem = False, None
-        assigned = coordinator.exchange(self._propose(), self._decide)
+        assigned = coordinator.exchange(self._propose(), self._decide, what="planning a save")
         self.generation += 1
         self.files, self.keeping = assigned.files, assigned.keeping
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast, final
+from typing import Final, final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import Need
@@ -14,6 +14,7 @@ from ckpt_core.lifecycle._sharing import Cell, Layouts, Schedule, make_schedule,
 from ckpt_core.reading import Engine, Wanted
 
 _logger = logging.getLogger(__name__)
+_OBJECTION: Final = 1
 
 
 @final
@@ -44,10 +45,13 @@ class Reads:
         from each tells; else every rank reads all that it needs.
         """
         needs = [need for load in parts.values() for need in load.needs]
-        if not (read_once and coordinator.relays):
+        if not read_once or coordinator.world_size == 1:
             return cls(needs, {}, None)
         schedule, names, vote = _schedule(parts, coordinator)
-        if sum(cast("list[int]", coordinator.gather(vote))) % 2**64:
+        if not (coordinator.relays or isinstance(vote, Exception)):
+            vote = _OBJECTION  # told to all: a connection may be lost on this rank alone
+        votes: list[int] = coordinator.gather(vote, what="working out who reads what")
+        if sum(votes) % 2**64:
             if coordinator.is_coordinator:
                 _logger.info("the ranks do not hold the same tensors: each reads for itself")
             return cls(needs, {}, None)

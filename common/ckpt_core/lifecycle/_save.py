@@ -12,7 +12,8 @@ from typing import assert_never, final
 from ckpt_core.commit import abandon, begin
 from ckpt_core.coordination import Coordinator, failure_text
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, SaveError
-from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._background import Background
+from ckpt_core.lifecycle._handle import SaveHandle, fulfil, reject
 from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._plans import Keeping
 from ckpt_core.lifecycle._prepare import PreparedSave, save_error
@@ -53,8 +54,9 @@ class SaveContext:
         coordinator: the ranks of the job.
         telemetry: receives spans.
         memory: what writing keeps from save to save.
-        deadline_seconds: how long ranks wait for one another.
+        background: told whenever a save gets on.
         check: called on the coordinator before anything is written, and before the commit; raises to refuse.
+        make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
     """
 
@@ -62,8 +64,9 @@ class SaveContext:
     coordinator: Coordinator
     telemetry: Telemetry
     memory: WriteMemory
-    deadline_seconds: float
+    background: Background
     check: Callable[[], None]
+    make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
 
 
@@ -71,7 +74,8 @@ class SaveContext:
 class SaveRun:
     """One save on one rank, from staged to committed.
 
-    Concurrency: `run` is called once, on a background thread; it uses no collective.
+    Concurrency: `run` is called once, on the background thread; it uses no collective. `give_up` may
+    be called on another thread meanwhile: from then on this rank brings its error and commits nothing.
     """
 
     def __init__(self, prepared: PreparedSave, handle: SaveHandle, context: SaveContext) -> None:
@@ -82,10 +86,18 @@ class SaveRun:
         self._telemetry = context.telemetry
         self._memory = context.memory
         self._context = context
+        self._beat = context.background.beat
+        self._deadline_seconds = context.background.deadline_seconds
         self._events: deque[Event] = deque()
         self._refusal: CheckpointError | None = None
         self._opened = False
         self._reference = b""
+        self._silence: DeadlineError | None = None
+
+    @property
+    def _patience_seconds(self) -> float:
+        """After how long even an exchange with other ranks counts as hanging: it has deadlines of its own."""
+        return 3 * self._deadline_seconds + 10
 
     def run(self) -> None:
         """Go through with the save; its outcome goes to the handle, nothing is raised."""
@@ -95,6 +107,22 @@ class SaveRun:
             phase, commands = reduce(phase, self._events.popleft())
             for command in commands:
                 self._execute(command)
+
+    def give_up(self, told: str) -> None:
+        """The background thread hangs: this save has failed on this rank, and in the end on all."""
+        request, rank = self._prepared.request, self._coordinator.rank
+        error = CoordinationError(f"rank {rank}: {told}", failures={rank: told})
+        phase = next((phase for phase, verb in _VERBS.items() if told.startswith(verb)), "commit")
+        failed = save_error(self._storage.url, request.step, phase, error)
+        reject(self._handle.staged, failed)
+        if not reject(self._handle.committed, failed):
+            _logger.error("after the commit of step %d: %s", request.step, error)
+
+    def _given_up(self) -> SaveError | None:
+        if not self._handle.done():
+            return None
+        error = self._handle.committed.exception()
+        return SaveError(f"while writing: given up before it ended ({error})")
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -110,18 +138,19 @@ class SaveRun:
                 self._tell(command)
             case Prune(info):
                 if self._coordinator.is_coordinator:
+                    self._beat("pruning")
                     self._context.committed(info)
             case _:
                 assert_never(command)
 
     def _tell(self, verdict: Fulfil | Reject) -> None:
         if isinstance(verdict, Fulfil):
-            self._handle.committed.set_result(verdict.info)
+            fulfil(self._handle.committed, verdict.info)
         else:
-            self._handle.committed.set_exception(verdict.error)
+            reject(self._handle.committed, verdict.error)
 
     def _staged(self) -> Event:
-        error, deferred = self._prepared.error, self._prepared.staged.deferred
+        error, deferred = self._prepared.error or self._given_up(), self._prepared.staged.deferred
         if deferred is None or error is not None:
             self._tell_staged(error)
             return Staged() if error is None else Failed(error)
@@ -134,24 +163,26 @@ class SaveRun:
 
     def _tell_staged(self, error: BaseException | None) -> None:
         if error is None:
-            self._handle.staged.set_result(None)
+            fulfil(self._handle.staged, None)
         elif isinstance(error, SaveError):
-            self._handle.staged.set_exception(error)
+            reject(self._handle.staged, error)
         else:
             told = SaveError(f"while staging: {type(error).__name__}: {error}")
             told.__cause__ = error
-            self._handle.staged.set_exception(told)
+            reject(self._handle.staged, told)
 
     def _open(self, error: BaseException | None) -> None:
         if error is not None and not self._coordinator.is_coordinator:
             self._events.append(Failed(error))
             return
+        self._beat("opening", None if self._coordinator.is_coordinator else self._patience_seconds)
         topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
         try:
             reference = self._coordinator.announce(
-                topic, lambda: self._make_place(error), deadline_seconds=self._context.deadline_seconds
+                topic, lambda: self._make_place(error), deadline_seconds=self._deadline_seconds
             )
         except DeadlineError as silence:
+            self._silence = silence
             self._events.append(Failed(SaveError(f"while opening: {silence}")))
         except CheckpointError as refusal:
             self._refusal = refusal
@@ -168,21 +199,24 @@ class SaveRun:
             raise CoordinationError(f"rank 0: {text}", failures={0: text}) from error
         request, assignment = self._prepared.request, self._prepared.assignment
         self._context.check()
+        self._context.make_room(self._prepared)
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
 
     def _write(self) -> None:
         prepared = self._prepared
         attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
+        self._beat("writing the tensors")
         try:
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
-                report = write_rank(self._storage, prepared, self._own_files(), self._memory)
+                report = write_rank(self._storage, prepared, self._own_files(), self._memory, beat=self._beat)
         except SaveError as error:
             self._events.append(Failed(error))
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
             self._events.append(Failed(SaveError(f"while writing: {type(error).__name__}: {error}")))
         else:
-            self._events.append(Written(report))
+            late = self._given_up()
+            self._events.append(Written(report) if late is None else Failed(late))
 
     def _own_files(self) -> Mapping[str, bytes]:
         """This rank's small files, with those of its values that the checkpoint would not give it back."""
@@ -202,17 +236,22 @@ class SaveRun:
         def commit(reports: list[bytes]) -> bytes:
             if self._refusal is not None:
                 raise self._refusal
+            if (late := self._given_up()) is not None:
+                raise late
+            self._beat("committing")
             self._context.check()
-            info = commit_all(self._storage, self._prepared, reports, self._memory)
+            check = self._context.check
+            info = commit_all(self._storage, self._prepared, reports, self._memory, check=check)
             return json.dumps(asdict(info)).encode()
 
         name = f"save/{request.name}/{assignment.save_id}"
         attributes = {"step": request.step, "rank": self._coordinator.rank}
+        self._beat("waiting for the other ranks", self._patience_seconds)
+        # The error is left for a coordinator that wakes up; to wait for it as long again is no use.
+        deadline = self._deadline_seconds if self._silence is None else 0.0
         try:
             with self._telemetry.span("save.commit", **attributes) as details:
-                answer = self._coordinator.meet(
-                    name, payload, commit, deadline_seconds=self._context.deadline_seconds
-                )
+                answer = self._coordinator.meet(name, payload, commit, deadline_seconds=deadline)
                 info = CheckpointInfo(**json.loads(answer))
                 details["size_bytes"] = info.size_bytes
         except CheckpointError as error:
@@ -222,10 +261,13 @@ class SaveRun:
             self._events.append(Committed(info))
 
     def _fail(self, error: CheckpointError) -> None:
-        if self._coordinator.is_coordinator and self._opened:
+        may_be_committed = isinstance(error, SaveError) and error.may_be_committed
+        if self._coordinator.is_coordinator and self._opened and not may_be_committed:
+            self._beat("removing what was written")
             self._abandon()
         if isinstance(error, CoordinationError):
-            phase = _phase_of(error)
+            phase = "open" if self._silence or self._refusal else _phase_of(error)
+            error = self._silence or error
             failed = save_error(self._storage.url, self._prepared.request.step, phase, error)
             failed.__cause__ = error
             self._events.append(Failed(failed))
@@ -246,5 +288,7 @@ class SaveRun:
 
 def _phase_of(error: CoordinationError) -> str:
     """Only the text of an error travels between ranks; it begins with what the rank was doing."""
+    if isinstance(error, DeadlineError) and not error.in_doubt and not error.failures:
+        return "write"  # they are awaited with what they were to write
     told = " ".join(error.failures.values())
     return next((phase for phase, verb in _VERBS.items() if f"while {verb}" in told), "commit")

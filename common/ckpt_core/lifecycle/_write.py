@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -24,11 +24,17 @@ from ckpt_core.types import CheckpointInfo, FileEntry
 
 
 def write_rank(
-    storage: Storage, prepared: PreparedSave, small: Mapping[str, bytes], memory: WriteMemory
+    storage: Storage,
+    prepared: PreparedSave,
+    small: Mapping[str, bytes],
+    memory: WriteMemory,
+    *,
+    beat: Callable[[str], None],
 ) -> bytes:
     """Write this rank's files durably and report them, as a message to the coordinator.
 
-    What is copied is written while the rest is still being copied; when this returns, all of it was.
+    What is copied is written while the rest is still being copied; when this returns, all of it was. `beat`
+    is told whenever the writing gets on, and with what.
 
     Raises:
         SaveError: a tensor could not be copied, or was changed meanwhile.
@@ -40,16 +46,25 @@ def write_rank(
     staged = prepared.staged
     for part, image in staged.images.items():
         writer = ShardWriter(storage, working, part=part, rank=prepared.rank, pace=memory.pace)
-        writer.write_image(image, partial(staged.wait_for, part))
+        writer.write_image(image, partial(_next_slot, staged, part, beat))
+        beat(f"writing the values in {working}")
         writer.write_values(staged.values[part])
         files += writer.files
         entries += writer.tables
     _finish_copies(staged)
     table = {chunks_name(prepared.rank): encode_table(entries)} if entries else {}
-    files += [_write_file(storage, working, name, content) for name, content in {**small, **table}.items()]
+    for name, content in {**small, **table}.items():
+        beat(f"writing {working}/{name}")
+        files.append(_write_file(storage, working, name, content))
     for directory in _directories(prepared.assignment, files):
+        beat(f"writing {directory}")
         storage.sync_directory(directory)
     return memory.report(files, entries).encode()
+
+
+def _next_slot(staged: StagedParts, part: str, beat: Callable[[str], None], slot: int) -> None:
+    beat("writing the tensors")
+    staged.wait_for(part, slot)
 
 
 def _finish_copies(staged: StagedParts) -> None:
@@ -72,9 +87,17 @@ def _directories(assignment: Assignment, files: Sequence[FileEntry]) -> list[str
 
 
 def commit_all(
-    storage: Storage, prepared: PreparedSave, messages: Sequence[bytes], memory: WriteMemory
+    storage: Storage,
+    prepared: PreparedSave,
+    messages: Sequence[bytes],
+    memory: WriteMemory,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> CheckpointInfo:
-    """Turn the ranks' files into a checkpoint; on the coordinator only, when all ranks have reported."""
+    """Turn the ranks' files into a checkpoint; on the coordinator only, when all ranks have reported.
+
+    For `check` and what is raised see `commit`.
+    """
     reports = [RankReport.decode(message) for message in messages]
     memory.take(reports)
     working, request = prepared.assignment.working, prepared.request
@@ -95,7 +118,7 @@ def commit_all(
         num_chunks=sum(report.num_chunks for report in reports),
         files=tuple(sorted(files, key=lambda entry: entry.path)),
     )
-    return commit(storage, working, request.name, manifest, replace=request.replace)
+    return commit(storage, working, request.name, manifest, replace=request.replace, check=check)
 
 
 def _producer() -> dict[str, Any]:

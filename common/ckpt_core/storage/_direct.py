@@ -56,7 +56,10 @@ class _Crew:
         self._direct = direct
         self._work: Queue[tuple[memoryview, int] | None] = Queue(maxsize=_THREADS)
         self._failures: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._run, name=f"ckpt-write-{i}") for i in range(_THREADS)]
+        # Daemons: a write that hangs must not keep the process from ending.
+        self._threads = [
+            threading.Thread(target=self._run, name=f"ckpt-write-{i}", daemon=True) for i in range(_THREADS)
+        ]
         for thread in self._threads:
             thread.start()
 

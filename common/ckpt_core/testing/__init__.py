@@ -8,20 +8,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.testing._clock import FakeClock
-from ckpt_core.testing._faults import Fault, FaultyStorage, Operation, kill_process
+from ckpt_core.testing._faults import FaultyStorage
+from ckpt_core.testing._power import Fate, PowerLog, power_cut
 from ckpt_core.testing._ranks import RanksFailedError, run_ranks
+from ckpt_core.testing._script import Fault, Operation, kill_process
+from ckpt_core.testing._service_faults import FaultyService, ServiceControl, ServiceFault, ServiceRequest
+from ckpt_core.testing._system_calls import CHANGING, SystemCalls
 
 if TYPE_CHECKING:
     from ckpt_core.testing._storage_suite import StorageTests
 
 __all__ = [
+    "CHANGING",
     "FakeClock",
+    "Fate",
     "Fault",
+    "FaultyService",
     "FaultyStorage",
     "Operation",
+    "PowerLog",
     "RanksFailedError",
+    "ServiceControl",
+    "ServiceFault",
+    "ServiceRequest",
     "StorageTests",
+    "SystemCalls",
     "kill_process",
+    "power_cut",
     "run_ranks",
 ]
 

@@ -7,56 +7,12 @@ Every operation has a number, counted over all threads from 0, a method and a ke
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import IO, Any, cast, final
 
 from ckpt_core.storage import Lock, RangeReader, Storage, StorageEntry
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Operation:
-    """One thing asked of a storage; `key` of a rename is `source -> target`."""
-
-    number: int
-    method: str
-    key: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """What happens at which operations.
-
-    Attributes:
-        method: pattern of the method (`fnmatch`).
-        key: pattern of the key (`fnmatch`).
-        nth: only at the nth of the matching operations, counted from 0; None for all of them.
-        before: called before the operation.
-        error: raised instead of the operation.
-        after: called when the operation has succeeded.
-    """
-
-    method: str = "*"
-    key: str = "*"
-    nth: int | None = None
-    before: Callable[[Operation], None] | None = None
-    error: BaseException | None = None
-    after: Callable[[Operation], None] | None = None
-
-    def matches(self, operation: Operation) -> bool:
-        """Whether the patterns fit, whichever the nth."""
-        return fnmatchcase(operation.method, self.method) and fnmatchcase(operation.key, self.key)
-
-
-def kill_process(operation: Operation) -> None:
-    """As `before` or `after` of a fault: SIGKILL this process, as a preemption or the OOM killer does."""
-    del operation
-    os.kill(os.getpid(), signal.SIGKILL)
+from ckpt_core.testing._script import Fault, Operation, Script
 
 
 @final
@@ -64,19 +20,17 @@ class FaultyStorage(Storage):
     """Passes everything on to another storage, except for the faults; keeps a log."""
 
     def __init__(self, inner: Storage, faults: Sequence[Fault] = ()) -> None:
+        if any(fault.short_bytes is not None for fault in faults):
+            raise ValueError("a storage writes all or fails: `short_bytes` is for `SystemCalls`")
         self._inner = inner
-        self._faults = tuple(faults)
-        self._seen = [0] * len(self._faults)
-        self._operations: list[Operation] = []
-        self._guard = threading.Lock()
+        self._script = Script(faults)
         self.supports_rename = inner.supports_rename
         self.rereads_from_memory = inner.rereads_from_memory
 
     @property
     def operations(self) -> tuple[Operation, ...]:
         """What was asked so far, faults included, in order."""
-        with self._guard:
-            return tuple(self._operations)
+        return self._script.operations
 
     @property
     def url(self) -> str:
@@ -139,6 +93,10 @@ class FaultyStorage(Storage):
         with self.operation("delete", key):
             self._inner.delete(key)
 
+    def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
+        with self.operation("abandon_uploads", ""):
+            return self._inner.abandon_uploads(unwanted)
+
     def make_directory(self, key: str) -> None:
         with self.operation("make_directory", key):
             self._inner.make_directory(key)
@@ -159,33 +117,21 @@ class FaultyStorage(Storage):
         with self.operation("free_bytes", ""):
             return self._inner.free_bytes()
 
+    def total_bytes(self) -> int | None:
+        with self.operation("total_bytes", ""):
+            return self._inner.total_bytes()
+
+    def free_files(self) -> int | None:
+        with self.operation("free_files", ""):
+            return self._inner.free_files()
+
     def try_lock(self, key: str) -> Lock | None:
         with self.operation("try_lock", key):
             return self._inner.try_lock(key)
 
-    @contextmanager
-    def operation(self, method: str, key: str) -> Generator[None]:
+    def operation(self, method: str, key: str) -> AbstractContextManager[object]:
         """Log an operation and apply its faults around the block."""
-        operation, due = self._register(method, key)
-        for fault in due:
-            if fault.before is not None:
-                fault.before(operation)
-            if fault.error is not None:
-                raise fault.error
-        yield
-        for fault in due:
-            if fault.after is not None:
-                fault.after(operation)
-
-    def _register(self, method: str, key: str) -> tuple[Operation, Sequence[Fault]]:
-        with self._guard:
-            operation = Operation(number=len(self._operations), method=method, key=key)
-            self._operations.append(operation)
-            matching = [index for index, fault in enumerate(self._faults) if fault.matches(operation)]
-            due = [self._faults[i] for i in matching if self._faults[i].nth in {None, self._seen[i]}]
-            for index in matching:
-                self._seen[index] += 1
-            return operation, due
+        return self._script.operation(method, key)
 
 
 @final

@@ -10,6 +10,7 @@ import pytest
 
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import SaveError
+from ckpt_core.lifecycle._background import Background
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.types import CheckpointInfo
@@ -24,11 +25,16 @@ def handle(step: int = 1) -> SaveHandle:
 
 @contextmanager
 def flight(back_pressure: str = "wait", on_error: str = "raise", limit: int = 1) -> Generator[Flight]:
-    made = Flight(Solo(), back_pressure=back_pressure, on_error=on_error, limit=limit)
+    background = Background(LONG)
+    made = Flight(Solo(), background=background, back_pressure=back_pressure, on_error=on_error, limit=limit)
     try:
         yield made
     finally:
-        made._pool.shutdown()
+        background.close()
+
+
+def start(of: Flight, save: SaveHandle, run: Callable[[], None]) -> None:
+    of.start(save, run, lambda told: save.committed.set_exception(SaveError(told)))
 
 
 def succeed(of: SaveHandle) -> Callable[[], None]:
@@ -42,7 +48,7 @@ def fail(of: SaveHandle, text: str = "disk") -> Callable[[], None]:
 def test_a_save_runs_in_the_background_and_is_waited_for():
     with flight() as each:
         save, go = handle(), threading.Event()
-        each.start(save, lambda: go.wait(LONG) and save.committed.set_result(INFO))
+        start(each, save, lambda: go.wait(LONG) and save.committed.set_result(INFO))
         assert not save.done()
         go.set()
         each.wait()
@@ -52,7 +58,7 @@ def test_a_save_runs_in_the_background_and_is_waited_for():
 def test_ready_waits_for_the_save_before():
     with flight() as each:
         save, go = handle(), threading.Event()
-        each.start(save, lambda: go.wait(LONG) and save.committed.set_result(INFO))
+        start(each, save, lambda: go.wait(LONG) and save.committed.set_result(INFO))
         threading.Timer(0.05, go.set).start()
         assert each.ready()
         assert save.done()
@@ -61,7 +67,7 @@ def test_ready_waits_for_the_save_before():
 def test_ready_refuses_while_a_save_is_in_flight_if_told_to_skip():
     with flight("skip") as each:
         save, go = handle(), threading.Event()
-        each.start(save, lambda: go.wait(LONG) and save.committed.set_result(INFO))
+        start(each, save, lambda: go.wait(LONG) and save.committed.set_result(INFO))
         assert not each.ready()
         go.set()
         save.result(LONG)
@@ -73,7 +79,7 @@ def test_ready_refuses_while_a_save_is_in_flight_if_told_to_skip():
 def test_a_failure_is_delivered_exactly_once(deliver, back_pressure):
     with flight(back_pressure) as each:
         save = handle()
-        each.start(save, fail(save))
+        start(each, save, fail(save))
         save.committed.exception(LONG)
         with pytest.raises(SaveError, match="disk"):
             getattr(each, deliver)()
@@ -84,7 +90,7 @@ def test_a_failure_is_delivered_exactly_once(deliver, back_pressure):
 def test_a_failure_is_only_logged_if_errors_are_to_be_warnings(caplog):
     with flight(on_error="warn") as each, caplog.at_level(logging.ERROR):
         save = handle(7)
-        each.start(save, fail(save))
+        start(each, save, fail(save))
         each.wait()
         assert each.ready()
         assert "training goes on without the checkpoint of step 7: disk" in caplog.text
@@ -94,7 +100,7 @@ def test_a_failure_is_only_logged_if_errors_are_to_be_warnings(caplog):
 def test_a_run_that_breaks_fails_its_save_instead_of_leaving_it_open():
     with flight() as each:
         save = handle()
-        each.start(save, lambda: {}["lost"])
+        start(each, save, lambda: {}["lost"])
         with pytest.raises(KeyError):
             each.wait()
 
@@ -106,7 +112,7 @@ def test_a_failure_after_the_commit_is_logged_and_the_checkpoint_stands(caplog):
 
     with flight() as each:
         save = handle()
-        each.start(save, run)
+        start(each, save, run)
         each.close()
         assert save.result(0) is INFO
     assert "after the commit of step 1: prune broke" in caplog.text
@@ -121,7 +127,7 @@ def test_wait_waits_for_what_comes_after_the_commit_but_ready_does_not():
             go.wait(LONG)
             after.set()
 
-        each.start(save, run)
+        start(each, save, run)
         assert each.ready()
         assert not after.is_set()
         threading.Timer(0.05, go.set).start()
@@ -132,11 +138,11 @@ def test_wait_waits_for_what_comes_after_the_commit_but_ready_does_not():
 def test_the_save_after_a_failed_one_is_told_apart():
     with flight() as each:
         failed, fine = handle(1), handle(2)
-        each.start(failed, fail(failed))
+        start(each, failed, fail(failed))
         with pytest.raises(SaveError):
             each.wait()
         assert each.latest is None
-        each.start(fine, succeed(fine))
+        start(each, fine, succeed(fine))
         each.wait()
         assert each.latest is fine
 
@@ -144,10 +150,10 @@ def test_the_save_after_a_failed_one_is_told_apart():
 def test_close_stops_the_thread():
     with flight() as each:
         save = handle()
-        each.start(save, succeed(save))
+        start(each, save, succeed(save))
         each.close()
         with pytest.raises(RuntimeError, match="after shutdown"):
-            each.start(handle(2), lambda: None)
+            start(each, handle(2), lambda: None)
 
 
 def test_nobody_who_holds_a_handle_can_cancel_the_save():
@@ -173,9 +179,9 @@ def test_as_many_saves_are_in_flight_as_there_are_arenas_and_no_more():
     with flight("skip", limit=2) as each:
         first, second, go = handle(1), handle(2), threading.Event()
         assert each.ready()
-        each.start(first, held(first, go))
+        start(each, first, held(first, go))
         assert each.ready()
-        each.start(second, held(second, go))
+        start(each, second, held(second, go))
         assert not each.ready()
         go.set()
         second.result(LONG)
@@ -193,7 +199,7 @@ def test_saves_run_one_after_another_in_their_order():
 
         for save in saves:
             assert each.ready()
-            each.start(save, lambda save=save: run(save))
+            start(each, save, lambda save=save: run(save))
         each.wait()
         assert order == [1, 2]
 
@@ -201,8 +207,8 @@ def test_saves_run_one_after_another_in_their_order():
 def test_ready_waits_for_the_oldest_save_only():
     with flight(limit=2) as each:
         first, second, go, later = handle(1), handle(2), threading.Event(), threading.Event()
-        each.start(first, held(first, go))
-        each.start(second, held(second, later))
+        start(each, first, held(first, go))
+        start(each, second, held(second, later))
         go.set()
         assert each.ready()
         assert first.done()
@@ -214,7 +220,7 @@ def test_failures_of_two_saves_are_delivered_once_each_and_in_order():
     with flight(limit=2) as each:
         for step in (1, 2):
             save = handle(step)
-            each.start(save, fail(save, f"disk {step}"))
+            start(each, save, fail(save, f"disk {step}"))
         for expected in ("disk 1", "disk 2"):
             with pytest.raises(SaveError, match=expected):
                 each.wait()
@@ -226,11 +232,11 @@ def test_a_failure_is_told_at_the_same_call_on_every_rank():
     """A rank that has seen the failure already must not raise before the others can."""
     with flight(limit=2) as each:
         save = handle(1)
-        each.start(save, fail(save))
+        start(each, save, fail(save))
         save.committed.exception(LONG)
         assert each.ready()
         later = handle(2)
-        each.start(later, succeed(later))
+        start(each, later, succeed(later))
         with pytest.raises(SaveError, match="disk"):
             each.ready()
 
@@ -239,7 +245,7 @@ def test_a_failure_behind_the_one_that_close_raises_is_logged(caplog):
     with flight(limit=2) as each:
         for step in (1, 2):
             save = handle(step)
-            each.start(save, fail(save, f"disk {step}"))
+            start(each, save, fail(save, f"disk {step}"))
         with pytest.raises(SaveError, match="disk 1"):
             each.close()
     assert "without the checkpoint of step 2: disk 2" in caplog.text
@@ -249,7 +255,7 @@ def test_a_save_that_back_pressure_coalesced_is_overdue_once_an_arena_is_free():
     with flight("coalesce") as each:
         save, go = handle(), threading.Event()
         assert not each.overdue()
-        each.start(save, held(save, go))
+        start(each, save, held(save, go))
         assert not each.ready()
         assert not each.overdue()
         go.set()
@@ -257,7 +263,7 @@ def test_a_save_that_back_pressure_coalesced_is_overdue_once_an_arena_is_free():
         assert each.overdue()
         assert each.ready()
         again = handle(2)
-        each.start(again, succeed(again))
+        start(each, again, succeed(again))
         assert not each.overdue()
 
 
@@ -265,7 +271,7 @@ def test_nothing_is_overdue_that_was_skipped_for_good_or_before_a_load():
     for back_pressure, forget in (("skip", False), ("coalesce", True)):
         with flight(back_pressure) as each:
             save, go = handle(), threading.Event()
-            each.start(save, held(save, go))
+            start(each, save, held(save, go))
             assert not each.ready()
             if forget:
                 each.forget()

@@ -24,14 +24,14 @@ class Counting(Coordinator):
         self.peer_changed = False
         self._inner = Solo()
 
-    def agree(self, value: Any) -> Any:
+    def agree(self, value: Any, *, what: str = "") -> Any:
         return value
 
-    def exchange(self, value: Any, decide: Callable[[list[Any]], list[Any]]) -> Any:
+    def exchange(self, value: Any, decide: Callable[[list[Any]], list[Any]], **_: Any) -> Any:
         self.exchanges += 1
         return self._inner.exchange(value, decide)
 
-    def combine(self, flags: Sequence[int]) -> tuple[int, ...]:
+    def combine(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
         return tuple(max(flag, int(self.peer_changed)) for flag in flags)
 
     def announce(self, name: str, make: Any, *, deadline_seconds: float) -> Any:

@@ -1,0 +1,133 @@
+"""What a fresh process finds where others were killed; every broken promise is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.crashing.victims import (
+    ALONE,
+    FOREIGN,
+    KEPT,
+    LAST_NAME,
+    SWEPT,
+    Rank,
+    manager,
+    state_of,
+    values,
+)
+from ckpt_core.commit import Catalog, verify
+from ckpt_core.names import DAMAGED, WRITER, step_name
+from ckpt_core.storage import LocalStorage
+
+_CORRUPT = re.compile(rf"{re.escape(step_name(SWEPT))}\.corrupt-[0-9a-f]{{8}}")
+_DRAFT = re.compile(r"\.(writer|damaged|pins)\.json\.[0-9a-f]{8}\.tmp")
+AHEAD: Final = 100
+"""How many steps later the job after a crash saves again."""
+
+
+class PromiseBrokenError(AssertionError):
+    """What was promised of a crash does not hold."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What was told before the crash.
+
+    Attributes:
+        acknowledged: the newest step that was reported to be committed.
+        replaced: the step last reported to be committed under `last.ckpt`; None if it may be gone.
+        damaged: ids of saves whose checkpoints were damaged on purpose.
+    """
+
+    acknowledged: int
+    replaced: int | None
+    damaged: frozenset[str] = frozenset()
+
+
+def inspect(root: Path, expected: Expected) -> int:
+    """Discover, verify, resume, collect and save again, as a job of one rank that starts after the crash.
+
+    Returns:
+        The step that was resumed.
+
+    Raises:
+        PromiseBrokenError: with what was promised, and what is there.
+    """
+    newest = survey(root, expected)
+    resumed = go_on(root, ALONE, expected)
+    aftermath(root, expected, newest=newest, resumed=resumed)
+    return resumed
+
+
+def survey(root: Path, expected: Expected) -> int:
+    """The newest sound step; all that is committed must be whole, and what was acknowledged be there."""
+    sound = _sound(root, expected.damaged)
+    _require(len(sound) >= KEPT, f"only {sorted(sound)} are sound")
+    last = sound.get(LAST_NAME, -1)
+    _require(expected.replaced is None or last >= expected.replaced, f"{LAST_NAME} is of step {last}")
+    return max(sound.values())
+
+
+def go_on(root: Path, place: Rank, expected: Expected) -> int:
+    """Resume, with the right values, collect what the dead job left, and save another step. Collective."""
+    state = state_of(0, place)
+    with manager(root) as checkpoints:
+        step = checkpoints.resume(state)
+        if step is None:
+            raise PromiseBrokenError("nothing to resume from")
+        told = f"step {expected.acknowledged} was acknowledged, {step} was resumed"
+        _require(step >= expected.acknowledged, told)
+        exact = values(state) == values(state_of(step, place))
+        _require(exact, f"step {step} holds other values")
+        torn = Catalog(LocalStorage(root)).torn()
+        _require(torn == [], f"not collected: {torn}")
+        checkpoints.save(step + AHEAD, state_of(step + AHEAD, place)).result()
+    return step
+
+
+def aftermath(root: Path, expected: Expected, *, newest: int, resumed: int) -> None:
+    """The right step was chosen, the save after it is sound, and the root is tidy."""
+    _require(resumed == newest, f"step {resumed} was resumed, but there was {newest}")
+    sound = _sound(root, expected.damaged)
+    _require(resumed + AHEAD in sound.values(), "the save after the crash is not there")
+    strangers(root)
+
+
+def ids_of(root: Path) -> dict[str, str]:
+    """Directory of every committed checkpoint -> the id of the save that wrote it."""
+    catalog = Catalog(LocalStorage(root))
+    return {info.name: catalog.marker(info.name).save_id for info in catalog.committed()}
+
+
+def strangers(root: Path) -> None:
+    """Nothing of a dead job is left behind, and what is not ours is as it was."""
+    for name, content in FOREIGN.items():
+        path = root / name
+        _require(path.is_file() and path.read_bytes() == content, f"{name} is not ours and was changed")
+    known = {Path(name).parts[0] for name in FOREIGN} | {DAMAGED, f"{WRITER}.lock"}
+    known |= {info.name for info in Catalog(LocalStorage(root)).committed()}
+    left = {path.name for path in root.iterdir()} - known
+    # A damaged checkpoint that stood in the way is kept for a person. A kill between the draft of a small
+    # file and its rename costs that draft.
+    left = {name for name in left if not (_CORRUPT.fullmatch(name) or _DRAFT.fullmatch(name))}
+    _require(not left, f"left over: {sorted(left)}")
+
+
+def _sound(root: Path, damaged: Collection[str]) -> Mapping[str, int]:
+    """Name of every committed checkpoint -> its step; all must be whole but those damaged on purpose."""
+    storage = LocalStorage(root)
+    ids = ids_of(root)
+    infos = [info for info in Catalog(storage).committed() if ids[info.name] not in damaged]
+    for info in infos:
+        failures = verify(storage, info.name)
+        _require(failures == [], f"{info.name} is committed and damaged: {failures}")
+    return {info.name: info.step for info in infos}
+
+
+def _require(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - reads as an assertion
+    if not holds:
+        raise PromiseBrokenError(otherwise)

@@ -1,0 +1,291 @@
+"""Killed at every system call: one rank, another, or all, on a local disk; then what a fresh job finds."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+
+from benchmarks.crashing import forks
+from benchmarks.crashing.findings import Expected, aftermath, go_on, ids_of, inspect, survey
+from benchmarks.crashing.outcome import Outcome
+from benchmarks.crashing.traps import Call, Recorder, Trap, When
+from benchmarks.crashing.victims import (
+    DEADLINE_SECONDS,
+    LAST_NAME,
+    SOUND,
+    SWEPT,
+    Rank,
+    copy_of,
+    prepare,
+    train,
+)
+from ckpt_core.names import step_name
+
+WORLD_SIZES: Final = (1, 2, 4)
+_JOBS: Final = {1: 2, 2: 8, 4: 8}
+"""Cases at once: survivors mostly wait for a deadline."""
+
+_ATTEMPTS: Final = 3
+_PATIENCE_SECONDS: Final = 60.0
+
+_TOGETHER_EVERY: Final = 10
+_LIMIT_SECONDS: Final = 60.0
+
+
+Job = Callable[[Rank, forks.Tell], None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """One point of the sweep.
+
+    Attributes:
+        world_size: how many ranks.
+        rank: who is killed.
+        everyone: whether all others are killed at that moment, too.
+        number: which of that rank's calls.
+        when: before the call, or after it.
+        call: what it was in the rehearsal.
+        together: whether as many ranks resume as were killed, not one alone.
+    """
+
+    world_size: int
+    rank: int
+    everyone: bool
+    number: int
+    when: When
+    call: Call
+    together: bool = False
+
+    @property
+    def sweep(self) -> str:
+        """The row of the table."""
+        if self.world_size == 1:
+            return f"local disk, 1 rank: {self.call.deed}"
+        victim = "all" if self.everyone else "the coordinator" if self.rank == 0 else "one worker"
+        return f"local disk, {self.world_size} ranks, {victim} killed: {self.call.deed}"
+
+    @property
+    def point(self) -> str:
+        """Where in that row."""
+        return f"rank {self.rank}, {self.when} {self.number}, {self.call.method} {self.call.key}"
+
+
+@final
+class Ground:
+    """Prepared roots, one for each world size, and what a job does to a copy of each."""
+
+    def __init__(self, folder: Path, server: forks.StoreServer) -> None:
+        self.folder = folder
+        self.server = server
+        self._names = iter(range(1 << 30))
+        self._damaged: dict[int, list[str]] = {}
+
+    def template(self, world_size: int) -> Path:
+        """A prepared root; made when first asked for."""
+        root = self.folder / f"template-{world_size}"
+        if not root.exists():
+            self.run(world_size, lambda place, _tell: prepare(root, place))
+            self._damaged[world_size] = [forks.answer(lambda: ids_of(root))[step_name(SWEPT)]]
+        return root
+
+    def damaged(self, world_size: int) -> list[str]:
+        """Ids of the saves whose checkpoints were damaged on purpose."""
+        self.template(world_size)
+        return self._damaged[world_size]
+
+    def run(self, world_size: int, act: Job) -> list[forks.Child]:
+        """Run a job to its end.
+
+        Raises:
+            RuntimeError: a rank failed.
+        """
+        children = self.start(world_size, act)
+        forks.gather(children, _LIMIT_SECONDS)
+        for rank, child in enumerate(children):
+            if child.status != 0:
+                raise RuntimeError(f"rank {rank} of {world_size} ended with {child.status}: {child.told}")
+        return children
+
+    def start(self, world_size: int, act: Job) -> list[forks.Child]:
+        """Start a job: its ranks are one process group."""
+        # Unique among the forks of this process, too.
+        name = f"job-{os.getpid()}-{next(self._names)}"
+        children: list[forks.Child] = []
+        for rank in range(world_size):
+            group = children[0].pid if children else 0
+            place = Rank(number=rank, of=world_size)
+            children.append(forks.fork(partial(self._rank, name, place, act), group=group))
+        return children
+
+    def rehearse(self, world_size: int) -> list[list[Call]]:
+        """Every call of every rank of a job that is let be."""
+        root = copy_of(self.template(world_size), self.folder / f"rehearsal-{world_size}")
+
+        def act(place: Rank, tell: forks.Tell) -> None:
+            calls = Recorder(root).record(lambda: train(root, place, lambda _said: None))
+            tell([asdict(call) for call in calls])
+
+        children = self.run(world_size, act)
+        shutil.rmtree(root)
+        return [[Call(**call) for call in child.told[-1]] for child in children]
+
+    def _rank(self, name: str, place: Rank, act: Job, tell: forks.Tell) -> None:
+        torch.set_num_threads(1)
+        if place.of > 1:
+            # Gloo and the store say a lot about peers that die; what Python says goes another way.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            self.server.join(name, place.number, place.of)
+        act(place, tell)
+
+
+def kills(world_size: int, rehearsed: Sequence[Sequence[Call]]) -> list[Kill]:
+    """Every point there is."""
+    return [
+        Kill(world_size=world_size, rank=rank, everyone=everyone, number=number, when=when, call=call)
+        for rank, calls in enumerate(rehearsed)
+        for everyone in ((False, True) if world_size > 1 else (True,))
+        for number, call in enumerate(calls)
+        for when in call.moments
+    ]
+
+
+def case(ground: Ground, kill: Kill, index: int) -> dict[str, Any]:
+    """Kill there, and look at what is left; the fields of an `Outcome`."""
+    for attempt in range(_ATTEMPTS):
+        root = copy_of(
+            ground.template(kill.world_size), ground.folder / f"{kill.world_size}-{index}-{attempt}"
+        )
+        children, late = _killed(ground, kill, root)
+        if children[kill.rank].killed:
+            break
+        # On a busy machine a rank may miss the short deadline before the victim comes to its end.
+        shutil.rmtree(root)
+    expected = expectation(children, ground.damaged(kill.world_size))
+    resumed, broken = look(ground, kill.world_size if kill.together else 1, root, expected)
+    shutil.rmtree(root, ignore_errors=True)
+    return {
+        "sweep": kill.sweep,
+        "point": kill.point,
+        "kills": sum(child.killed for child in children),
+        "acknowledged": expected.acknowledged,
+        "resumed": resumed,
+        "problem": _conduct(kill, children, late) or broken,
+    }
+
+
+def _killed(ground: Ground, kill: Kill, root: Path) -> tuple[list[forks.Child], list[int]]:
+    """The ranks of a job that has met its end, and which of them had to be stopped."""
+    # Survivors of one rank must not wait long; if none survives, nobody need ever be late.
+    deadline = _PATIENCE_SECONDS if kill.everyone else DEADLINE_SECONDS
+
+    def act(place: Rank, tell: forks.Tell) -> None:
+        job = partial(train, root, place, tell, deadline_seconds=deadline)
+        if place.number == kill.rank:
+            Trap(kill.number, kill.when, everyone=kill.everyone).spring(root, job)
+        else:
+            job()
+
+    children = ground.start(kill.world_size, act)
+    return children, forks.gather(children, _LIMIT_SECONDS)
+
+
+def expectation(children: Sequence[forks.Child], damaged: Sequence[str]) -> Expected:
+    """What the ranks were told to be committed."""
+    told = [message for child in children for message in child.told if isinstance(message, dict)]
+    committed = [message for message in told if "committed" in message]
+    replaced = [message["committed"] for message in committed if message["name"] == LAST_NAME]
+    return Expected(
+        acknowledged=max([SOUND, *(message["committed"] for message in committed)]),
+        replaced=max([SOUND, *replaced]),
+        damaged=frozenset(damaged),
+    )
+
+
+def look(ground: Ground, world_size: int, root: Path, expected: Expected) -> tuple[int | None, str]:
+    """The step that a fresh job resumes, and which promise was broken, "" if none.
+
+    This process must be a fresh one: of one rank, it is the job.
+    """
+    try:
+        if world_size == 1:
+            return inspect(root, expected), ""
+        newest = survey(root, expected)
+        ranks = ground.run(world_size, lambda place, tell: tell(go_on(root, place, expected)))
+        resumed = {rank.told[-1] for rank in ranks}
+        aftermath(root, expected, newest=newest, resumed=min(resumed))
+    except Exception:  # noqa: BLE001 - whatever it is, it is what the sweep looks for
+        return None, traceback.format_exc()
+    return min(resumed), "" if len(resumed) == 1 else f"ranks resumed different steps: {resumed}"
+
+
+def _conduct(kill: Kill, children: Sequence[forks.Child], late: Sequence[int]) -> str:
+    """What the ranks did that they should not have done, "" if nothing."""
+    if late:
+        return f"ranks {list(late)} still ran after {_LIMIT_SECONDS:g} s: {[c.told for c in children]}"
+    if not children[kill.rank].killed:
+        return f"rank {kill.rank} was not killed: {[child.told for child in children]}"
+    survivors = [child for child in children if not child.killed]
+    if kill.everyone and survivors:
+        return f"{len(survivors)} ranks outlived the kill of all"
+    failed = [child.told for child in survivors if not _ended_well(child)]
+    return f"survivors did not end as documented: {failed}" if failed else ""
+
+
+def _ended_well(child: forks.Child) -> bool:
+    """Whether a rank that lived on was told that its save had failed, or had nothing more to do."""
+    last = child.told[-1] if child.told else {}
+    return child.status == 0 and ("failed" in last or "ended" in last)
+
+
+def warm_up(ground: Ground, world_size: int) -> None:
+    """Do once all that a case does, so that every module is there before the first fork of a case."""
+
+    def act(place: Rank, tell: forks.Tell) -> None:
+        before = set(sys.modules)
+        root = ground.folder / f"warm-{world_size}"
+        prepare(root, place)
+        train(root, place, lambda _said: None)
+        tell(sorted(set(sys.modules) - before))
+
+    for child in ground.run(world_size, act):
+        forks.adopt(child.told[-1])
+    shutil.rmtree(ground.folder / f"warm-{world_size}")
+
+
+def _some_together(points: Sequence[Kill]) -> list[Kill]:
+    return [
+        replace(kill, together=kill.world_size > 1 and index % _TOGETHER_EVERY == 0)
+        for index, kill in enumerate(points)
+    ]
+
+
+def run(
+    *, seed: int, folder: Path, count: int | None, sizes: Sequence[int] = WORLD_SIZES
+) -> Iterator[Outcome]:
+    """Kill at every point, or at `count` points of each world size, chosen by the seed."""
+    chance = random.Random(seed)
+    server = forks.StoreServer()
+    try:
+        ground = Ground(folder, server)
+        for world_size in sizes:
+            warm_up(ground, world_size)
+            points = kills(world_size, ground.rehearse(world_size))
+            # In any order, so that survivors of some wait while others work.
+            points = chance.sample(points, len(points) if count is None else min(count, len(points)))
+            tasks = (partial(case, ground, kill, index) for index, kill in enumerate(_some_together(points)))
+            for found in forks.spread(tasks, _JOBS[world_size]):
+                yield Outcome(**found)
+    finally:
+        server.close()
