@@ -119,6 +119,12 @@ class SaveRun:
         if not reject(self._handle.committed, failed):
             _logger.error("after the commit of step %d: %s", request.step, error)
 
+    def _get_on(self, doing: str) -> None:
+        """Tell that the writing gets on; of a save that was given up meanwhile nothing more is written."""
+        if (late := self._given_up()) is not None:
+            raise late
+        self._beat(doing)
+
     def _given_up(self) -> SaveError | None:
         if not self._handle.done():
             return None
@@ -209,7 +215,9 @@ class SaveRun:
         self._beat("writing the tensors")
         try:
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
-                report = write_rank(self._storage, prepared, self._own_files(), self._memory, beat=self._beat)
+                report = write_rank(
+                    self._storage, prepared, self._own_files(), self._memory, beat=self._get_on
+                )
         except SaveError as error:
             self._events.append(Failed(error))
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
