@@ -67,6 +67,7 @@ class AcceleratorCheckpoints:
         self._gated = options.save is not None
         self._stock_files = stock_files
         self._metrics: dict[str, float] = {}
+        self._batches_seen = -1
         self._roots = Roots(accelerator, root, options, sinks)
         self._ahead = self._roots.continue_numbering()
 
@@ -83,6 +84,18 @@ class AcceleratorCheckpoints:
     def step(self) -> int:
         """Optimizer steps done, those before the last load included."""
         return self.progress.steps.step
+
+    @property
+    def preempted(self) -> bool:
+        """Whether training is to stop for a preemption announced to any rank, as of the last look for one."""
+        return self._roots.preempted
+
+    def check_preemption(self) -> bool:
+        """Look for a preemption where `save_state` is not called, as in an evaluation; returns `preempted`.
+
+        Collective where the save policy has an `OnPreemption`; the next `save_state` then saves.
+        """
+        return self._roots.check_preemption()
 
     def directory(self, output_dir: str | os.PathLike[str] | None = None) -> str:
         """Path or URL that `save(output_dir)` would save to now.
@@ -122,8 +135,13 @@ class AcceleratorCheckpoints:
         safe_serialization: bool = True,
         total_steps: int | None = None,
     ) -> SaveHandle | None:
-        """Save if the save policy says so, or if there is none: what `save_state` does. See `save`."""
+        """Save if the save policy says so, or if there is none: what `save_state` does. See `save`.
+
+        Where it is called for every batch, the save policy is only asked when an optimizer step is complete.
+        """
         place = self._roots.place(output_dir)
+        if self._gated and self._within_window():
+            return None
         reason: str | None = "call"
         if self._gated:
             reason = self._roots.at(place.root).due(self.step + self._ahead, total_steps=total_steps)
@@ -186,6 +204,12 @@ class AcceleratorCheckpoints:
             SaveError: a save in flight failed.
         """
         self._roots.close()
+
+    def _within_window(self) -> bool:
+        """Whether gradients are being accumulated, and the end of that will be seen, as the last one was."""
+        accelerator, seen = self._accelerator, self._batches_seen
+        self._batches_seen = accelerator.step
+        return not accelerator.sync_gradients and accelerator.step - seen in {0, 1}
 
     def _save(
         self, place: Place, metrics: Mapping[str, float], reason: str, *, safe: bool

@@ -111,6 +111,16 @@ class Roots:
         for manager in self._managers.values():
             manager.wait()
 
+    @property
+    def preempted(self) -> bool:
+        """Whether training is to stop for a preemption, as of the last look for one."""
+        return any(manager.preempted for manager in self._managers.values())
+
+    def check_preemption(self) -> bool:
+        """Look for a preemption, and return `preempted`; collective."""
+        looks = [manager.check_preemption() for manager in self._managers.values()]
+        return any(looks)
+
     def close(self) -> None:
         """Close every manager, whatever the others do; harmless when repeated."""
         if self._closed:

@@ -22,6 +22,7 @@ from torch import nn
 
 from accelerate_ckpt._hooks import run_load_hooks, run_save_hooks
 from accelerate_ckpt._progress import Progress
+from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._stock import (
     StockMethods,
     fetch_files,
@@ -29,7 +30,6 @@ from accelerate_ckpt._stock import (
     files_in,
     is_stock_layout,
     optimizer_files,
-    private_directory,
     small_things_only,
     torch_bytes,
     weight_files,

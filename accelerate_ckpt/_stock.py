@@ -7,7 +7,6 @@ save and load schedulers, scaler, random states and registered objects, and leav
 from __future__ import annotations
 
 import io
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,13 +60,6 @@ def small_things_only(accelerator: Accelerator) -> Generator[None]:
     finally:
         accelerator.__dict__.update(kept)
         configuration.automatic_checkpoint_naming, configuration.iteration = naming, iteration
-
-
-@contextmanager
-def private_directory() -> Generator[Path]:
-    """A directory of this rank alone: stock Accelerate lets ranks write to the same file."""
-    with tempfile.TemporaryDirectory(prefix="accelerate-") as path:
-        yield Path(path)
 
 
 def files_in(directory: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from accelerate_ckpt._places import Place, kind_of
 from accelerate_ckpt._settings import Settings
-from accelerate_ckpt._trainer_callback import TrainerEvents
+from accelerate_ckpt._trainer_callback import EvaluationLeft, TrainerEvents
 from accelerate_ckpt._trainer_choice import newest_to_resume
 from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
 from ckpt_core import (
@@ -44,6 +44,7 @@ _SHADOWED = (
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
     "_load_best_model",
+    "_maybe_log_save_evaluate",
 )
 
 
@@ -68,18 +69,22 @@ class TrainerCheckpoints:
             load_from_checkpoint=trainer._load_from_checkpoint,
             load_optimizer_and_scheduler=trainer._load_optimizer_and_scheduler,
             load_best_model=trainer._load_best_model,
+            maybe_log_save_evaluate=trainer._maybe_log_save_evaluate,
         )
         self._coordinator = coordinator_for_job(deadline_seconds=settings.options.deadline_seconds)
         self._closed = False
+        self._gated = settings.options.save is not None
         root: Any = trainer.args.output_dir
         self.manager = CheckpointManager(
             root, options=settings.options, coordinator=self._coordinator, sinks=sinks
         )
-        self.events = TrainerEvents(self.manager, gated=settings.options.save is not None)
+        self.events = TrainerEvents(self.manager, gated=self._gated)
 
     def shadows(self) -> dict[str, Any]:
         """What the Trainer is to call instead of its own methods."""
-        made = (self.train, self.save, self._load_model, self._load_rest, self._load_best)
+        made = (
+            self.train, self.save, self._load_model, self._load_rest, self._load_best, self._after_step
+        )  # fmt: skip
         return dict(zip(_SHADOWED, made, strict=True))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001
@@ -115,6 +120,11 @@ class TrainerCheckpoints:
             name=f"checkpoint-{state.global_step}",
         )
 
+    @property
+    def preempted(self) -> bool:
+        """Whether a preemption announced to any rank has stopped the training."""
+        return self.manager.preempted
+
     def latest(self) -> CheckpointInfo | None:
         """The newest committed checkpoint; it is not verified here."""
         return self.manager.latest()
@@ -140,6 +150,21 @@ class TrainerCheckpoints:
             self.manager.close()
         finally:
             self._coordinator.close()
+
+    def _after_step(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save, as the control says; a preemption ends the evaluation early."""
+        self.events.may_leave = self._gated
+        try:
+            self._stock.maybe_log_save_evaluate(*args, **kwargs)
+        except EvaluationLeft:
+            _logger.warning(
+                "preempted: the evaluation of step %d is cut short", self._trainer.state.global_step
+            )
+            self.events.left_evaluation(self._trainer.state, self._trainer.control)
+            # Again, for the save: what was to be logged has been.
+            self._stock.maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self.events.may_leave = False
 
     def _load_model(self, checkpoint: str, model: Any = None) -> None:
         # Ours is loaded once, with its optimizer, as soon as both are wrapped: see `_load_rest`.

@@ -9,12 +9,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ckpt_core import CheckpointManager
 
 
+class EvaluationLeft(Exception):  # noqa: N818 - it is no error, and never leaves the Trainer
+    """A preemption was announced in the middle of an evaluation."""
+
+
 @final
 class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Lets the save policy decide, stops after a save for a preemption, and drains at the end of training.
 
     Attributes:
         reason: why the save that is due is due.
+        may_leave: whether the evaluation that runs is one of the training's own, and is caught.
     """
 
     def __init__(self, manager: CheckpointManager, *, gated: bool) -> None:
@@ -22,6 +27,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._gated = gated
         self._limit: int | None = None
         self.reason = "trainer"
+        self.may_leave = False
 
     def take_over_rotation(self, args: TrainingArguments) -> None:
         """Keep the Trainer from deleting: its limit has become a retention policy."""
@@ -42,8 +48,32 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         last = state.global_step >= state.max_steps and control.should_save
         self.reason = reason or "end of training"
         control.should_save = reason is not None or last
+        self._stop(control)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave an evaluation, after the same batch on every rank, if a preemption was announced.
+
+        Raises:
+            EvaluationLeft: see `left_evaluation`.
+        """
+        del args, state, control, kwargs
+        if self.may_leave and self._manager.check_preemption():
+            raise EvaluationLeft
+
+    def left_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
+        """Decide about the step again, in whose evaluation a preemption was announced."""
+        reason = self._manager.due(state.global_step, total_steps=state.max_steps)
+        if reason is not None:
+            self.reason, control.should_save = reason, True
+        self._stop(control)
+
+    def _stop(self, control: TrainerControl) -> None:
+        """End the training after a preemption, without the evaluation that would come before the save."""
         if self._manager.preempted:
             control.should_training_stop = True
+            control.should_evaluate = False
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -52,10 +82,12 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         del args, state, kwargs
         if self._gated:
             control.should_save = False
+            self._stop(control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Training ends when its last checkpoint is committed."""
         del args, state, control, kwargs
+        self._manager.check_preemption()
         self._manager.wait()

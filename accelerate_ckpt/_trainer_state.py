@@ -19,8 +19,9 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
+from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
-from accelerate_ckpt._stock import files_in, private_directory
+from accelerate_ckpt._stock import files_in
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
     load_model_state,
@@ -48,6 +49,7 @@ class StockTrainer:
     load_from_checkpoint: Callable[..., None]
     load_optimizer_and_scheduler: Callable[..., None]
     load_best_model: Callable[..., None]
+    maybe_log_save_evaluate: Callable[..., None]
 
 
 @final

@@ -62,12 +62,6 @@ class LifeCycle:
                 "policies with |, e.g. save=EverySteps(500) | OnPreemption()"
             )
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Hear preemption signals from now on."""
-        del trainer, pl_module
-        if self._session is not None and self._session.pacing is not None:
-            self._session.pacing.hear_signals()
-
     def on_train_batch_end(  # noqa: PLR0917 - Lightning's signature
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -78,9 +72,25 @@ class LifeCycle:
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Averaging callbacks exchange the weights for a validation: let a copy in the making end first."""
-        del trainer, pl_module
+        del pl_module
         if self._session is not None:
             self._session.settle()
+            if self._session.pacing is not None and trainer.state.fn == "fit":
+                self._session.pacing.validation.begin()
+
+    def on_validation_batch_end(  # noqa: PLR0917 - Lightning's signature
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Leave the validation if a preemption was announced."""
+        del pl_module, outputs, batch, batch_idx, dataloader_idx
+        if self._session is not None and self._session.pacing is not None and trainer.state.fn == "fit":
+            self._session.pacing.validation.after_batch()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time."""
@@ -108,7 +118,7 @@ class LifeCycle:
 
     @property
     def preempted(self) -> bool:
-        """Whether a preemption signal ended the last fit, on whichever rank it arrived."""
+        """Whether a preemption was announced during the last fit, to whichever rank, that was to stop it."""
         return self._session is not None and self._session.preempted
 
 

@@ -88,6 +88,8 @@ class Configured:
         staging_memory: the most host memory for copies on one rank, in bytes or as "512 MiB"; None for what
             is free.
         write_bandwidth: the most bytes per second that one rank writes, as a number or as "500 MB/s".
+        headroom: what a save leaves free on the disk of `dirpath`, in bytes, as "2 GiB" or as "5 %"; None for
+            1 %, at most 1 GiB.
         staging: whether training waits for the copy (`blocking`), or only the next optimizer step does
             (`overlapped`): then no hook may change weights during the batch after a save.
         on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
@@ -115,6 +117,7 @@ class Configured:
         arenas: int = 1,
         staging_memory: int | str | None = None,
         write_bandwidth: float | str | None = None,
+        headroom: float | str | None = None,
         staging: Staging = "blocking",
         on_error: OnError = "raise",
         verify: Verify | bool = "read",
@@ -133,6 +136,7 @@ class Configured:
             "arenas": arenas,
             "staging_memory": staging_memory,
             "write_bandwidth": write_bandwidth,
+            "headroom": headroom,
             "staging": staging,
             "on_error": on_error,
             "verify": verify,

@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, final
 
-import torch
-
+from ckpt_core.cadence import PREEMPTION
 from ckpt_core.names import step_name
 from lightning_ckpt._options import Settings
 from lightning_ckpt._places import Place
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._signals import SignalTakeover
 from lightning_ckpt._state import LightningState
+from lightning_ckpt._validation import ValidationExit
 
 _logger = logging.getLogger(__name__)
 _LAST_STEP = "last step"
@@ -35,8 +35,10 @@ class Pacing:
         self._root = str(settings.root)
         self._roots = roots
         policy = settings.options.save
-        self._signals = SignalTakeover(() if policy is None else policy.signal_names)
+        heard = () if policy is None else policy.preemptions
+        self._signals = SignalTakeover(trainer._signal_connector, {n for each in heard for n in each.signals})
         self._manager = self._signals.made_by(lambda: roots.manager(self._root))
+        self.validation = ValidationExit(trainer, self._manager, roots)
         self._seen_step = -1
         self._saved_step: int | None = None
         self._deferred: str | None = None
@@ -45,7 +47,7 @@ class Pacing:
 
     @property
     def preempted(self) -> bool:
-        """Whether a preemption signal has reached any rank."""
+        """Whether a preemption that stops the training was announced to any rank."""
         return self._manager.preempted
 
     def resumed(self, step: int, *, later: Sequence[int]) -> None:
@@ -59,14 +61,11 @@ class Pacing:
                 step, self._root, ", ".join(str(each) for each in later), max(later),
             )  # fmt: skip
 
-    def hear_signals(self) -> None:
-        """Put the preemption handlers before Lightning's."""
-        self._signals.take()
-
     def begin(self) -> None:
-        """Training is about to draw its first batch."""
-        self.hear_signals()
+        """Training is about to draw its first batch; after a preemption until now it does not even begin."""
         self._seen_step = self._trainer.global_step
+        if self._manager.check_preemption():
+            self._stop()
 
     def after_batch(self) -> None:
         """Save if it is time; only ever after an optimizer step, never inside an accumulation window."""
@@ -75,7 +74,7 @@ class Pacing:
             return
         self._seen_step = step
         reason = self._reason(step) or self._deferred
-        if reason is not None and self._awaits_metric() and not self.preempted:
+        if reason is not None and self._awaits_metric() and PREEMPTION not in reason:
             self._deferred = reason
         elif reason is not None:
             self._save(reason)
@@ -84,16 +83,18 @@ class Pacing:
 
     def after_validation(self) -> None:
         """Save if it has become time, or if this validation was waited for."""
+        self.validation.end()
         if self._trainer.sanity_checking or self._trainer.fit_loop._should_accumulate():
             return
-        reason = self._deferred or self._reason(self._trainer.global_step)
+        reason = self._reason(self._trainer.global_step) or self._deferred
         if reason is not None:
             self._save(reason)
         if self.preempted:
             self._stop()
 
     def end(self) -> None:
-        """The training has ended by itself: save its last step."""
+        """The training has ended by itself: save its last step, and see whether it is to go on elsewhere."""
+        self._manager.check_preemption()
         if self._settings.save_last and 0 < self._trainer.global_step != self._saved_step:
             self._save(_LAST_STEP)
 
@@ -105,9 +106,9 @@ class Pacing:
             self._limits = None
 
     def _reason(self, step: int) -> str | None:
+        reason = self._manager.due(step, total_steps=_total_steps(self._trainer))
         if step == self._saved_step:
             return None
-        reason = self._manager.due(step, total_steps=_total_steps(self._trainer))
         if reason is None and self._settings.save_last and self._stops_inside_epoch():
             return _LAST_STEP
         return reason
@@ -128,14 +129,14 @@ class Pacing:
 
     def _save(self, reason: str) -> None:
         step = self._trainer.global_step
-        if self.preempted or reason == _LAST_STEP:
+        if reason == _LAST_STEP:
             self._manager.wait()  # so that it is not skipped
         self._deferred = None
         handle = self._roots.save(
             Place(self._root, step_name(step)),
             step,
             LightningState(self._trainer),
-            metrics=metrics_of(self._trainer),
+            metrics=self.validation.metrics,
             reason=reason,
             replace=self._replaces,
         )
@@ -161,12 +162,6 @@ def weights_may_change(trainer: Any) -> bool:
     They do it through `.data`, which no copy in the making could notice.
     """
     return trainer.lightning_module._current_fx_name not in _FOLLOWED_BY_TRAINING
-
-
-def metrics_of(trainer: Any) -> dict[str, float]:
-    """The newest value known of every scalar metric."""
-    values = sorted(trainer.callback_metrics.items())
-    return {name: float(value) for name, value in values if torch.as_tensor(value).numel() == 1}
 
 
 def _total_steps(trainer: Any) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar, final
 
@@ -27,9 +27,9 @@ _logger = logging.getLogger(__name__)
 class Roots:
     """Managers by root, made when first needed.
 
-    Concurrency: main thread; `manager`, `once`, `save` and `close` are collective, `remove` is for the
-    coordinator. The managers share one coordinator, whose background channel serves one save at a time: a
-    save first waits for those in flight elsewhere, which also bounds the memory of staged copies.
+    Concurrency: main thread; `manager`, `once`, `same`, `save` and `close` are collective, `remove` is for
+    the coordinator. The managers share one coordinator, whose background channel serves one save at a time:
+    a save first waits for those in flight elsewhere, which also bounds the memory of staged copies.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -54,6 +54,11 @@ class Roots:
     def once(self, decide: Callable[[], T]) -> T:
         """What the coordinator alone finds out, on every rank."""
         return self._agreement().once(decide)
+
+    def same(self, numbers: Sequence[int]) -> bool:
+        """Whether these numbers are the same on every rank; one small all-reduce."""
+        combined = self._agreement().combine([*numbers, *(-number for number in numbers)])
+        return combined == (*numbers, *(-number for number in numbers))
 
     def save(
         self,

@@ -9,8 +9,9 @@ from typing import Any, final
 
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from ckpt_core.state import unwrap_optimizer
+from lightning_ckpt._metrics import metrics_of
 from lightning_ckpt._options import Settings
-from lightning_ckpt._pacing import Pacing, metrics_of, weights_may_change
+from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._places import Kind, Place, kind_of, real_root
 from lightning_ckpt._resume import before_iterators, go_on, warn_of_hidden_order
 from lightning_ckpt._roots import Roots
@@ -151,7 +152,6 @@ class Session:
         try:
             if pacing is not None:
                 self.preempted = pacing.preempted
-                pacing.finish()
             # Ranks that have not failed are still training; they would be waited for in vain.
             self._roots.close(farewell=self._error is None)
         except CheckpointError as failure:
@@ -160,6 +160,8 @@ class Session:
             self._error.add_note(f"while the last save was waited for: {failure}")
             _logger.error("%s", failure)  # noqa: TRY400 - the error that ended the run is raised
         finally:
+            if pacing is not None:
+                pacing.finish()  # only now: a second signal must not reach Lightning's handler before
             self._error = None
 
 

@@ -1,6 +1,7 @@
 """S3 and GCS on loopback, each in a process of its own that ends with the tests, however they end.
 
-`python tests/emulators.py s3` starts one, prints its port and serves until its standard input closes.
+`python tests/emulators.py s3` starts one, prints its port and serves until its standard input closes. In
+front of S3 stands a `FaultyService`, which does nothing until a `ServiceControl` tells it to.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -35,11 +37,19 @@ def emulator(kind: str) -> Generator[str]:
 
 
 def _serve_s3() -> int:
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import (
+        DomainDispatcherApplication,
+        MotoRequestHandler,
+        create_backend_app,
+    )
+    from werkzeug.serving import make_server
 
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    return server.get_host_and_port()[1]
+    from ckpt_core.testing import FaultyService
+
+    application = FaultyService(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.server_port
 
 
 def _serve_gcs() -> int:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         DeadlineError,
         IncompatibleCheckpointError,
         LoadError,
+        NoRoomError,
         RootBusyError,
         SaveError,
         StagingMemoryError,
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "cadence": "AtSteps EveryFraction EverySeconds EverySteps FirstStep OnPreemption SavePolicy",
     "errors": "CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError CoordinationError "
-    "CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError RootBusyError SaveError "
-    "StagingMemoryError UnsafeCheckpointError",
+    "CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError NoRoomError RootBusyError "
+    "SaveError StagingMemoryError UnsafeCheckpointError",
     "lifecycle": "SaveHandle",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions",
@@ -92,6 +93,7 @@ __all__ = [
     "KeepNewerThan",
     "KeepSteps",
     "LoadError",
+    "NoRoomError",
     "OnPreemption",
     "RetentionPolicy",
     "RootBusyError",

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import PurePath
 from typing import final
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.validation import instances, integer, integers, positive, require
+from ckpt_core.validation import boolean, function, instances, integer, integers, positive, require, text
 
 PREEMPTION = "preemption"
 """The entry of `CadenceContext.signals` that says the job is about to be taken off its machines."""
@@ -76,9 +77,9 @@ class SavePolicy(ABC):
         return True
 
     @property
-    def signal_names(self) -> frozenset[str]:
-        """Names of the operating-system signals that mean `PREEMPTION` to this policy."""
-        return frozenset()
+    def preemptions(self) -> tuple[OnPreemption, ...]:
+        """What announces a preemption to this policy; () if nothing does."""
+        return ()
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
         return AnyOf((*_flat(self, AnyOf), *_flat(other, AnyOf)))
@@ -211,24 +212,38 @@ class FirstStep(SavePolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class OnPreemption(SavePolicy):
-    """Saves when the scheduler announced that the job is about to be stopped, with one of `signals`."""
+    """Saves once, when it is announced on any rank that the job is about to be stopped.
+
+    Args:
+        signals: names of operating-system signals.
+        file: a path that announces it by being there. It is looked for once a second, and counts from the
+            start of a run on: whoever starts the job anew removes it.
+        when: a function without arguments, or where to import one from, as "package.module:function"; called
+            about once a second on a thread of its own, it announces with True.
+        stop: whether the training is to end after that save; else it goes on, and what is announced anew is
+            saved anew. What reaches several ranks, one after another, is one announcement.
+    """
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    file: str | PurePath | None = field(default=None, kw_only=True)
+    when: Callable[[], bool] | str | None = field(default=None, kw_only=True)
+    stop: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        problem = instances("signals", self.signals, str)
-        known = set(signal.Signals.__members__) - _UNCATCHABLE
-        wrong = [] if problem else [name for name in self.signals if name not in known]
-        if wrong:
-            problem = f"signals must be names of signals that a process can catch, not {wrong!r}"
-        require("OnPreemption", problem)
+        elsewhere = self.file is not None or self.when is not None
+        signals = None if self.signals == () and elsewhere else _signals(self.signals)
+        file = None if self.file is None or isinstance(self.file, PurePath) else text("file", self.file)
+        when = None if self.when is None else function("when", self.when)
+        require("OnPreemption", signals, file, when, boolean("stop", self.stop))
+        # Written either way, it is the same policy.
+        object.__setattr__(self, "file", None if self.file is None else str(self.file))
 
     def decide(self, context: CadenceContext) -> str | None:
         return PREEMPTION if PREEMPTION in context.signals else None
 
     @property
-    def signal_names(self) -> frozenset[str]:
-        return frozenset(self.signals)
+    def preemptions(self) -> tuple[OnPreemption, ...]:
+        return (self,)
 
 
 @final
@@ -250,8 +265,8 @@ class AnyOf(SavePolicy):
         return any(policy.needs_agreement for policy in self.policies)
 
     @property
-    def signal_names(self) -> frozenset[str]:
-        return frozenset[str]().union(*(policy.signal_names for policy in self.policies))
+    def preemptions(self) -> tuple[OnPreemption, ...]:
+        return tuple(each for policy in self.policies for each in policy.preemptions)
 
 
 @final
@@ -273,8 +288,8 @@ class AllOf(SavePolicy):
         return any(policy.needs_agreement for policy in self.policies)
 
     @property
-    def signal_names(self) -> frozenset[str]:
-        return frozenset[str]().union(*(policy.signal_names for policy in self.policies))
+    def preemptions(self) -> tuple[OnPreemption, ...]:
+        return tuple(each for policy in self.policies for each in policy.preemptions)
 
 
 @final
@@ -295,8 +310,15 @@ class Not(SavePolicy):
         return self.policy.needs_agreement
 
     @property
-    def signal_names(self) -> frozenset[str]:
-        return self.policy.signal_names
+    def preemptions(self) -> tuple[OnPreemption, ...]:
+        return self.policy.preemptions
+
+
+def _signals(names: tuple[str, ...]) -> str | None:
+    known = set(signal.Signals.__members__) - _UNCATCHABLE
+    problem = instances("signals", names, str)
+    wrong = [] if problem else [name for name in names if name not in known]
+    return f"signals must be names of signals that a process can catch, not {wrong!r}" if wrong else problem
 
 
 def _flat(policy: SavePolicy, kind: type[AnyOf] | type[AllOf]) -> tuple[SavePolicy, ...]:

@@ -9,6 +9,7 @@ CheckpointError(Exception)
 ├─ IncompatibleCheckpointError                     foreign or newer format, or another model's checkpoint
 ├─ UnsafeCheckpointError                           loading it would need pickle, which was not allowed
 ├─ SaveError                                       a save failed; the last committed checkpoint is untouched
+│  └─ NoRoomError                                  it would not have fitted on the disk; nothing was written
 ├─ StagingMemoryError(…, MemoryError)              the copy of the state would not fit into host memory
 ├─ LoadError                                       a load failed for a reason that is none of the above
 └─ CoordinationError                               ranks could not agree
@@ -113,13 +114,33 @@ class SaveError(CheckpointError):
         phase: `plan`, `stage`, `open`, `write` or `commit`; of ranks that did not come in time, what they
             were waited for to do.
         failures: rank -> what happened there, as text.
-        in_doubt: whether the checkpoint may be there all the same, now or after a power cut.
+        in_doubt: whether the checkpoint may be there all the same, now or after a power cut: its name could
+            not be made durable, or an object store did not tell what became of the marker. It is whole if it
+            is there.
     """
 
     step: int = -1
     phase: str = ""
     failures: Mapping[int, str] = {}
     in_doubt: bool = False
+
+
+class NoRoomError(SaveError):
+    """A save would not fit where checkpoints go, so that it was refused before anything was written.
+
+    Attributes:
+        needed_bytes: what the save would take, in bytes.
+        free_bytes: what is free there, in bytes, headroom included; None where nobody can tell.
+        headroom_bytes: what saves are to leave free, in bytes.
+        needed_files: how many files and directories it would make.
+        free_files: how many can be made; None where nobody can tell.
+    """
+
+    needed_bytes: int = 0
+    free_bytes: int | None = None
+    headroom_bytes: int = 0
+    needed_files: int = 0
+    free_files: int | None = None
 
 
 class StagingMemoryError(CheckpointError, MemoryError):

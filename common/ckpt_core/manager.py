@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -71,8 +70,8 @@ class CheckpointManager:
                 f"give either options= or single options, not both: {', '.join(sorted(overrides))}"
             )
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
-        self.storage = open_storage(root, self.options.storage_options)
         deadline = self.options.deadline_seconds
+        self.storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         self._owns_coordinator = coordinator is None
         self._telemetry = Telemetry(*sinks)
@@ -84,8 +83,15 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Whether a preemption signal has reached any rank, as of the last `maybe_save`."""
+        """Whether training is to stop for a preemption announced to any rank, as of the last look for one."""
         return self._cadence.preempted
+
+    def check_preemption(self) -> bool:
+        """Look for a preemption where no steps are made, as in an evaluation, and return `preempted`.
+
+        Collective where the save policy has an `OnPreemption`; `due` and `maybe_save` look by themselves.
+        """
+        return self._cadence.look()
 
     def due(self, step: int, *, total_steps: int | None = None) -> str | None:
         """Why this step should be saved now, or None; for those who call `save` themselves.
@@ -151,9 +157,11 @@ class CheckpointManager:
             annotations=dict(annotations or {}),
             replace=name is not None,
         )
+        if self._cadence.pending:
+            self._saver.settle()  # back-pressure must not leave out the last save
         handle = self._saver.save(request, lambda: as_captured(state))
         if handle is not None:
-            self._cadence.saved(step, handle.created)
+            self._cadence.saved(step)
         return handle
 
     def prewarm(self, state: State | CapturedState) -> int:
@@ -188,13 +196,13 @@ class CheckpointManager:
         _refuse(closed=self._closed)
         self._saver.rewound()
         self._saver.own_root()
-        request = _load_request(self.options, Selection())
+        request = LoadRequest.of(self.options, Selection())
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._saver.note_damaged)
         if loaded is None:
             return None
         if loaded.info.damaged is not None:
             self._saver.note_sound(loaded.info.name)
-        self._cadence.saved(loaded.info.step, self._coordinator.agree(time.time()))
+        self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
     # Everything that narrows a load is a keyword of its own, as users would guess it.
@@ -236,14 +244,13 @@ class CheckpointManager:
         selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
         self._saver.rewound()
         source, selection = narrowed(state, selection)
-        request = _load_request(self.options, selection)
+        request = LoadRequest.of(self.options, selection)
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
             if loaded is None:
                 raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
             return loaded.saved
-        directory = self._loader.directory(step=step, name=name)
-        return self._loader.load(replace(request, directory=directory), source)
+        return self._loader.load(self._loader.locate(request, step=step, name=name), source)
 
     def wait(self) -> None:
         """Wait for the saves in flight.
@@ -332,16 +339,6 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"while closing the checkpoint manager: {failure}")
-
-
-def _load_request(options: CheckpointOptions, selection: Selection) -> LoadRequest:
-    return LoadRequest(
-        directory="",
-        selection=selection,
-        allow_pickle=options.allow_pickle,
-        verification=options.verification,
-        read_once=options.read_once,
-    )
 
 
 def _refuse(*, closed: bool) -> None:

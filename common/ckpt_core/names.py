@@ -19,6 +19,9 @@ _INCOMPLETE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})")
 _CORRUPT = re.compile(r"(?P<name>.+)\.corrupt-(?P<id>[0-9a-f]{8,32})")
 _DATA = re.compile(rf"__(\d{{1,9}})_\d+{re.escape(DATA_SUFFIX)}")
 _TRASH = re.compile(r"(?P<name>.+)\.trash-(?P<id>[0-9a-f]{8,32})")
+_ASIDE = re.compile(rf"{_INCOMPLETE.pattern}\.exchange")
+_DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
+_PROBE = re.compile(r"\.probe-[0-9a-z_]{8,16}")
 
 
 def step_name(step: int) -> str:
@@ -62,6 +65,33 @@ def is_incomplete(name: str) -> bool:
 def is_trash(name: str) -> bool:
     """Whether `name` is a checkpoint being deleted."""
     return _TRASH.fullmatch(name) is not None
+
+
+def aside_name(working: str) -> str:
+    """Name under which a checkpoint waits while the one in `working` takes its place."""
+    return f"{working}.exchange"
+
+
+def set_aside(name: str) -> str | None:
+    """The name of a checkpoint that was to be replaced, if `name` is where it waits; else None."""
+    match = _ASIDE.fullmatch(name)
+    return None if match is None else str(match["name"])
+
+
+def draft_name(name: str, draft_id: str) -> str:
+    """Name under which the new content of a small file is written; `draft_id` has 8 hex digits."""
+    return f".{name}.{draft_id}.tmp"
+
+
+def drafted(name: str) -> str | None:
+    """The small file that `name` is a draft of; None if it is none."""
+    match = _DRAFT.fullmatch(name)
+    return None if match is None else str(match["name"])
+
+
+def is_probe(name: str) -> bool:
+    """Whether `name` is the file by which a job found out that it can write to a root."""
+    return _PROBE.fullmatch(name) is not None
 
 
 def rank_name(rank: int) -> str:

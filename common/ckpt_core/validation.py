@@ -50,6 +50,14 @@ def text(name: str, value: Any) -> str | None:
     return None if isinstance(value, str) and value else f"{name} must be a non-empty string, not {value!r}"
 
 
+def function(name: str, value: Any) -> str | None:
+    """Problem of a value that must be callable, or say where to import such a one from."""
+    module, _, attribute = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if callable(value) or (module and attribute):
+        return None
+    return f'{name} must be a function or "package.module:function", not {value!r}'
+
+
 def boolean(name: str, value: Any) -> str | None:
     """Problem of a value that must be True or False."""
     return None if isinstance(value, bool) else f"{name} must be true or false, not {value!r}"

@@ -43,6 +43,7 @@ def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
         "--trainer.callbacks.back_pressure=coalesce",
         "--trainer.callbacks.staging_memory=64 MiB",
         "--trainer.callbacks.write_bandwidth=500 MB/s",
+        "--trainer.callbacks.headroom=2 %",
     ]
     plain = yaml.safe_load(EXAMPLE.read_text())
     del plain["trainer"]["callbacks"]
@@ -56,6 +57,7 @@ def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
     assert (options.arenas, options.back_pressure) == (2, "coalesce")
     assert options.staging_memory_bytes == 64 << 20
     assert options.write_bytes_per_second == 500_000_000
+    assert options.free_headroom.share == 0.02
     assert committed(tmp_path / "runs" / "added") == ["step-000000005", "step-000000010"]
     assert cli.trainer.global_step == 12
 

@@ -209,6 +209,8 @@ def test_the_trainer_still_has_the_seams_that_are_used() -> None:
         "self._load_optimizer_and_scheduler(resume_from_checkpoint)",
         "self._load_best_model()",
         "self._save_checkpoint(model, trial)",
+        "self._maybe_log_save_evaluate(",
+        "self.callback_handler.on_prediction_step(",
     ):
         assert seam in whole
     assert list(inspect.signature(Trainer._save).parameters)[1:] == ["output_dir", "state_dict"]

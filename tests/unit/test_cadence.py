@@ -214,10 +214,11 @@ def test_every_seconds_counts_from_the_start_until_there_is_a_save():
     assert decide(EverySeconds(10), at(1, now=110, started=0, last_save_step=0, last_save_time=105)) is None
 
 
-def test_preemption_fires_and_lists_the_signals_to_listen_to():
-    policy = EverySteps(5) | (OnPreemption(("SIGUSR2",)) & ~OnPreemption(("SIGINT",)))
-    assert policy.signal_names == {"SIGUSR2", "SIGINT"}
-    assert OnPreemption().signal_names == {"SIGTERM", "SIGUSR1"}
+def test_preemption_fires_and_every_combination_tells_what_announces_it():
+    one, other = OnPreemption(("SIGUSR2",)), OnPreemption((), file="stop", stop=False)
+    assert (EverySteps(5) | (one & ~other)).preemptions == (one, other)
+    assert (EverySteps(5) | EverySeconds(5)).preemptions == ()
+    assert OnPreemption().signals == ("SIGTERM", "SIGUSR1")
     assert decide(OnPreemption(), at(3, signals=frozenset({PREEMPTION}))) == "preemption"
     assert decide(OnPreemption(), at(3)) is None
 
@@ -270,6 +271,10 @@ def test_every_fraction_without_a_total_says_what_to_do():
         (lambda: OnPreemption(()), "non-empty"),
         (lambda: OnPreemption(("SIGKILL", "SIGTERM", "TERM")), r"\['SIGKILL', 'TERM'\]"),
         (lambda: OnPreemption("SIGTERM"), "tuple"),
+        (lambda: OnPreemption(file=""), "file must be a non-empty string"),
+        (lambda: OnPreemption(when="module.function"), "package.module:function"),
+        (lambda: OnPreemption(when=5), "when must be a function"),
+        (lambda: OnPreemption(stop="yes"), "stop must be true or false"),
         (lambda: AnyOf(()), "non-empty"),
         (lambda: EverySteps(5) | KeepLatest(3), "SavePolicy"),
         (lambda: EverySteps(5) & None, "SavePolicy"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import InMemorySink
-from tests.unit.lifecycle.training import LONG, Gate, children
+from tests.unit.lifecycle.training import LONG, Gate, children, failing
 
 
 def steps(checkpoints: CheckpointManager) -> list[int]:
@@ -63,6 +64,41 @@ def test_back_pressure_coalesce_makes_up_for_all_by_one_with_the_state_of_its_ow
         checkpoints.load(loaded, step=35)
         assert loaded["a"].item() == 35
         assert steps(checkpoints) == [10, 35]
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("back_pressure", ["skip", "coalesce"])
+def test_back_pressure_never_leaves_out_the_save_before_a_preemption(tmp_path, back_pressure):
+    gate = Gate()
+    options = {"save": OnPreemption(("SIGUSR1",)), "back_pressure": back_pressure}
+    with CheckpointManager(gate.before(LocalStorage(tmp_path)), **options) as checkpoints:
+        checkpoints.save(1, {"a": torch.ones(1)})
+        gate.reached.wait(LONG)
+        signal.raise_signal(signal.SIGUSR1)
+        assert checkpoints.check_preemption()
+        handles = []
+        last = threading.Thread(
+            target=lambda: handles.append(checkpoints.maybe_save(2, {"a": torch.ones(1)}))
+        )
+        last.start()
+        last.join(0.3)  # long enough for a save that is left out to be left out
+        gate.open()
+        last.join()
+        assert handles[0].result(LONG).step == 2
+        assert checkpoints.maybe_save(3, {"a": torch.ones(1)}) is None
+        assert checkpoints.preempted
+    assert steps(CheckpointManager(tmp_path)) == [1, 2]
+
+
+@pytest.mark.reliability
+def test_a_failed_save_does_not_keep_the_one_before_a_preemption_from_being_made(tmp_path, caplog):
+    storage = failing(tmp_path, OSError(28, "No space left on device"))
+    with CheckpointManager(storage, save=OnPreemption(("SIGUSR1",))) as checkpoints:
+        checkpoints.save(1, {"a": torch.ones(1)})
+        signal.raise_signal(signal.SIGUSR1)
+        assert checkpoints.maybe_save(2, {"a": torch.ones(1)}).result(LONG).step == 2
+    assert "No space left on device" in caplog.text
+    assert steps(CheckpointManager(tmp_path)) == [2]
 
 
 def test_two_arenas_let_two_saves_be_in_flight(tmp_path):

@@ -77,6 +77,8 @@ def written(folder: Path, name: str, text: str) -> Path:
         ({"first_step": True, "on_preemption": False}, FirstStep()),
         ({"on_preemption": ["SIGINT"]}, OnPreemption(("SIGINT",))),
         ({"on_preemption": {"signals": ["SIGINT"]}}, OnPreemption(("SIGINT",))),
+        ({"on_preemption": {"file": "stop", "stop": False}}, OnPreemption(file=Path("stop"), stop=False)),
+        ({"on_preemption": {"signals": [], "when": "cloud:spot"}}, OnPreemption((), when="cloud:spot")),
         (EverySteps(5), EverySteps(5)),
         ([EverySteps(5), {"first_step": True}], EverySteps(5) | FirstStep()),
         ({"any": [{"every_steps": 5}, {"first_step": True}]}, EverySteps(5) | FirstStep()),
@@ -126,6 +128,8 @@ def test_retention_policies_read_as_they_are_written(value, policy):
         ("save", {"first_step": 1}, "true or false"),
         ("save", {"on_preemption": "yes"}, "save.on_preemption: OnPreemption"),
         ("save", {"on_preemption": False}, "names no policy"),
+        ("save", {"on_preemption": {"fiel": "x"}}, r"unknown 'fiel' \(did you mean 'file'\?\)"),
+        ("save", {"on_preemption": {"when": "spot"}}, "save.on_preemption: OnPreemption: when must be"),
         ("save", {}, "names no policy"),
         ("save", [], "names no policy"),
         ("save", 500, "expected a policy, a mapping or a list of them, not 500"),
@@ -265,8 +269,36 @@ def test_a_bandwidth_is_written_as_a_number_or_as_people_do(written, rate):
 
 
 @pytest.mark.parametrize(
+    ("written", "total_bytes", "headroom_bytes"),
+    [
+        (None, 10_000, 100),
+        (None, 1 << 50, 1 << 30),
+        (None, None, 0),
+        (0, 1 << 40, 0),
+        ("0", None, 0),
+        (5000, 1 << 40, 5000),
+        ("2 GiB", None, 2 << 30),
+        ("5 %", 10_000, 500),
+        ("2.5%", 10_000, 250),
+        ("0%", 10_000, 0),
+        ("5 %", None, 0),
+    ],
+)
+def test_headroom_is_bytes_or_a_part_of_the_filesystem(written, total_bytes, headroom_bytes):
+    options = CheckpointOptions.from_mapping({"headroom": written})
+    assert options.free_headroom.of(total_bytes) == headroom_bytes
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
+        {"headroom": "100 %"},
+        {"headroom": "-5 %"},
+        {"headroom": -1},
+        {"headroom": "some"},
+        {"headroom": True},
+        {"headroom": float("inf")},
+        {"headroom": "5 MB/s"},
         {"staging_memory": "much"},
         {"staging_memory": "5 MB/s"},
         {"staging_memory": 0},

@@ -6,10 +6,11 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 
-from ckpt_core.cli._outcome import Outcome, Table, bytes_text, metrics_text, time_text
+from ckpt_core.cli._outcome import Outcome, Table, metrics_text, time_text
 from ckpt_core.cli._places import open_checkpoint, open_root
 from ckpt_core.commit import Catalog, Manifest
 from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.options import bytes_text
 from ckpt_core.types import CheckpointInfo
 
 

@@ -50,15 +50,6 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
             _show_plain(part)
 
 
-def bytes_text(size: float) -> str:
-    """A size for people: `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} PiB"
-
-
 def time_text(seconds: float) -> str:
     """A Unix time for people, in UTC."""
     try:

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from functools import reduce
 from operator import or_
 
-from ckpt_core.cli._outcome import Outcome, Table, bytes_text
+from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._places import open_root
-from ckpt_core.commit import Catalog, Lease, Owner, collect_orphans, remove
+from ckpt_core.commit import Catalog, Lease, Owner, collect_orphans, countable, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, RootBusyError
+from ckpt_core.options import bytes_text
 from ckpt_core.retention import (
     KeepBest,
     KeepEvery,
@@ -47,7 +48,7 @@ def run(arguments: Namespace) -> Outcome:
 
 def _plan(storage: Storage, policy: RetentionPolicy | None) -> PrunePlan:
     """What the policy says; without one, that the damaged go."""
-    history = Catalog(storage).committed()
+    history = countable(storage)
     return _plan_damaged(storage, history) if policy is None else plan_prune(policy, history, time.time())
 
 
@@ -143,7 +144,7 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
         },
         parts=[
             *([Table(columns=("", "STEP", "WHY"), rows=rows)] if rows else []),
-            f"{verb} {len(plan.drop)} checkpoints, {freed}, and {len(torn)} torn directories",
+            f"{verb} {len(plan.drop)} checkpoints, {freed}, and {len(torn)} leftovers of crashes",
             *([advice] if plan.damaged else []),
         ],
     )

@@ -8,7 +8,7 @@ from ckpt_core.commit._catalog import Catalog, Survey
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
-from ckpt_core.commit._prune import collect_orphans, remove
+from ckpt_core.commit._prune import collect_orphans, countable, remove
 from ckpt_core.commit._quarantine import quarantine
 from ckpt_core.commit._stock import verify_stock
 from ckpt_core.commit._verify import share, verify
@@ -25,6 +25,7 @@ __all__ = [
     "begin",
     "collect_orphans",
     "commit",
+    "countable",
     "is_name",
     "quarantine",
     "remove",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
+from ckpt_core.commit._locked import locked
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._marks import Mark, known_marks, marks_to_change, problem_of, replace_marks
 from ckpt_core.commit._pins import read_pins, replace_pins
@@ -19,6 +20,7 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
 )
 from ckpt_core.names import (
+    DAMAGED,
     MANIFEST,
     MARKER,
     PINS,
@@ -26,6 +28,7 @@ from ckpt_core.names import (
     is_incomplete,
     is_trash,
     parse_step_name,
+    set_aside,
     step_name,
 )
 from ckpt_core.storage import Storage
@@ -49,9 +52,9 @@ class Survey:
 class Catalog:
     """The checkpoints of one root.
 
-    Holds no state of its own: every call reads the storage anew, from any thread of any process. Pins are
-    read, changed and replaced; when two processes pin at the same moment, one of the pins is lost. So it is
-    with marks.
+    Holds no state of its own: every call reads the storage anew, from any thread of any process. Pins and
+    marks are read, changed and replaced under a lock, so that processes that change them at the same moment
+    lose nothing of each other's; where storage cannot lock, such as object stores, the last one wins.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -83,6 +86,7 @@ class Catalog:
             else:
                 pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
                 committed.append(marker.info(name, pinned, damaged=problem_of(marks, name, marker)))
+        committed = _without_replaced(committed)
         committed.sort(key=lambda info: (info.step, info.created))
         return Survey(committed=committed, unreadable=unreadable)
 
@@ -101,7 +105,7 @@ class Catalog:
         """
         survey = self.survey()
         for info in reversed(survey.committed):
-            if step in {None, info.step} and name in {None, info.name}:
+            if step in {None, info.step} and name in {None, info.name, set_aside(info.name)}:
                 return info
         expected = step_name(step or 0) if name is None else name
         if expected in survey.unreadable:
@@ -180,19 +184,25 @@ class Catalog:
         Raises:
             CheckpointNotFoundError: the step is not committed.
             CorruptCheckpointError: the file of pins cannot be read.
+            OSError: the pin could not be written.
         """
         self.find(step=step)
-        replace_pins(self._storage, self.pins() | {step: reason})
+        with locked(self._storage, PINS):
+            replace_pins(self._storage, self.pins() | {step: reason})
 
     def unpin(self, step: int) -> None:
         """Take a pin away; harmless where there is none.
 
         Raises:
             CorruptCheckpointError: the file of pins cannot be read.
+            OSError: the pins could not be written.
         """
-        pins = self.pins()
-        if pins.pop(step, None) is not None:
-            replace_pins(self._storage, pins)
+        if step not in self.pins():
+            return
+        with locked(self._storage, PINS):
+            pins = self.pins()
+            if pins.pop(step, None) is not None:
+                replace_pins(self._storage, pins)
 
     def known_damage(self, name: str) -> str | None:
         """What a mark says is wrong with checkpoint `name`; None if it is not marked.
@@ -217,10 +227,11 @@ class Catalog:
             OSError: the mark could not be written.
         """
         marker = self.marker(name)
-        marks = marks_to_change(self._storage)
         mark = Mark.of(marker, problem, found=time.time())
-        known = marks.get(name)
-        if known is None or (known.save_id, known.problem) != (mark.save_id, mark.problem):
+        if mark.says_as_much_as(marks_to_change(self._storage).get(name)):
+            return
+        with locked(self._storage, DAMAGED):
+            marks = marks_to_change(self._storage)
             replace_marks(self._storage, _in_force(self, marks) | {name: mark})
 
     def unmark(self, name: str) -> None:
@@ -230,12 +241,21 @@ class Catalog:
             IncompatibleCheckpointError: the file of marks was written by a newer version.
             OSError: the marks could not be written.
         """
-        marks = marks_to_change(self._storage)
-        if marks.pop(name, None) is not None:
-            replace_marks(self._storage, _in_force(self, marks))
+        if name not in marks_to_change(self._storage):
+            return
+        with locked(self._storage, DAMAGED):
+            marks = marks_to_change(self._storage)
+            if marks.pop(name, None) is not None:
+                replace_marks(self._storage, _in_force(self, marks))
 
     def _directories(self) -> list[str]:
         return [entry.name for entry in self._storage.list("") if entry.is_directory]
+
+
+def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Leave out what was set aside for a checkpoint that has its name by now."""
+    names = {info.name for info in committed}
+    return [info for info in committed if set_aside(info.name) not in names]
 
 
 def _is_uncommitted_step(storage: Storage, name: str) -> bool:

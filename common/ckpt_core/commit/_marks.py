@@ -54,6 +54,10 @@ class Mark:
         """Whether the checkpoint with that marker is the one that was marked."""
         return self.save_id == marker.save_id[:_MAX_ID]
 
+    def says_as_much_as(self, other: Mark | None) -> bool:
+        """Whether the other is of the same checkpoint, for the same reason."""
+        return other is not None and (self.save_id, self.problem) == (other.save_id, other.problem)
+
 
 def read_marks(storage: Storage) -> dict[str, Mark]:
     """Name of a checkpoint -> its mark; empty if none was ever marked.

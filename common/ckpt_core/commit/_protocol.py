@@ -15,6 +15,12 @@ the new one, because exactly one operation, atomic on its storage, moves between
     2. every rank uploads its objects        objects without marker, ignored by everyone
     3. manifest.json                         objects without marker
     4. COMMITTED                             the checkpoint: a completed upload appears at once and whole
+    5. ask whose the root is                 the checkpoint; unless another job has taken the root
+                                             and cleared it away: then the marker goes too
+
+On an object store an upload may arrive although its sender was told nothing, or is dead. No object takes the
+place of another there, and a marker of which it is not known whether it arrived is not given up: its objects
+stay, so that it tells the truth whenever it shows.
 
 Nothing that is committed, or that we did not write, is ever overwritten or deleted on this path.
 Any thread of the coordinator may call these, one save at a time per root.
@@ -23,12 +29,19 @@ Any thread of the coordinator may call these, one save at a time per root.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import NoReturn
 
 from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._manifest import Manifest, Marker
-from ckpt_core.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    CorruptCheckpointError,
+    SaveError,
+)
 from ckpt_core.names import (
     DAMAGED,
     MANIFEST,
@@ -100,29 +113,83 @@ def require_free(storage: Storage, name: str, *, replace: bool = False) -> None:
 
 
 def commit(
-    storage: Storage, working: str, name: str, manifest: Manifest, *, replace: bool = False
+    storage: Storage,
+    working: str,
+    name: str,
+    manifest: Manifest,
+    *,
+    replace: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> CheckpointInfo:
     """Make the files in `working` the checkpoint `name`, all or nothing.
 
-    Every rank must have finished and synced its files. With `replace`, a committed checkpoint of that name
-    changes places with the new one, so that at every instant one of them has the name, and is then deleted.
+    Every rank must have finished and synced its files.
+
+    Args:
+        storage: the root.
+        working: what `begin` returned.
+        name: of the checkpoint.
+        manifest: what it holds.
+        replace: whether a committed checkpoint of that name changes places with the new one, so that at every
+            instant one of them has the name, and is then deleted.
+        check: raises if another job has taken the root (see `Lease.check`); asked where nothing else keeps
+            that job from writing under the same name.
 
     Raises:
         CheckpointExistsError: `name` has been taken since `begin`; nothing there was touched.
         SaveError: a file is missing or has another size than promised, or the manifest is not sound; or, with
-            `in_doubt`, all is in place and its name could not be made durable.
+            `in_doubt`, all is in place and its name could not be made durable, or storage, an object store,
+            did not tell what became of the marker.
         ConfigError: the manifest holds what JSON cannot.
+        RootBusyError: from `check`; if the checkpoint was complete by then, it stays.
     """
     content, marker = _encode(manifest)
     _check_files(storage, working, manifest)
     try:
         storage.write_bytes(f"{working}/{MANIFEST}", content)
-        storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
         if storage.supports_rename:
+            storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
             _move_into_place(storage, working, name, manifest, replace=replace)
+        else:
+            _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
     except FileExistsError:
         _refuse(storage, name)
     return marker.info(name)
+
+
+def _commit_in_place(
+    storage: Storage, name: str, manifest: Manifest, *, marker: bytes, check: Callable[[], None]
+) -> None:
+    check()
+    try:
+        storage.write_bytes(f"{name}/{MARKER}", marker)
+    except (FileExistsError, PermissionError):
+        raise  # it was refused, for certain
+    except OSError as error:
+        raise SaveError(
+            f"step {manifest.step} may or may not be committed to {storage.url}/{name}: storage did not tell "
+            f"whether its marker arrived ({error}). It is whole if it shows, and was left; "
+            "see `ckpt ls` when storage is well again",
+            step=manifest.step,
+            phase="commit",
+            in_doubt=True,
+        ) from error
+    try:
+        check()
+    except OSError:
+        return  # it was ours a moment ago, and the checkpoint is there
+    except CheckpointError:
+        _withdraw_if_torn(storage, name, manifest, marker)
+        raise
+
+
+def _withdraw_if_torn(storage: Storage, name: str, manifest: Manifest, marker: bytes) -> None:
+    """Take back a marker that came after another job had cleared away what it stands for."""
+    try:
+        if _unlike(storage, name, manifest) and storage.read_bytes(f"{name}/{MARKER}") == marker:
+            storage.delete(f"{name}/{MARKER}")
+    except OSError as error:
+        _logger.warning("%s/%s may be torn, and could not be looked at: %s", storage.url, name, error)
 
 
 def _move_into_place(storage: Storage, working: str, name: str, manifest: Manifest, *, replace: bool) -> None:
@@ -189,17 +256,7 @@ def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
 
 def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
     """Compare what the ranks say they wrote with what is there, at the price of one listing per directory."""
-    sizes = {
-        _join(directory, child.name): child.size_bytes
-        for directory in _directories(manifest)
-        for child in storage.list(_join(working, directory))
-        if not child.is_directory
-    }
-    problems = [
-        f"{entry.path} has {sizes.get(entry.path, 'no')} bytes, not {entry.size_bytes}"
-        for entry in manifest.files
-        if sizes.get(entry.path) != entry.size_bytes
-    ]
+    problems = _unlike(storage, working, manifest)
     if problems:
         raise SaveError(
             f"step {manifest.step} was not committed: of the files in {storage.url}/{working}, "
@@ -208,6 +265,32 @@ def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
             step=manifest.step,
             phase="commit",
         )
+
+
+def _unlike(storage: Storage, working: str, manifest: Manifest) -> list[str]:
+    """The files that are not as the manifest says, by their sizes, each with what is there."""
+    sizes = {
+        _join(directory, child.name): child.size_bytes
+        for directory in _directories(manifest)
+        for child in storage.list(_join(working, directory))
+        if not child.is_directory
+    }
+    suspects = [entry for entry in manifest.files if sizes.get(entry.path) != entry.size_bytes]
+    # By their names: a listing may not show yet what is there.
+    found = {entry.path: _size(storage, f"{working}/{entry.path}") for entry in suspects}
+    return [
+        f"{entry.path} has {'no' if found[entry.path] is None else found[entry.path]} bytes, "
+        f"not {entry.size_bytes}"
+        for entry in suspects
+        if found[entry.path] != entry.size_bytes
+    ]
+
+
+def _size(storage: Storage, key: str) -> int | None:
+    try:
+        return storage.size(key)
+    except FileNotFoundError:
+        return None
 
 
 def _directories(manifest: Manifest) -> list[str]:

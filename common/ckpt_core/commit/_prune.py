@@ -17,20 +17,45 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
+from dataclasses import replace
 
 from ckpt_core.commit._catalog import Catalog
-from ckpt_core.names import MARKER, trash_name
+from ckpt_core.commit._leftovers import bring_back, remove_drafts
+from ckpt_core.names import MARKER, is_trash, parse_step_name, trash_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
+
+
+def countable(storage: Storage) -> list[CheckpointInfo]:
+    """The committed checkpoints, oldest step first, as retention may count them.
+
+    On an object store the marker of a job that was replaced may arrive after the objects that it stands for
+    were cleared away. Such a checkpoint must not be why another is pruned: it is said to be damaged.
+    """
+    infos = Catalog(storage).committed()
+    if storage.supports_rename:
+        return infos
+    return [_as_found(storage, info) for info in infos]
+
+
+def _as_found(storage: Storage, info: CheckpointInfo) -> CheckpointInfo:
+    found = _bytes_below(storage, info.name) if info.damaged is None else info.size_bytes
+    if found >= info.size_bytes:
+        return info
+    return replace(info, damaged=f"only {found} of {info.size_bytes} bytes are there")
+
+
+def _bytes_below(storage: Storage, directory: str) -> int:
+    return sum(
+        _bytes_below(storage, f"{directory}/{child.name}") if child.is_directory else child.size_bytes
+        for child in storage.list(directory)
+    )
 
 
 def remove(storage: Storage, info: CheckpointInfo) -> None:
     """Remove a committed checkpoint; the caller owns the root (see `Lease`)."""
     if storage.supports_rename:
-        trash = trash_name(info.name, secrets.token_hex(4))
-        storage.rename(info.name, trash)
-        storage.sync_directory("")
-        storage.delete(trash)
+        _remove_directory(storage, info.name)
     else:
         storage.delete(f"{info.name}/{MARKER}")
         storage.delete(info.name)
@@ -39,12 +64,37 @@ def remove(storage: Storage, info: CheckpointInfo) -> None:
 def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
     """Remove what crashes left behind, but the directories in `keep`: those of saves in flight.
 
-    Only names that this package makes are touched; the caller owns the root (see `Lease`).
+    Only names that this package makes are touched; the caller owns the root (see `Lease`). A checkpoint that
+    was being replaced, and has lost its name to nobody, gets it back (see `bring_back`). Uploads that were
+    never completed go too, which also keeps a job that was replaced from completing them.
 
     Returns:
-        The names removed.
+        The names removed, and those of the checkpoints that the uploads were for.
     """
+    superseded = bring_back(storage)
     orphans = [name for name in Catalog(storage).torn() if name not in keep]
-    for name in orphans:
-        storage.delete(name)
-    return orphans
+    for name in (*superseded, *orphans):
+        if storage.supports_rename and not is_trash(name):
+            _remove_directory(storage, name)
+        else:
+            storage.delete(name)
+    unfinished = storage.abandon_uploads(lambda key: _is_ours(key) and key.partition("/")[0] not in keep)
+    of_uploads = {key.partition("/")[0] for key in unfinished}
+    return sorted({*superseded, *orphans, *of_uploads, *remove_drafts(storage)})
+
+
+def _remove_directory(storage: Storage, name: str) -> None:
+    """Take the name away in one step, then delete.
+
+    A job that was replaced and does not know it yet may be about to commit this directory: it then finds no
+    directory, where it would else make a checkpoint of one that is half deleted.
+    """
+    trash = trash_name(name, secrets.token_hex(4))
+    storage.rename(name, trash)
+    storage.sync_directory("")
+    storage.delete(trash)
+
+
+def _is_ours(key: str) -> bool:
+    directory, _, path = key.partition("/")
+    return bool(path) and parse_step_name(directory) is not None

@@ -73,8 +73,8 @@ class Places:
         metadata: of the part, as `load_metadata` gave it.
         part: its sub-directory, "" for the checkpoint directory itself.
         directory: of the checkpoint, for errors.
-        read_file: path relative to the checkpoint directory -> content of a small file, which the caller has
-            verified: the chunk tables are read by it. None for what stock DCP wrote, without tables.
+        read_table: the chunk table of a rank, which the caller has verified and keeps. None for what stock
+            DCP wrote, without tables.
         read_at: (path relative to the checkpoint directory, offset, size) -> bytes of a data file, fewer
             where it ends. For what stock DCP wrote; never called where there are tables.
     """
@@ -85,19 +85,18 @@ class Places:
         *,
         part: str = "",
         directory: str = "",
-        read_file: Callable[[str], bytes] | None = None,
+        read_table: Callable[[int], ChunkTable] | None = None,
         read_at: ReadFile | None = None,
     ) -> None:
-        if (read_file is None) == (read_at is None):
-            raise ValueError("exactly one of read_file and read_at must be given")
+        if (read_table is None) == (read_at is None):
+            raise ValueError("exactly one of read_table and read_at must be given")
         self._metadata = metadata
         self._infos: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._part = part
         self._directory = directory
-        self._read_file = read_file
+        self._read_table = read_table
         self._read_at = read_at
         self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
-        self._tables: dict[int, ChunkTable] = {}
         self._rows: dict[str, _Rows] = {}
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, Place]:
@@ -183,13 +182,10 @@ class Places:
 
     def _table(self, path: str, key: str) -> tuple[FileChunks, _Rows, str]:
         rank = data_rank(path)
-        if rank is None or self._read_file is None:
+        if rank is None or self._read_table is None:
             raise self._corrupt(path, key, "is in a file that no rank has written")
         name = chunks_name(rank)
-        table = self._tables.get(rank)
-        if table is None:
-            source = f"{self._directory}/{name}" if self._directory else name
-            table = self._tables[rank] = ChunkTable.from_bytes(self._read_file(name), source=source)
+        table = self._read_table(rank)
         if path not in table.files:
             raise self._corrupt(path, key, f"is in a file that {name} does not list")
         chunks = table.files[path]

@@ -6,7 +6,7 @@ import io
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any, final
 
 import torch
@@ -150,15 +150,21 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        fqn = read_item.dest_index.fqn
-        loaded = load_value(value.getvalue(), fqn, allow_pickle=self._allow_pickle)
-        _set_path(self.original_state_dict, self.mappings[fqn], loaded)
+        self.put_value(read_item.dest_index.fqn, value.getvalue(), lambda _path, loaded: loaded)
 
+    def put_value(
+        self, fqn: str, content: bytes, convert: Callable[[tuple[str | int, ...], Any], Any]
+    ) -> None:
+        """Put what `content` holds where the target has `fqn`, after `convert(path, value)`.
 
-def _set_path(container: Any, path: tuple[str | int, ...], value: Any) -> None:
-    for step in path[:-1]:
-        container = container[step]
-    container[path[-1]] = value
+        Raises:
+            UnsafeCheckpointError: it holds objects that only pickle can rebuild, and that is not allowed.
+        """
+        path = self.mappings[fqn]
+        container: Any = self.original_state_dict
+        for step in path[:-1]:
+            container = container[step]
+        container[path[-1]] = convert(path, load_value(content, fqn, allow_pickle=self._allow_pickle))
 
 
 def load_value(content: bytes, name: str, *, allow_pickle: bool) -> Any:

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 from ckpt_core.checksums import Checksum, crc32_value
+from ckpt_core.chunks import ChunkTable
 from ckpt_core.commit import Manifest, share
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.names import chunks_name
 from ckpt_core.reading import Payload, Wanted
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry
@@ -29,6 +31,7 @@ class Files:
         self.directory = directory
         self._manifest = manifest
         self._entries = {} if manifest is None else {entry.path: entry for entry in manifest.files}
+        self._tables: dict[int, ChunkTable] = {}
 
     @property
     def url(self) -> str:
@@ -99,6 +102,18 @@ class Files:
         if self.is_ours:
             self._compare(path, content)
         return content
+
+    def table(self, rank: int) -> ChunkTable:
+        """The chunk table of a rank, read and parsed once.
+
+        Raises:
+            CorruptCheckpointError: it is missing, or damaged.
+            OSError: storage is unwell.
+        """
+        if rank not in self._tables:
+            name = chunks_name(rank)
+            self._tables[rank] = ChunkTable.from_bytes(self.read(name), source=f"{self.url}/{name}")
+        return self._tables[rank]
 
     def whole(self, rank: int, world_size: int) -> tuple[list[Wanted], set[str]]:
         """This rank's share of all files, to be verified whole; and those whose checksum is no CRC-32."""

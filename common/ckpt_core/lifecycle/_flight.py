@@ -108,6 +108,16 @@ class Flight:
         while self._undelivered:
             self._deliver()
 
+    def settle(self) -> None:
+        """Wait for every save in flight, for one follows that must be made; failures are only logged."""
+        if self._run is not None:
+            self._run.over.wait()
+        while self._undelivered:
+            try:
+                self._deliver()
+            except SaveError as error:
+                _logger.error("%s", error)  # noqa: TRY400 - the next save makes up for it
+
     def forget(self) -> None:
         """The training has moved to another step: a save of a name seen before is not the same save again."""
         self.latest = None

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from ckpt_core.checksums import combine_crc32, crc32, crc32_text, crc32_value
-from ckpt_core.chunks import ChunkTable, FileChunks
+from ckpt_core.chunks import FileChunks
 from ckpt_core.commit import share
 from ckpt_core.errors import FileFailure
 from ckpt_core.lifecycle._files import Files
-from ckpt_core.names import chunks_name, data_rank
+from ckpt_core.names import data_rank
 from ckpt_core.storage import RangeReader, Storage
 
 _LARGE_BYTES: Final = 64 << 10  # to read it takes longer than to compute without it
@@ -31,15 +31,10 @@ def frame_failures(storage: Storage, files: Files, *, rank: int, world_size: int
     """
     if not (files.is_ours and storage.rereads_from_memory):
         return []
-    tables: dict[int, ChunkTable] = {}
     found: list[FileFailure] = []
     data = [entry for entry in files.entries if data_rank(entry.path) is not None]
     for path in share(data, rank, world_size):
-        writer = data_rank(path) or 0
-        if writer not in tables:
-            name = chunks_name(writer)
-            tables[writer] = ChunkTable.from_bytes(files.read(name), source=f"{files.url}/{name}")
-        chunks = tables[writer].files.get(path)
+        chunks = files.table(data_rank(path) or 0).files.get(path)
         problem = _problem(storage, files, path, chunks)
         if problem:
             found.append(FileFailure(path=path, problem=problem))

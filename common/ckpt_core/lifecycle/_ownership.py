@@ -21,8 +21,8 @@ _logger = logging.getLogger(__name__)
 class Ownership:
     """Holds the lease of a root, and the damaged checkpoints that this job may move out of its way.
 
-    Concurrency: `take`, `release`, `note_damaged` and `note_sound` on the main thread, `take` collective;
-    `check` and `note_committed` on any thread of the coordinator.
+    Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
+    thread of the coordinator, `note_damaged` on the main thread of every rank, too.
     """
 
     def __init__(self, storage: Storage, coordinator: Coordinator) -> None:
@@ -151,11 +151,12 @@ class Ownership:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
             ) from error
-        self._collect_orphans()
+        self.collect_orphans()
         self._occupied = {entry.name for entry in self._storage.list("")}
         return secrets.token_hex(4)
 
-    def _collect_orphans(self) -> None:
+    def collect_orphans(self) -> None:
+        """Clear away what crashed saves and prunes left; nothing of this job may be in flight."""
         try:
             orphans = collect_orphans(self._storage, keep=())
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,10 +94,11 @@ class PartLoad:
                 self._plan_tensor(item, place, contents)
 
     def _plan_value(self, item: ReadItem, place: Place, contents: Contents, selection: Selection) -> None:
-        self._planner.load_bytes(item, io.BytesIO(contents.read_entry(place)))
-        path = self._planner.mappings[item.dest_index.fqn]
-        if "param_groups" in path and path[-1] == "params":
-            put_at(self.target, path, selection.renamed(get_at(self.target, path)))
+        def renamed(path: tuple[str | int, ...], value: Any) -> Any:
+            lists_parameters = "param_groups" in path and path[-1] == "params"
+            return selection.renamed(value) if lists_parameters else value
+
+        self._planner.put_value(item.dest_index.fqn, contents.read_entry(place), renamed)
 
     def _plan_tensor(self, item: ReadItem, place: Place, contents: Contents) -> None:
         target = self._planner.resolve_tensor(item).detach()
@@ -166,15 +166,3 @@ def _remove(container: Any, path: Sequence[str | int]) -> None:
         del container[path[-1]]
     else:
         container[path[-1]] = None
-
-
-def get_at(container: Any, path: Sequence[str | int]) -> Any:
-    """The leaf at `path`."""
-    for step in path:
-        container = container[step]
-    return container
-
-
-def put_at(container: Any, path: Sequence[str | int], value: Any) -> None:
-    """Set the leaf at `path`, which is there."""
-    get_at(container, path[:-1])[path[-1]] = value

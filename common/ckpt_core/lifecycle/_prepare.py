@@ -24,12 +24,18 @@ from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans, Keeping
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._stage import NOTHING_STAGED, StagedParts, Stager
+from ckpt_core.lifecycle._volume import NO_EXTRAS, Extras
 from ckpt_core.names import SHARED, rank_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState
 
 _MICROSECONDS = 1_000_000
 _AGREEING = "agreeing on a save"
+_IN_JSON = 2
+"""More than how many times its size a tensor takes as JSON."""
+_FILES_PER_PART = 2
+_OTHER_FILES = 2
+"""The chunk table, and the file of buffers that differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +63,7 @@ class PreparedSave:
         rank: this rank.
         optimizers: whose steps wait for copies that are still being made.
         error: what kept this rank from staging; it takes the error to the meeting instead of files.
+        extras: what ranks write beside tensors, at most.
     """
 
     request: SaveRequest
@@ -70,6 +77,7 @@ class PreparedSave:
     rank: int
     optimizers: Sequence[Any] = ()
     error: BaseException | None = None
+    extras: Extras = NO_EXTRAS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,11 +94,16 @@ class Workshop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Survey:
-    """This rank's state, small values encoded, and whether it changes the plans."""
+    """This rank's state, small values encoded, and whether it changes the plans.
+
+    `extra_bytes` and `extra_files` are of what it writes beside tensors, at most.
+    """
 
     state: CapturedState
     files: Mapping[str, bytes]
     changed: bool
+    extra_bytes: int
+    extra_files: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +113,8 @@ class _Verdict:
     trouble: bool
     changed: bool
     created: float
+    most_extra_bytes: int
+    most_extra_files: int
 
 
 def prepare(
@@ -151,6 +166,12 @@ def prepare(
         staged=NOTHING_STAGED,
         rank=coordinator.rank,
         optimizers=survey.state.optimizers,
+        extras=Extras(
+            generation=plans.generation,
+            ranks=coordinator.world_size,
+            rank_bytes=verdict.most_extra_bytes,
+            rank_files=verdict.most_extra_files,
+        ),
     )
     return _stage(prepared, survey.state, workshop)
 
@@ -206,7 +227,16 @@ def _survey(state: CapturedState, coordinator: Coordinator, plans: AgreedPlans) 
     pickled |= {pickled_key("shared", name): content for name, content in shared.pickled.items()}
     if pickled:
         sharded[""] = {**sharded.get("", {}), PICKLED: pickled}
-    return _Survey(state=state, files=files, changed=plans.look(sharded, state.local, files))
+    changed = plans.look(sharded, state.local, files)
+    small = [len(content) for name, content in files.items() if changed or name in plans.files]
+    own = sum(tensor.nbytes for tensor in state.local.values()) if coordinator.world_size > 1 else 0
+    return _Survey(
+        state=state,
+        files=files,
+        changed=changed,
+        extra_bytes=sum(small) + sum(map(len, pickled.values())) + own * _IN_JSON,
+        extra_files=len(small) + _FILES_PER_PART * len(sharded) + _OTHER_FILES,
+    )
 
 
 def _kinds(state: CapturedState) -> dict[str, str]:
@@ -227,12 +257,17 @@ def _combine(
     changed = isinstance(survey, BaseException) or survey.changed
     digest = request.digest()
     created = int(time.time() * _MICROSECONDS) if coordinator.is_coordinator else 0
+    extra = (0, 0) if isinstance(survey, BaseException) else (survey.extra_bytes, survey.extra_files)
     # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
-    found = coordinator.combine([int(trouble), int(changed), digest, -digest, created], what=_AGREEING)
+    found = coordinator.combine(
+        [int(trouble), int(changed), digest, -digest, created, *extra], what=_AGREEING
+    )
     return _Verdict(
         trouble=bool(found[0]) or found[2] != -found[3],
         changed=bool(found[1]),
         created=found[4] / _MICROSECONDS,
+        most_extra_bytes=found[5],
+        most_extra_files=found[6],
     )
 
 
@@ -269,7 +304,8 @@ def _stage(prepared: PreparedSave, state: CapturedState, workshop: Workshop) -> 
             prepared = replace(prepared, local=LocalValues(state.local))
         stable = state.stable if workshop.overlapped and state.optimizers else None
         # Last: from here on the memory is taken, and only the prepared save knows to give it back.
-        return replace(prepared, staged=workshop.stager.stage(plans.parts, plans.generation, stable=stable))
+        staged = workshop.stager.stage(plans.parts, plans.generation, stable=stable)
+        return replace(prepared, staged=staged, extras=prepared.extras.with_values(staged.values.values()))
     except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
         return replace(prepared, error=SaveError(f"while staging: {type(caught).__name__}: {caught}"))
     finally:

@@ -57,6 +57,7 @@ class SaveContext:
         memory: what writing keeps from save to save.
         background: told whenever a save gets on.
         check: called on the coordinator before anything is written, and before the commit; raises to refuse.
+        make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
     """
 
@@ -66,6 +67,7 @@ class SaveContext:
     memory: WriteMemory
     background: Background
     check: Callable[[], None]
+    make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
 
 
@@ -203,6 +205,7 @@ class SaveRun:
             raise CoordinationError(f"rank 0: {text}", failures={0: text}) from error
         request, assignment = self._prepared.request, self._prepared.assignment
         self._context.check()
+        self._context.make_room(self._prepared)
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
 
@@ -232,7 +235,8 @@ class SaveRun:
                 raise late
             self._beat(_COMMITTING)
             self._context.check()
-            info = commit_all(self._storage, self._prepared, reports, self._memory)
+            check = self._context.check
+            info = commit_all(self._storage, self._prepared, reports, self._memory, check=check)
             return json.dumps(asdict(info)).encode()
 
         name = f"save/{request.name}/{assignment.save_id}"

@@ -19,10 +19,12 @@ from ckpt_core.lifecycle._plans import AgreedPlans
 from ckpt_core.lifecycle._prepare import PreparedSave, Workshop, prepare, warm_up
 from ckpt_core.lifecycle._prune import prune
 from ckpt_core.lifecycle._request import SaveRequest
+from ckpt_core.lifecycle._room import Room
 from ckpt_core.lifecycle._save import SaveContext, SaveRun
 from ckpt_core.lifecycle._stage import Stager
 from ckpt_core.lifecycle._throttle import Throttle
 from ckpt_core.options import CheckpointOptions
+from ckpt_core.retention import KeepSteps, RetentionPolicy
 from ckpt_core.staging import Arenas
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -52,6 +54,7 @@ class Saver:
         )
         self._guard = StepGuard()
         self._ownership = Ownership(storage, coordinator)
+        self._room = Room(storage, options, ownership=self._ownership, telemetry=telemetry)
         background = Background(options.deadline_seconds)
         rate = options.write_bytes_per_second
         self._context = SaveContext(
@@ -61,6 +64,7 @@ class Saver:
             memory=WriteMemory(pace=None if rate is None else Throttle(rate)),
             background=background,
             check=self._ownership.check,
+            make_room=self._room.make,
             committed=self._committed,
         )
         self._flight = Flight(
@@ -137,6 +141,10 @@ class Saver:
         """Wait for the saves in flight and deliver a failure; see `Flight.wait`."""
         self._flight.wait()
 
+    def settle(self) -> None:
+        """Wait for the saves in flight, whatever becomes of them; see `Flight.settle`."""
+        self._flight.settle()
+
     def rewound(self) -> None:
         """A checkpoint is being loaded: what was saved before it says nothing about steps to come."""
         self._flight.wait()
@@ -173,10 +181,23 @@ class Saver:
 
     def _committed(self, info: CheckpointInfo) -> None:
         self._ownership.note_committed(info.name)
-        if self._options.keep is None:
-            return
+        if self._options.keep is not None:
+            self._prune(self._options.keep, info)
         try:
-            prune(self._storage, self._options.keep, now=time.time(), telemetry=self._telemetry)
+            self._room.look_ahead(info)
+        except (OSError, CheckpointError) as error:
+            _logger.warning("the room left in %s is not known: %s", self._storage.url, error)
+
+    def _prune(self, policy: RetentionPolicy, info: CheckpointInfo) -> None:
+        try:
+            prune(
+                self._storage,
+                # What was committed last is told by clocks; after one was put back, only we know.
+                policy | KeepSteps((info.step,)),
+                now=time.time(),
+                telemetry=self._telemetry,
+                check=self._ownership.check,
+            )
         except (OSError, CheckpointError) as error:
             # The checkpoint is committed all the same; what was not removed is removed after the next commit.
             self._telemetry.point("prune.failed", error=str(error))

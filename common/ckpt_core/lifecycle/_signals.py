@@ -1,47 +1,93 @@
-"""Signals that announce preemption: a handler that sets a flag, and nothing more."""
+"""Signals that announce preemption: a handler that counts, and nothing more."""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection
 from types import FrameType
 from typing import Any, final
 
+from torch.utils.data import get_worker_info
+
 _logger = logging.getLogger(__name__)
+_INTERRUPTS_TO_FORCE = 3
 
 
 @final
-class SignalFlag:
-    """True once one of the signals has arrived; the handlers before are put back by `close`.
+class SignalCounter:
+    """How often each of some signals has arrived; the handlers before are put back by `close`.
 
-    Saving inside a handler could interrupt an optimizer step or a collective; so the flag is only looked at
-    at step boundaries. Must be made on the main thread; elsewhere it stays false, with a warning.
+    Saving inside a handler could interrupt an optimizer step or a collective; so the handler only counts, and
+    calls a handler of Python that was there before. What that raises, and its wish to exit, is logged later:
+    it would end the step half-way. However many signals come, they end nothing, except that where SIGINT is
+    among them the third one interrupts as ever. Must be made on the main thread; elsewhere nothing is
+    counted, with a warning.
     """
 
-    def __init__(self, signal_names: Iterable[str]) -> None:
-        self._arrived = False
-        self._previous: dict[signal.Signals, Any] = {}
-        names = sorted(signal_names)
-        if not names:
+    def __init__(self, names: Collection[str]) -> None:
+        self._counts: Counter[int] = Counter()
+        self._previous: dict[int, Any] = {}
+        self._trouble: list[BaseException] = []
+        self._owner = os.getpid()
+        self._closed = False
+        if names and threading.current_thread() is not threading.main_thread():
+            _logger.warning("not on the main thread: %s will not be noticed", ", ".join(sorted(names)))
             return
-        if threading.current_thread() is not threading.main_thread():
-            _logger.warning("not on the main thread: %s will not be noticed", ", ".join(names))
-            return
-        for name in names:
+        for name in sorted(names):
             number = signal.Signals[name]
-            self._previous[number] = signal.signal(number, self._note)
+            previous = signal.signal(number, self._note)
+            # None is a handler that C code installed, which Python cannot put back.
+            self._previous[number] = signal.SIG_DFL if previous is None else previous
 
-    def __bool__(self) -> bool:
-        return self._arrived
-
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self._arrived = True
+    def count(self, names: Collection[str]) -> int:
+        """How many of the named signals have arrived."""
+        while self._trouble:
+            error = self._trouble.pop()
+            _logger.error("a signal handler from before raised %r; training goes on to its last save", error)
+        return sum(self._counts[signal.Signals[name]] for name in names)
 
     def close(self) -> None:
         """Put the handlers back that were there before, unless somebody else replaced ours."""
+        self._closed = True
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._note:
-                signal.signal(number, previous)
-        self._previous.clear()
+                signal.signal(number, _still_open(number, previous))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            self._note_in_child(number)
+            return
+        self._counts[number] += 1
+        if number == signal.SIGINT and self._counts[number] >= _INTERRUPTS_TO_FORCE:
+            signal.default_int_handler(number, frame)
+        previous = self._previous[number]
+        if callable(previous) and previous is not signal.default_int_handler:
+            try:
+                previous(number, frame)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - `count` tells, at a step boundary
+                self._trouble.append(error)
+
+    def _note_in_child(self, number: int) -> None:
+        """A forked child inherits the handler, but it is not the one that saves.
+
+        Schedulers signal whole groups of processes: a data loader's worker passes over the first signal, for
+        training would break without it, and ends by the second. Any other child does as it would without us.
+        """
+        signal.signal(number, _still_open(number, self._previous[number]))
+        if get_worker_info() is None:
+            os.kill(os.getpid(), number)
+
+
+def _still_open(number: int, handler: Any) -> Any:
+    """The handler, or, where it is that of a counter closed in the meantime, the one from before."""
+    owner = getattr(handler, "__self__", None)
+    while isinstance(owner, SignalCounter) and owner._closed:
+        handler = owner._previous[number]
+        owner = getattr(handler, "__self__", None)
+    return handler

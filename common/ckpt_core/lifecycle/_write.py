@@ -87,9 +87,17 @@ def _directories(assignment: Assignment, files: Sequence[FileEntry]) -> list[str
 
 
 def commit_all(
-    storage: Storage, prepared: PreparedSave, messages: Sequence[bytes], memory: WriteMemory
+    storage: Storage,
+    prepared: PreparedSave,
+    messages: Sequence[bytes],
+    memory: WriteMemory,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> CheckpointInfo:
-    """Turn the ranks' files into a checkpoint; on the coordinator only, when all ranks have reported."""
+    """Turn the ranks' files into a checkpoint; on the coordinator only, when all ranks have reported.
+
+    For `check` and what is raised see `commit`.
+    """
     reports = [RankReport.decode(message) for message in messages]
     memory.take(reports)
     working, request = prepared.assignment.working, prepared.request
@@ -110,7 +118,7 @@ def commit_all(
         num_chunks=sum(report.num_chunks for report in reports),
         files=tuple(sorted(files, key=lambda entry: entry.path)),
     )
-    return commit(storage, working, request.name, manifest, replace=request.replace)
+    return commit(storage, working, request.name, manifest, replace=request.replace, check=check)
 
 
 def _producer() -> dict[str, Any]:

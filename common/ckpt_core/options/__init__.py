@@ -10,5 +10,16 @@ from __future__ import annotations
 
 from ckpt_core.options._options import SECTION, BackPressure, CheckpointOptions, OnError, Staging, Verify
 from ckpt_core.options._policies import policy_from
+from ckpt_core.options._sizes import Headroom, bytes_text
 
-__all__ = ["SECTION", "BackPressure", "CheckpointOptions", "OnError", "Staging", "Verify", "policy_from"]
+__all__ = [
+    "SECTION",
+    "BackPressure",
+    "CheckpointOptions",
+    "Headroom",
+    "OnError",
+    "Staging",
+    "Verify",
+    "bytes_text",
+    "policy_from",
+]

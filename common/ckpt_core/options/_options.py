@@ -13,7 +13,7 @@ from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._problems import Problems
-from ckpt_core.options._sizes import parse_size
+from ckpt_core.options._sizes import Headroom, parse_headroom, parse_size
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.validation import boolean, integer, one_of, positive, require
 
@@ -45,6 +45,9 @@ class CheckpointOptions:
             Ranks of one machine do not see what the others are about to take: there a number is safer.
         write_bandwidth: the most bytes per second that one rank writes, as a number or as "500 MB/s"; None
             for as many as possible.
+        headroom: what a save leaves free on the filesystem of the root, in bytes, as "2 GiB" or as "5 %";
+            None for 1 %, at most 1 GiB. A save that would leave less is refused before it writes anything,
+            unless there is room once checkpoints are removed that `keep` would drop after it anyway.
         staging: whether a save returns when the state is copied (`blocking`), or before, so that parameters
             and optimizer state are copied while forward and backward run (`overlapped`): then nothing but
             the optimizers' steps may change them until the handle's `staged` is done or `wait_staged` of
@@ -67,6 +70,7 @@ class CheckpointOptions:
     arenas: int = 1
     staging_memory: int | str | None = None
     write_bandwidth: float | str | None = None
+    headroom: float | str | None = None
     staging: Staging = "blocking"
     on_error: OnError = "raise"
     verify: Verify | bool = "read"
@@ -84,6 +88,7 @@ class CheckpointOptions:
             _arenas(self.arenas),
             _size("staging_memory", self.staging_memory),
             _size("write_bandwidth", self.write_bandwidth, rate=True),
+            _headroom(self.headroom),
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
             _verify(self.verify),
@@ -109,6 +114,11 @@ class CheckpointOptions:
     def write_bytes_per_second(self) -> int | None:
         """`write_bandwidth` in bytes per second."""
         return parse_size("write_bandwidth", self.write_bandwidth, rate=True)
+
+    @property
+    def free_headroom(self) -> Headroom:
+        """`headroom` as a value that can be asked for bytes."""
+        return parse_headroom(self.headroom)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -163,6 +173,14 @@ def _arenas(value: Any) -> str | None:
 def _size(name: str, value: Any, *, rate: bool = False) -> str | None:
     try:
         parse_size(name, value, rate=rate)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _headroom(value: Any) -> str | None:
+    try:
+        parse_headroom(value)
     except ConfigError as error:
         return str(error)
     return None

@@ -127,11 +127,13 @@ def _switch(make: Callable[[], Policy]) -> Callable[[Any], Policy | None]:
 def _on_preemption(value: Any) -> SavePolicy | None:
     if isinstance(value, bool):
         return cadence.OnPreemption() if value else None
-    return _with(_preemption_signals, "signals")(value)
-
-
-def _preemption_signals(signals: Any) -> SavePolicy:
-    return cadence.OnPreemption(tuple(signals) if isinstance(signals, list) else signals)
+    arguments = value if isinstance(value, Mapping) else {"signals": value}
+    problems = Problems()
+    problems.unknown("arguments", arguments, ("signals", "file", "when", "stop"))
+    problems.raise_if_any()
+    signals = arguments.get("signals")
+    given = {**arguments, "signals": tuple(signals)} if isinstance(signals, list) else arguments
+    return cadence.OnPreemption(**given)
 
 
 def _best(value: Any) -> RetentionPolicy:

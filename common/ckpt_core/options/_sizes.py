@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 from ckpt_core.errors import ConfigError
 
@@ -15,6 +16,60 @@ _UNITS: dict[str, int] = {
     **{unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), start=1)},
 }
 _WRITTEN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*(/\s*s)?\s*")
+
+_SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
+
+
+def bytes_text(size: float) -> str:
+    """A size for people: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} PiB"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Headroom:
+    """What saves leave free of a filesystem.
+
+    Attributes:
+        most_bytes: so many bytes; None for no such bound.
+        share: or this part of the filesystem, below 1; None for no such bound.
+    """
+
+    most_bytes: int | None = None
+    share: float | None = None
+
+    def of(self, total_bytes: int | None) -> int:
+        """In bytes: the smaller of the two, and nothing where it would depend on a size nobody knows."""
+        bounds = [] if self.most_bytes is None else [self.most_bytes]
+        if self.share is not None:
+            bounds.append(int(self.share * (total_bytes or 0)))
+        return min(bounds, default=0)
+
+
+DEFAULT_HEADROOM: Final = Headroom(most_bytes=1 << 30, share=0.01)
+
+
+def parse_headroom(value: Any) -> Headroom:
+    """A headroom from a number of bytes, from text such as "2 GiB" or "5 %"; None is 1 %, at most 1 GiB.
+
+    Raises:
+        ConfigError: it is none of these, or below 0, or 100 % and more.
+    """
+    if value is None:
+        return DEFAULT_HEADROOM
+    share = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    if share is not None and float(share[1]) < 100:
+        return Headroom(share=float(share[1]) / 100)
+    size = None if share is not None else _number(value, rate=False)
+    if size is None or not math.isfinite(size) or size < 0:
+        raise ConfigError(
+            f'headroom must be a number of bytes, 0 or more, or text like "2 GiB" or "5 %", not {value!r}'
+        )
+    return Headroom(most_bytes=int(size))
 
 
 def parse_size(name: str, value: Any, *, rate: bool = False) -> int | None:

@@ -7,7 +7,7 @@ A `Storage` knows nothing of checkpoints. Keys are POSIX-relative strings ("step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import IO, Final, Protocol
@@ -156,6 +156,18 @@ class Storage(ABC):
     def delete(self, key: str) -> None:
         """Delete a file, or a directory with all it holds; nothing happens if there is none."""
 
+    def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
+        """Give up uploads that were begun and never completed, where storage keeps such things out of sight.
+
+        Args:
+            unwanted: whether the upload to that key may go.
+
+        Returns:
+            The keys of those that went; by default none.
+        """
+        del unwanted
+        return []
+
     @abstractmethod
     def make_directory(self, key: str) -> None:
         """Create a directory and its parents durably; no-op where directories do not exist as such.
@@ -189,6 +201,14 @@ class Storage(ABC):
     @abstractmethod
     def free_bytes(self) -> int | None:
         """Free space for this user, or None where the question has no answer."""
+
+    def total_bytes(self) -> int | None:
+        """Size of the filesystem, or None where the question has no answer."""
+        return None
+
+    def free_files(self) -> int | None:
+        """How many files and directories can still be made, or None where the question has no answer."""
+        return None
 
     @abstractmethod
     def try_lock(self, key: str) -> Lock | None:

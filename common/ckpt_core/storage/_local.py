@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, final
 
+from ckpt_core.names import draft_name
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._direct import write_direct
 from ckpt_core.storage._keys import file_key, key_parts
@@ -109,7 +110,7 @@ class LocalStorage(Storage):
         """Write a small file atomically, durable on return."""
         path = self.local_path(file_key(key))
         make_directories(path.parent)
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        draft = path.with_name(draft_name(path.name, secrets.token_hex(4)))
         try:
             with draft.open("xb") as stream:
                 stream.write(content)
@@ -166,17 +167,30 @@ class LocalStorage(Storage):
 
     def free_bytes(self) -> int | None:
         """Free space for this user as the filesystem tells it; quotas are not visible to it."""
-        try:
-            usage = os.statvfs(self._root)
-        except FileNotFoundError:
-            return None
-        return usage.f_bavail * usage.f_frsize
+        usage = self._usage()
+        return usage.f_bavail * usage.f_frsize if usage is not None and usage.f_blocks else None
+
+    def total_bytes(self) -> int | None:
+        """Size of the filesystem as it tells it."""
+        usage = self._usage()
+        return usage.f_blocks * usage.f_frsize if usage is not None and usage.f_blocks else None
+
+    def free_files(self) -> int | None:
+        """Free inodes for this user; None on filesystems that make them as they are needed."""
+        usage = self._usage()
+        return usage.f_favail if usage is not None and usage.f_files else None
 
     def try_lock(self, key: str) -> Lock | None:
         """Claim `key` by a lock on the file `<key>.lock` next to it, which stays behind."""
         path = self.local_path(file_key(key) + ".lock")
         make_directories(path.parent)
         return try_lock_file(path)
+
+    def _usage(self) -> os.statvfs_result | None:
+        try:
+            return os.statvfs(self._root)
+        except FileNotFoundError:
+            return None
 
 
 def _entry(child: os.DirEntry[str]) -> StorageEntry | None:

@@ -17,13 +17,27 @@ from ckpt_core.storage._ranges import BytesRanges
 
 @final
 class MemoryStorage(Storage):
-    """Behaves as a POSIX directory does, lives as long as the object, and is shared by all threads."""
+    """Behaves as a POSIX directory does, lives as long as the object, and is shared by all threads.
+
+    Args:
+        name: what `url` tells.
+        capacity_bytes: as many bytes as all files may hold; None for no limit.
+        capacity_files: as many files and directories as there may be; None for no limit.
+
+    Attributes:
+        capacity_bytes: as above; may be changed at any time.
+        capacity_files: as above; may be changed at any time.
+    """
 
     supports_rename = True
     rereads_from_memory = True
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(
+        self, name: str = "", *, capacity_bytes: int | None = None, capacity_files: int | None = None
+    ) -> None:
         self._name = name
+        self.capacity_bytes = capacity_bytes
+        self.capacity_files = capacity_files
         self._guard = threading.RLock()
         self._tree = _Tree()
         self._locked: set[str] = set()
@@ -41,13 +55,13 @@ class MemoryStorage(Storage):
         """Open a new file for streaming writes; left partial on an error, as on a disk."""
         with self._guard:
             self._tree.require_unoccupied(file_key(key))
-            self._tree.put(key, b"")
+            self._put(key, b"")
         with io.BytesIO() as stream:
             try:
                 yield stream
             finally:
                 with self._guard:
-                    self._tree.put(key, stream.getvalue())
+                    self._put(key, stream.getvalue())
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
@@ -67,7 +81,7 @@ class MemoryStorage(Storage):
     def replace(self, key: str, content: bytes) -> None:
         """Write a small file atomically, replacing what was there."""
         with self._guard:
-            self._tree.put(file_key(key), bytes(content))
+            self._put(file_key(key), bytes(content))
 
     def list(self, key: str) -> list[StorageEntry]:
         """Children of a directory, sorted by name; [] if it does not exist."""
@@ -94,6 +108,7 @@ class MemoryStorage(Storage):
         """Create a directory and its parents."""
         with self._guard:
             self._tree.require_unoccupied(file_key(key))
+            self._require_room(key, 0)
             self._tree.add_directory(key)
 
     def sync_directory(self, key: str) -> None:
@@ -114,8 +129,20 @@ class MemoryStorage(Storage):
             self._tree.exchange(file_key(first), file_key(second))
 
     def free_bytes(self) -> int | None:
-        """None: memory is shared with everything else."""
-        return None
+        """What is left of `capacity_bytes`; None without: memory is shared with everything else."""
+        with self._guard:
+            used = sum(map(len, self._tree.files.values()))
+            return None if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
+
+    def total_bytes(self) -> int | None:
+        """`capacity_bytes`."""
+        return self.capacity_bytes
+
+    def free_files(self) -> int | None:
+        """What is left of `capacity_files`; None without."""
+        with self._guard:
+            used = len(self._tree.files) + len(self._tree.directories)
+            return None if self.capacity_files is None else max(0, self.capacity_files - used)
 
     def try_lock(self, key: str) -> Lock | None:
         """Claim `key` among the users of this object."""
@@ -124,6 +151,18 @@ class MemoryStorage(Storage):
                 return None
             self._locked.add(key)
         return _MemoryLock(key, self._locked, self._guard)
+
+    def _put(self, key: str, content: bytes) -> None:
+        before = len(self._tree.files.get(key, b""))
+        self._require_room(key, len(content) - before)
+        self._tree.put(key, content)
+
+    def _require_room(self, key: str, more_bytes: int) -> None:
+        free_bytes, free_files = self.free_bytes(), self.free_files()
+        no_bytes = free_bytes is not None and more_bytes > free_bytes
+        no_file = free_files == 0 and key not in self._tree.files
+        if no_bytes or no_file:
+            raise _error(OSError, errno.ENOSPC, key)
 
 
 @final

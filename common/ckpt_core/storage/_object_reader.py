@@ -6,19 +6,19 @@ import io
 import os
 from typing import Any, cast, final
 
+from ckpt_core.storage._object_service import ObjectService
 from ckpt_core.storage._ranges import ends_early
-from ckpt_core.storage._remote_errors import translated_errors
 
 _BUFFER_BYTES = 4 * 2**20
 
 
-def open_object(filesystem: Any, path: str, size_bytes: int, url: str) -> io.BufferedReader:
+def open_object(service: ObjectService, path: str, size_bytes: int) -> io.BufferedReader:
     """A buffered stream over an object: small reads are served from blocks, large ones go out as one range.
 
     fsspec's own files are not used because some of them share their position between readers, and others
     read tens of megabytes ahead of what was asked for.
     """
-    raw = _ObjectReader(filesystem, path, size_bytes, url)
+    raw = _ObjectReader(service, path, size_bytes)
     return io.BufferedReader(raw, min(_BUFFER_BYTES, max(size_bytes, 1)))
 
 
@@ -26,10 +26,9 @@ def open_object(filesystem: Any, path: str, size_bytes: int, url: str) -> io.Buf
 class ObjectRanges:
     """Ranges of an object: one request each, so that several threads are as many requests at once."""
 
-    def __init__(self, filesystem: Any, path: str, size_bytes: int, url: str) -> None:
-        self._filesystem = filesystem
+    def __init__(self, service: ObjectService, path: str, size_bytes: int) -> None:
+        self._service = service
         self._path = path
-        self._url = url
         self.size_bytes = size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -40,8 +39,7 @@ class ObjectRanges:
         # Asked for bytes past the end, every store answers in its own way.
         if end > self.size_bytes:
             raise ends_early(self._path, end, self.size_bytes)
-        with translated_errors(self._url):
-            content = cast("bytes", self._filesystem.cat_file(self._path, start=offset, end=end))
+        content = cast("bytes", self._service.call("cat_file", self._path, start=offset, end=end))
         if len(content) != len(buffer):
             raise ends_early(self._path, end, offset + len(content))
         buffer[:] = content
@@ -49,12 +47,11 @@ class ObjectRanges:
 
 @final
 class _ObjectReader(io.RawIOBase):
-    def __init__(self, filesystem: Any, path: str, size_bytes: int, url: str) -> None:
+    def __init__(self, service: ObjectService, path: str, size_bytes: int) -> None:
         super().__init__()
-        self._filesystem = filesystem
+        self._service = service
         self._path = path
         self._size_bytes = size_bytes
-        self._url = url
         self._position = 0
 
     def readable(self) -> bool:
@@ -86,7 +83,6 @@ class _ObjectReader(io.RawIOBase):
         end = min(self._position + count, self._size_bytes)
         if end <= self._position:
             return b""
-        with translated_errors(self._url):
-            content = cast("bytes", self._filesystem.cat_file(self._path, start=self._position, end=end))
+        content = cast("bytes", self._service.call("cat_file", self._path, start=self._position, end=end))
         self._position += len(content)
         return content

@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage._base import Storage
 from ckpt_core.storage._local import LocalStorage
-from ckpt_core.storage._object import ObjectStorage
+from ckpt_core.storage._object import REQUEST_SECONDS, ObjectStorage
 
 _URL = re.compile(r"(?:\w+::)*(?P<protocol>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _COLLAPSED_URL = re.compile(r"(?:s3a?|gcs|gs|az|abfs|https?|memory|file):/[^/]")
@@ -19,7 +19,10 @@ _LOCAL = {"file", "local"}
 
 
 def open_storage(
-    root: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any] | None = None
+    root: str | os.PathLike[str] | Storage,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    deadline_seconds: float | None = None,
 ) -> Storage:
     """The storage at a path or URL; a storage passes through.
 
@@ -27,6 +30,8 @@ def open_storage(
         root: a path, `file://…`, `s3://bucket/prefix`, `gs://bucket/prefix`, any other fsspec URL, or a
             `Storage`.
         storage_options: credentials, endpoint and the like for a URL; see `ObjectStorage`.
+        deadline_seconds: how long ranks wait for one another; one request to an object store may then take a
+            third of it, so that a rank can tell the others what went wrong, unless the options say otherwise.
 
     Raises:
         ConfigError: the URL cannot be opened, or options were given where none apply.
@@ -40,6 +45,8 @@ def open_storage(
     if match is None or ("::" not in text and match["protocol"] in _LOCAL):
         _refuse_options(text, options)
         return LocalStorage(_local_path(text if match is None else match["rest"]))
+    if deadline_seconds is not None:
+        options.setdefault("request_seconds", min(REQUEST_SECONDS, deadline_seconds / 3))
     return ObjectStorage(text, **options)
 
 

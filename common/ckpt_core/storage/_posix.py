@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ckpt_core.names import aside_name
+
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
@@ -87,12 +89,14 @@ def rename_checked(source: Path, target: Path) -> None:
 def exchange(first: Path, second: Path) -> None:
     """Exchange two names in one step; in three renames where the kernel or the filesystem cannot.
 
+    A crash between the three leaves `second` under the name that `aside_name` gives it.
+
     Raises:
         FileNotFoundError: one of them does not exist.
     """
     number = errno.ENOSYS if _renameat2 is None else _renameat2(first, second, _RENAME_EXCHANGE)
     if number in _UNSUPPORTED:
-        aside = first.with_name(f"{first.name}.exchange")
+        aside = first.with_name(aside_name(first.name))
         second.rename(aside)
         first.rename(second)
         aside.rename(first)

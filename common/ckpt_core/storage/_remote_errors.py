@@ -20,14 +20,23 @@ _NO_CREDENTIALS = {
     "TokenRetrievalError",
     "UnauthorizedSSOTokenError",
 }
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 _DENIED = {401, 403, "401", "403"}
 # Not EIO, which of a local disk means that a block is lost: here it may be gone at the next try.
 _STORE_FAILED = errno.EPROTO
+# What the contract of `Storage` names is left as it is.
+_NAMED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
 @contextmanager
 def translated_errors(url: str) -> Generator[None]:
-    """Translate errors of the storage's libraries; everything else, the caller's own errors too, passes."""
+    """Translate errors of the storage's libraries; everything else, the caller's own errors too, passes.
+
+    Raises:
+        PermissionError: access was refused; the message says what to do.
+        TimeoutError: there was no answer in time.
+        OSError: the store failed. Never with EIO: that would say that bytes are lost.
+    """
     try:
         yield
     # Told to the caller of the storage: the error is raised on, only its type may change.
@@ -41,13 +50,39 @@ def translated_errors(url: str) -> Generator[None]:
 def _translation(error: Exception, url: str) -> OSError | None:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
-        # gcsfs reports 403 as a plain OSError.
-        return _denied(text, url) if str(error).startswith("Forbidden") else None
+        # gcsfs reports 403 as a plain OSError, s3fs answers of all kinds as the nearest OSError.
+        if str(error).startswith("Forbidden"):
+            return _denied(text, url)
+        answer = _answer_behind(error)
+        return None if answer is None or isinstance(error, _NAMED) else _of_answer(error, answer, url)
     if type(error).__module__.partition(".")[0] not in _LIBRARIES:
         return None
     if _is_denied(error):
         return _denied(text, url)
     return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
+
+
+def _answer_behind(error: OSError) -> Exception | None:
+    """The error of botocore that s3fs made this one of."""
+    cause = error.__cause__
+    if isinstance(cause, Exception) and type(cause).__module__.partition(".")[0] == "botocore":
+        return cause
+    return None
+
+
+def _of_answer(error: OSError, answer: Exception, url: str) -> OSError:
+    code = str(getattr(answer, "response", {}).get("Error", {}).get("Code", ""))
+    if code in _EXPIRED:
+        return _expired(str(answer), url)
+    if code == "400" and getattr(answer, "operation_name", "").startswith("Head"):
+        # The reason would be in a body, which the answer to a HEAD has not; of a sound client it is this one.
+        return _expired(f"{answer}; this answer comes without a reason", url)
+    if isinstance(error, PermissionError):
+        return _denied(str(answer), url)
+    if code in {"NotImplemented", "501"}:
+        advice = "if it does not know conditional writes: storage_options={'conditional_writes': False}"
+        return OSError(errno.ENOSYS, f"the object store cannot do that ({answer}); {advice}", url)
+    return OSError(_STORE_FAILED, f"the object store failed ({answer})", url)
 
 
 def _is_denied(error: Exception) -> bool:
@@ -61,4 +96,13 @@ def _is_denied(error: Exception) -> bool:
 def _denied(text: str, url: str) -> PermissionError:
     return PermissionError(
         errno.EACCES, f"access refused; check the credentials of this job and what they allow ({text})", url
+    )
+
+
+def _expired(text: str, url: str) -> PermissionError:
+    return PermissionError(
+        errno.EACCES,
+        "the credentials of this job have expired; renew them, or better use a role or profile that renews "
+        f"itself instead of a fixed session token ({text})",
+        url,
     )

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.testing._clock import FakeClock
 from ckpt_core.testing._faults import FaultyStorage
-from ckpt_core.testing._power import PowerLog, power_cut
+from ckpt_core.testing._power import Fate, PowerLog, power_cut
 from ckpt_core.testing._ranks import RanksFailedError, run_ranks
 from ckpt_core.testing._script import Fault, Operation, kill_process
+from ckpt_core.testing._service_faults import FaultyService, ServiceControl, ServiceFault, ServiceRequest
 from ckpt_core.testing._system_calls import CHANGING, SystemCalls
 
 if TYPE_CHECKING:
@@ -20,11 +21,16 @@ if TYPE_CHECKING:
 __all__ = [
     "CHANGING",
     "FakeClock",
+    "Fate",
     "Fault",
+    "FaultyService",
     "FaultyStorage",
     "Operation",
     "PowerLog",
     "RanksFailedError",
+    "ServiceControl",
+    "ServiceFault",
+    "ServiceRequest",
     "StorageTests",
     "SystemCalls",
     "kill_process",

@@ -7,7 +7,7 @@ Every operation has a number, counted over all threads from 0, a method and a ke
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import IO, Any, cast, final
 
@@ -93,6 +93,10 @@ class FaultyStorage(Storage):
         with self.operation("delete", key):
             self._inner.delete(key)
 
+    def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
+        with self.operation("abandon_uploads", ""):
+            return self._inner.abandon_uploads(unwanted)
+
     def make_directory(self, key: str) -> None:
         with self.operation("make_directory", key):
             self._inner.make_directory(key)
@@ -112,6 +116,14 @@ class FaultyStorage(Storage):
     def free_bytes(self) -> int | None:
         with self.operation("free_bytes", ""):
             return self._inner.free_bytes()
+
+    def total_bytes(self) -> int | None:
+        with self.operation("total_bytes", ""):
+            return self._inner.total_bytes()
+
+    def free_files(self) -> int | None:
+        with self.operation("free_files", ""):
+            return self._inner.free_files()
 
     def try_lock(self, key: str) -> Lock | None:
         with self.operation("try_lock", key):

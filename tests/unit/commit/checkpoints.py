@@ -58,3 +58,10 @@ def save(storage: Storage, step: int, *, name: str | None = None, **manifest: ob
     working = begin(storage, name, f"{step:08x}")
     write_files(storage, working)
     return commit(storage, working, name, manifest_of(step, **manifest))
+
+
+def save_over(storage: Storage, step: int, name: str) -> CheckpointInfo:
+    """A save that takes the place of a checkpoint of that name."""
+    working = begin(storage, name, f"{step:08x}", replace=True)
+    write_files(storage, working)
+    return commit(storage, working, name, manifest_of(step), replace=True)

@@ -240,13 +240,13 @@ def test_block_checksums_that_do_not_fit_are_refused():
 def test_an_object_store_is_asked_by_all_threads_at_once(verified):
     file = DataFile("0.distcp", [2 * MIB] * 8, block_bytes=MIB)
     file.put(storage := ObjectStorage("memory://at-once"))
-    meeting, real = threading.Barrier(4, timeout=60), storage._filesystem.cat_file
+    meeting, real = threading.Barrier(4, timeout=60), storage._service.filesystem.cat_file
 
     def cat_file(*arguments, **options):
         meeting.wait()
         return real(*arguments, **options)
 
-    storage._filesystem.cat_file = cat_file
+    storage._service.filesystem.cat_file = cat_file
     landing = Landing()
     wanted = [landing.whole(payload) for payload in file.payloads]
     with Engine(storage, "step", threads=4) as engine:

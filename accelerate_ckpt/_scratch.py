@@ -1,0 +1,56 @@
+"""Directories for what stock methods insist on writing to a path, which no kill leaves behind for good."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFIX = "accelerate-ckpt-"
+
+
+@contextmanager
+def private_directory() -> Generator[Path]:
+    """A directory of this rank alone: stock Accelerate lets ranks write to the same file.
+
+    It is locked while it is in use. One without a lock was left by a process that was killed; the next
+    process with the same temporary directory removes it.
+    """
+    _remove_abandoned(os.getpid())
+    path, descriptor = _locked_directory()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+        os.close(descriptor)
+
+
+def _locked_directory() -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        # Until it is locked, another process takes it for abandoned: then it is gone, and the next is tried.
+        with suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            with suppress(OSError):  # a filesystem without locks: nobody else can lock it either
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if path.exists():
+                return path, descriptor
+            os.close(descriptor)
+
+
+@functools.cache
+def _remove_abandoned(_process: int) -> None:
+    """Once per process, for a temporary directory may hold very much."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # somebody else's, in use, or gone by now
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(descriptor)
