@@ -160,10 +160,15 @@ def read_two(storage):
     return number_in(state)
 
 
-def test_a_reader_of_what_is_being_pruned_gets_all_of_it_or_is_told(tmp_path):
+# Every point takes tens of milliseconds, and many of them are alike.
+SAMPLED = [pytest.param(3, id="a sample"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("every", SAMPLED)
+def test_a_reader_of_what_is_being_pruned_gets_all_of_it_or_is_told(tmp_path, every):
     saved(tmp_path / "template", 1, 2, 3)
     endings = []
-    for operation in operations_of(tmp_path / "template", read_two):
+    for operation in operations_of(tmp_path / "template", read_two)[::every]:
         root = tmp_path / f"at-{operation.number}"
         shutil.copytree(tmp_path / "template", root)
         local = LocalStorage(root)
@@ -185,7 +190,8 @@ def test_a_reader_of_what_is_being_pruned_gets_all_of_it_or_is_told(tmp_path):
     assert set(endings) == {"", "CheckpointNotFoundError"}
 
 
-def test_a_reader_of_the_newest_that_is_overtaken_gets_a_newer_one(tmp_path):
+@pytest.mark.parametrize("every", SAMPLED)
+def test_a_reader_of_the_newest_that_is_overtaken_gets_a_newer_one(tmp_path, every):
     """A job that keeps one checkpoint commits the next, and prunes, while another process loads."""
     saved(tmp_path / "template", 1)
 
@@ -196,7 +202,7 @@ def test_a_reader_of_the_newest_that_is_overtaken_gets_a_newer_one(tmp_path):
         return number_in(state)
 
     found = set()
-    for operation in operations_of(tmp_path / "template", read_newest):
+    for operation in operations_of(tmp_path / "template", read_newest)[::every]:
         root = tmp_path / f"at-{operation.number}"
         shutil.copytree(tmp_path / "template", root)
         overtake = Fault(nth=operation.number, before=lambda _, at=root: saved(at, 2, keep=KeepLatest(1)))
@@ -246,12 +252,13 @@ def moments_of_a_save(root):
     return [*range(sum(o.key.startswith("step-000000002") for o in storage.operations)), COMMITTED]
 
 
+@pytest.mark.parametrize("every", SAMPLED)
 def test_a_predecessor_that_wakes_up_late_can_neither_commit_nor_touch_what_came_after(
-    tmp_path, without_locks
+    tmp_path, without_locks, every
 ):
     """On a filesystem without locks, where the second job cannot be refused."""
     verdicts = []
-    for moment in moments_of_a_save(tmp_path / "rehearsal"):
+    for moment in moments_of_a_save(tmp_path / "rehearsal")[::-every]:
         root, stalled, go_on = tmp_path / str(moment), threading.Event(), threading.Event()
         old = predecessor(root, stalled, go_on, moment)
         old.save(1, state_of(1)).result()
