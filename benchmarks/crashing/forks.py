@@ -216,6 +216,11 @@ class StoreServer:
         self._process.listen()
         self.port: int = self._process.told[0]
 
+    @property
+    def pid(self) -> int:
+        """Of the server's process, for those who try what becomes of its clients."""
+        return self._process.pid
+
     def close(self) -> None:
         """End the server."""
         self._process.kill()

@@ -13,6 +13,7 @@ from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError
 
 _GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing, arrives first
 _DECIDING = "deciding"
+_DECIDED = "decided"
 
 
 @final
@@ -56,7 +57,7 @@ class Channel:
             made = make()
             return made, {key: _pack_answer(made)}
 
-        return self._decided(answer, [key], None)
+        return self._decided(topic, answer, [key], None)
 
     def exchange(
         self,
@@ -72,15 +73,21 @@ class Channel:
         `waited_seconds` is how long the ranks have been waited for by other means already.
         """
         if self._rank:
-            return self._follow(topic, value, f"{topic}/depart/{self._rank}", deadline_seconds)
+            return self._follow(
+                topic, value, f"{topic}/depart/{self._rank}", deadline_seconds, waited_seconds=waited_seconds
+            )
         keys = [f"{topic}/depart/{rank}" for rank in range(1, self._world_size)]
 
         def answer() -> tuple[Any, dict[str, bytes]]:
             answers = decide(self._collect(topic, value, deadline_seconds, waited_seconds))
+            word = self._mail.claim(f"{topic}/outcome", _DECIDED)
+            self._stale.append(f"{topic}/outcome")
+            if word != _DECIDED:
+                raise _came_late(topic, word)
             # Packed before the first is sent: what cannot be sent must not leave ranks waiting.
             return answers[0], {key: _pack_answer(answers[rank]) for rank, key in enumerate(keys, start=1)}
 
-        return self._decided(answer, keys, value)
+        return self._decided(topic, answer, keys, value)
 
     def meet(
         self, topic: str, value: Any, commit: Callable[[list[Any]], Any], deadline_seconds: float
@@ -95,15 +102,25 @@ class Channel:
             return committed, {key: _pack_answer(committed)}
 
         try:
-            return self._decided(answer, [key], value)
+            return self._decided(topic, answer, [key], value)
         finally:
             self._stale.append(key)
 
-    def _follow(self, topic: str, value: Any, reply_key: str, deadline_seconds: float) -> Any:
+    def _follow(
+        self,
+        topic: str,
+        value: Any,
+        reply_key: str,
+        deadline_seconds: float,
+        *,
+        waited_seconds: float = 0.0,
+    ) -> Any:
         message, cause = _pack(value)
         own = f"{topic}/arrive/{self._rank}"
         self._mail.put(own, message)
-        reply = self._await(reply_key, topic, deadline_seconds, may_be_deciding=True)
+        reply = self._await(
+            reply_key, topic, deadline_seconds, may_be_deciding=True, waited_seconds=waited_seconds
+        )
         # Answered, so it has been read.
         self._mail.delete([own] if reply_key.endswith("/depart") else [own, reply_key])
         return self._opened(reply, cause)
@@ -115,7 +132,11 @@ class Channel:
         return answer["value"]
 
     def _decided(
-        self, decide: Callable[[], tuple[Any, dict[str, bytes]]], reply_keys: Sequence[str], value: Any
+        self,
+        topic: str,
+        decide: Callable[[], tuple[Any, dict[str, bytes]]],
+        reply_keys: Sequence[str],
+        value: Any,
     ) -> Any:
         """Decide, and send the replies; an error goes to every rank before it is raised."""
         cause = value if isinstance(value, BaseException) else None
@@ -126,7 +147,7 @@ class Channel:
             raise error from cause or error.__cause__
         except Exception as error:
             text = failure_text(error)
-            refusal = CoordinationError(f"rank 0: {text}", failures={0: text})
+            refusal = CoordinationError(_told(topic, f"rank 0: {text}"), failures={0: text})
             self._refuse(reply_keys, refusal)
             raise refusal from error
         for key, reply in replies.items():
@@ -159,13 +180,10 @@ class Channel:
             if message is not None and "failure" in message
         }
         if failures:
-            raise CoordinationError(_list_failures(failures), failures=failures)
+            raise CoordinationError(_told(topic, _list_failures(failures)), failures=failures)
         word = self._mail.claim(f"{topic}/verdict", _DECIDING)
         if word != _DECIDING:
-            raise DeadlineError(
-                f"{topic}: {word} gave up waiting for rank 0, which came over {deadline_seconds:g} s late",
-                awaited=(0,),
-            )
+            raise _came_late(topic, word)
         return [value, *(message.get("value") for message in messages if message is not None)]
 
     def _arrived(self, keys: Sequence[str], missing: Collection[int]) -> list[dict[str, Any] | None]:
@@ -175,16 +193,25 @@ class Channel:
         return [pickle.loads(found[key]) if key in found else None for key in keys]  # noqa: S301
 
     def _await(
-        self, key: str, topic: str, deadline_seconds: float, *, may_be_deciding: bool = False
+        self,
+        key: str,
+        topic: str,
+        deadline_seconds: float,
+        *,
+        may_be_deciding: bool = False,
+        waited_seconds: float = 0.0,
     ) -> bytes:
         """What the coordinator leaves under `key`; it gets a second chance if it is known to be at it."""
         grace = min(_GRACE_SECONDS, deadline_seconds)
         if self._mail.wait([key], time.monotonic() + deadline_seconds + grace):
             return self._mail.take(key)
         if not may_be_deciding or self._mail.claim(f"{topic}/verdict", f"rank {self._rank}") != _DECIDING:
-            raise _missing(topic, [0], deadline_seconds, {})
+            raise _missing(topic, [0], waited_seconds + deadline_seconds, {})
         if self._mail.wait([key], time.monotonic() + deadline_seconds):
             return self._mail.take(key)
+        # Of an exchange the coordinator hears in time that it is no use; a commit cannot be taken back.
+        if self._mail.claim(f"{topic}/outcome", f"rank {self._rank}") == _DECIDED:
+            return self._await(key, topic, deadline_seconds)
         raise DeadlineError(
             f"{topic}: rank(s) 0 had heard from all ranks, and has not told within {deadline_seconds:g} s "
             "how it ended: it has died or hangs; whether it came to its end is not known here",
@@ -222,6 +249,15 @@ def _pack_error(error: CheckpointError) -> bytes:
 
 def _list_failures(failures: dict[int, str]) -> str:
     return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+
+
+def _told(topic: str, text: str) -> str:
+    """The text, with what the ranks were at, where the topic tells it in words."""
+    return f"{topic}: {text}" if topic.startswith("while ") else text
+
+
+def _came_late(topic: str, word: str) -> DeadlineError:
+    return DeadlineError(f"{topic}: {word} gave up waiting for rank 0, which came too late", awaited=(0,))
 
 
 def _missing(topic: str, ranks: Sequence[int], seconds: float, failures: dict[int, str]) -> DeadlineError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import secrets
 import sys
@@ -34,7 +33,6 @@ class Ownership:
         self._damaged: set[str] = set()
         self._occupied: set[str] = set()
         self._prefix = ""
-        self._saves = itertools.count()
 
     def take(self) -> None:
         """Claim the root, unless it is claimed already, and clear away what crashed saves left.
@@ -47,9 +45,12 @@ class Ownership:
             self._prefix = self._coordinator.once(self._acquire, what="taking the root")
             self._taken = True
 
-    def next_id(self) -> str:
-        """The id of the next save: the same on every rank that asks as often, and of no other save."""
-        return f"{self._prefix}{next(self._saves):08x}"
+    def id_at(self, moment: int) -> str:
+        """The id of the save agreed on at a moment, in microseconds: the same on every rank.
+
+        Not a count: a rank that missed the failure of one save would be out of step for good.
+        """
+        return f"{self._prefix}{moment:016x}"
 
     def check(self) -> None:
         """Refuse to go on after another job has taken the root.
@@ -138,7 +139,8 @@ class Ownership:
     def _acquire(self) -> str:
         try:
             self._storage.check_root()
-            self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
+            if self._lease is None:  # else it was acquired before, and what comes after it failed
+                self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"

@@ -150,7 +150,7 @@ def prepare(
             plans.agree(coordinator)
     except CoordinationError as error:
         raise save_error(storage.url, request.step, "plan", error) from error
-    save_id = ownership.next_id()
+    save_id = ownership.id_at(round(verdict.created * _MICROSECONDS))
     prepared = PreparedSave(
         request=request,
         assignment=Assignment(
@@ -322,6 +322,7 @@ def save_error(url: str, step: int, phase: str, error: CoordinationError) -> Sav
         step=step,
         phase=phase,
         failures=error.failures,
+        in_doubt=in_doubt,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.testing._clock import FakeClock
 from ckpt_core.testing._faults import FaultyStorage
-from ckpt_core.testing._power import PowerLog, power_cut
+from ckpt_core.testing._power import Fate, PowerLog, power_cut
 from ckpt_core.testing._ranks import RanksFailedError, run_ranks
 from ckpt_core.testing._script import Fault, Operation, kill_process
 from ckpt_core.testing._service_faults import FaultyService, ServiceControl, ServiceFault, ServiceRequest
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHANGING",
     "FakeClock",
+    "Fate",
     "Fault",
     "FaultyService",
     "FaultyStorage",

@@ -61,8 +61,9 @@ def test_a_thread_that_has_woken_up_takes_work_again(background):
 
 def test_work_behind_work_that_hangs_is_given_up_too(background):
     gate, told = threading.Event(), list[str]()
-    background.submit(lambda: gate.wait(LONG) and None, lambda _: told.append("first"))
+    first = background.submit(lambda: gate.wait(LONG) and None, lambda _: told.append("first"))
     behind = background.submit(lambda: None, lambda _: told.append("second"))
+    assert first.over.wait(LONG)
     assert behind.over.wait(LONG)
     gate.set()
     assert behind.ended.wait(LONG)

@@ -1,0 +1,219 @@
+"""Small trainings under every host, to be preempted, with points at which signals arrive."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.crashing.signalling import Line
+from ckpt_core import CheckpointManager, OnPreemption, TrainState
+from ckpt_core.storage import LocalStorage
+
+SAMPLES, WIDTH, BATCH, EVALUATIONS = 48, 8, 4, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training; an epoch has six batches on each of two ranks.
+
+    Attributes:
+        host: `loop`, `lightning`, `accelerate` or `trainer`.
+        strategy: `ddp` or `fsdp2`.
+        steps: how many optimizer steps it makes.
+        evaluate_every: steps between evaluations, 0 for none.
+        accumulation: batches per step.
+        save: arguments of `OnPreemption`.
+        every: steps between other saves, 0 for none.
+    """
+
+    host: str
+    strategy: str = "ddp"
+    steps: int = 9
+    evaluate_every: int = 0
+    accumulation: int = 1
+    save: dict[str, Any] = field(default_factory=dict)
+    every: int = 0
+
+    @property
+    def policy(self) -> Any:
+        """When it saves."""
+        from ckpt_core import EverySteps
+
+        preemption = OnPreemption(**self.save)
+        return EverySteps(self.every) | preemption if self.every else preemption
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Samples that are a function of their index."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.sin(torch.arange(WIDTH, dtype=torch.float32) * (index + 1))
+
+
+def network() -> nn.Module:
+    """The same weights on every rank; dropout, so that only an exact resume gives the same losses."""
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Dropout(0.3), nn.Linear(16, WIDTH))
+    torch.manual_seed(8 + dist.get_rank() if dist.is_initialized() else 8)
+    return net
+
+
+def loader() -> Any:
+    """A loader that knows its position."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    sampler = StatefulDistributedSampler(
+        Numbers(), num_replicas=2, rank=int(os.environ.get("LOCAL_RANK", "0")), shuffle=True, seed=3
+    )
+    return StatefulDataLoader(Numbers(), batch_size=BATCH, sampler=sampler)
+
+
+def digest(weights: dict[str, Any]) -> str:
+    """A short name for whole weights, from whatever shards there are."""
+    whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in weights.items()}
+    content = b"".join(whole[name].detach().cpu().numpy().tobytes() for name in sorted(whole))
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def train_loop(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
+    """A plain loop over the core."""
+    dist.init_process_group("gloo")
+    net: Any = network()
+    if job.strategy == "fsdp2":
+        fully_shard(net)
+    model = net if job.strategy == "fsdp2" else nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = loader()
+    losses: dict[int, float] = {}
+    with CheckpointManager(line.storage(root), save=job.policy, deadline_seconds=30) as checkpoints:
+        line.point("start")
+        state = TrainState(model=model, optimizer=optimizer, dataloader=batches)
+        step = (checkpoints.resume(state) if resume else None) or 0
+        for batch in _forever(batches):
+            if step >= job.steps or checkpoints.check_preemption():
+                break
+            line.point(f"step {step}")
+            loss = (model(batch) - batch).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[step] = loss.item()
+            step += 1
+            checkpoints.maybe_save(step, state)
+            if job.evaluate_every and step % job.evaluate_every == 0 and not checkpoints.preempted:
+                _evaluate(model, line, checkpoints)
+                checkpoints.maybe_save(step, state)
+        preempted = checkpoints.preempted
+    result = {"step": step, "preempted": preempted, "losses": losses, "weights": digest(net.state_dict())}
+    dist.destroy_process_group()
+    return result
+
+
+def _forever(batches: Any) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+def _evaluate(model: nn.Module, line: Line, checkpoints: Any) -> None:
+    model.eval()
+    for index in range(EVALUATIONS):
+        line.point(f"evaluation {index}")
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        if checkpoints.check_preemption():
+            break
+    model.train()
+
+
+def train_lightning(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
+    """Lightning's Trainer, with the callback."""
+    from benchmarks.crashing.preempted_lightning import fit
+
+    return fit(job, root, line, resume=resume)
+
+
+def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
+    """A loop under Accelerate that calls `save_state` for every batch."""
+    import accelerate_ckpt
+
+    made = _accelerator(job)
+    accelerate_ckpt.enable(made, line.storage(root), save=job.policy, deadline_seconds=30)
+    ours = accelerate_ckpt.checkpoints(made)
+    line.point("start")
+    net = network()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net, optimizer, batches = made.prepare(
+        net, optimizer, DataLoader(Numbers(), batch_size=BATCH, shuffle=True)
+    )
+    if resume and LocalStorage(root).list(""):
+        made.load_state()
+    losses: dict[int, float] = {}
+    done = ours.step * job.accumulation
+    while ours.step < job.steps and not ours.check_preemption():
+        within = done % len(batches)
+        for batch in made.skip_first_batches(batches, within) if within else batches:
+            line.point(f"batch {done}")
+            line.point(f"step {ours.step}")
+            with made.accumulate(net):
+                loss = (net(batch) - batch).pow(2).mean()
+                made.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses[done] = loss.item()
+            done += 1
+            made.save_state()
+            boundary = made.sync_gradients and job.evaluate_every
+            if boundary and ours.step % job.evaluate_every == 0 and not ours.preempted:
+                _evaluate(net, line, ours)
+                made.save_state()
+            if ours.preempted or ours.step >= job.steps:
+                break
+    preempted, step = ours.preempted, ours.step
+    weights = digest(made.unwrap_model(net).state_dict())
+    made.end_training()
+    return {"step": step, "preempted": preempted, "losses": losses, "weights": weights}
+
+
+def _accelerator(job: Job) -> Any:
+    """An accelerator on the CPU; accelerate itself never selects FSDP there."""
+    os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_TORCH_DEVICE="cpu")
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    made = Accelerator(cpu=True, gradient_accumulation_steps=job.accumulation)
+    if job.strategy == "fsdp2":
+        made.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT"
+        )
+        made.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    return made
+
+
+def train_trainer(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
+    """The Hugging Face Trainer."""
+    from benchmarks.crashing.preempted_trainer import train
+
+    return train(job, root, line, resume=resume)
+
+
+HOSTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "loop": train_loop,
+    "lightning": train_lightning,
+    "accelerate": train_accelerate,
+    "trainer": train_trainer,
+}
