@@ -168,7 +168,7 @@ SAMPLED = [pytest.param(3, id="a sample"), pytest.param(1, id="all", marks=pytes
 def test_a_reader_of_what_is_being_pruned_gets_all_of_it_or_is_told(tmp_path, every):
     saved(tmp_path / "template", 1, 2, 3)
     endings = []
-    for operation in operations_of(tmp_path / "template", read_two)[::every]:
+    for operation in operations_of(tmp_path / "template", read_two)[::-every]:
         root = tmp_path / f"at-{operation.number}"
         shutil.copytree(tmp_path / "template", root)
         local = LocalStorage(root)
@@ -202,7 +202,7 @@ def test_a_reader_of_the_newest_that_is_overtaken_gets_a_newer_one(tmp_path, eve
         return number_in(state)
 
     found = set()
-    for operation in operations_of(tmp_path / "template", read_newest)[::every]:
+    for operation in operations_of(tmp_path / "template", read_newest)[::-every]:
         root = tmp_path / f"at-{operation.number}"
         shutil.copytree(tmp_path / "template", root)
         overtake = Fault(nth=operation.number, before=lambda _, at=root: saved(at, 2, keep=KeepLatest(1)))
