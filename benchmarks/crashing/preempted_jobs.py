@@ -99,10 +99,10 @@ def train_loop(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, A
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     batches = loader()
     losses: dict[int, float] = {}
-    with CheckpointManager(line.storage(root), save=job.policy, deadline_seconds=30) as checkpoints:
+    with CheckpointManager(line.storage(root), save=job.policy, deadline_seconds=90) as checkpoints:
         line.point("start")
         state = TrainState(model=model, optimizer=optimizer, dataloader=batches)
-        step = (checkpoints.resume(state) if resume else None) or 0
+        step = began = (checkpoints.resume(state) if resume else None) or 0
         for batch in _forever(batches):
             if step >= job.steps or checkpoints.check_preemption():
                 break
@@ -118,9 +118,9 @@ def train_loop(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, A
                 _evaluate(model, line, checkpoints)
                 checkpoints.maybe_save(step, state)
         preempted = checkpoints.preempted
-    result = {"step": step, "preempted": preempted, "losses": losses, "weights": digest(net.state_dict())}
+    weights = digest(net.state_dict())
     dist.destroy_process_group()
-    return result
+    return {"began": began, "step": step, "preempted": preempted, "losses": losses, "weights": weights}
 
 
 def _forever(batches: Any) -> Iterator[Any]:
@@ -151,7 +151,7 @@ def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[
     import accelerate_ckpt
 
     made = _accelerator(job)
-    accelerate_ckpt.enable(made, line.storage(root), save=job.policy, deadline_seconds=30)
+    accelerate_ckpt.enable(made, line.storage(root), save=job.policy, deadline_seconds=90)
     ours = accelerate_ckpt.checkpoints(made)
     line.point("start")
     net = network()
@@ -162,7 +162,8 @@ def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[
     if resume and LocalStorage(root).list(""):
         made.load_state()
     losses: dict[int, float] = {}
-    done = ours.step * job.accumulation
+    began = ours.step
+    done = began * job.accumulation
     while ours.step < job.steps and not ours.check_preemption():
         within = done % len(batches)
         for batch in made.skip_first_batches(batches, within) if within else batches:
@@ -185,7 +186,7 @@ def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[
     preempted, step = ours.preempted, ours.step
     weights = digest(made.unwrap_model(net).state_dict())
     made.end_training()
-    return {"step": step, "preempted": preempted, "losses": losses, "weights": weights}
+    return {"began": began, "step": step, "preempted": preempted, "losses": losses, "weights": weights}
 
 
 def _accelerator(job: Job) -> Any:
