@@ -104,7 +104,7 @@ def train_loop(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, A
         state = TrainState(model=model, optimizer=optimizer, dataloader=batches)
         step = began = (checkpoints.resume(state) if resume else None) or 0
         for batch in _forever(batches):
-            if step >= job.steps or checkpoints.check_preemption():
+            if step >= job.steps or (checkpoints.due() and checkpoints.preempted):
                 break
             line.point(f"step {step}")
             loss = (model(batch) - batch).pow(2).mean()
@@ -115,7 +115,7 @@ def train_loop(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, A
             step += 1
             checkpoints.maybe_save(step, state)
             if job.evaluate_every and step % job.evaluate_every == 0 and not checkpoints.preempted:
-                _evaluate(model, line, checkpoints)
+                _evaluate(model, line, checkpoints.due)
                 checkpoints.maybe_save(step, state)
         preempted = checkpoints.preempted
     weights = digest(net.state_dict())
@@ -128,13 +128,13 @@ def _forever(batches: Any) -> Iterator[Any]:
         yield from batches
 
 
-def _evaluate(model: nn.Module, line: Line, checkpoints: Any) -> None:
+def _evaluate(model: nn.Module, line: Line, look: Callable[[], Any]) -> None:
     model.eval()
     for index in range(EVALUATIONS):
         line.point(f"evaluation {index}")
         with torch.no_grad():
             model(torch.ones(2, WIDTH))
-        if checkpoints.check_preemption():
+        if look():
             break
     model.train()
 
@@ -179,7 +179,7 @@ def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[
             made.save_state()
             boundary = made.sync_gradients and job.evaluate_every
             if boundary and ours.step % job.evaluate_every == 0 and not ours.preempted:
-                _evaluate(net, line, ours)
+                _evaluate(net, line, ours.check_preemption)
                 made.save_state()
             if ours.preempted or ours.step >= job.steps:
                 break
