@@ -22,7 +22,7 @@ from benchmarks.crashing.training_loops import EVERY, KEPT, Life
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
 
-STEPS = 30 * EVERY
+STEPS = 20 * EVERY
 _HORIZON = 0.5
 """Kills fall into this part of the time that an uninterrupted training takes, counted from each start."""
 _LEFT_ALONE = 0.2
