@@ -23,6 +23,9 @@ Adapter = Literal["Lightning", "Accelerate"]
 Victims = Literal["the process", "both ranks", "one of two ranks"]
 
 ALL_KILLS = 1000
+EVERY, KEPT = 3, 2
+"""Steps from one save to the next, and how many checkpoints stay."""
+STEPS = 20 * EVERY
 _CHECKOUT = Path(__file__).parents[2]
 
 
