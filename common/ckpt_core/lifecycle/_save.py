@@ -42,6 +42,7 @@ from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
+_COMMITTING = "committing"
 _VERBS = {"stage": "staging", "open": "opening", "write": "writing"}
 
 
@@ -111,8 +112,10 @@ class SaveRun:
     def give_up(self, told: str) -> None:
         """The background thread hangs: this save has failed on this rank, and in the end on all."""
         request, rank = self._prepared.request, self._coordinator.rank
-        error = CoordinationError(f"rank {rank}: {told}", failures={rank: told})
         phase = next((phase for phase, verb in _VERBS.items() if told.startswith(verb)), "commit")
+        # Whenever it wakes up it goes on, and a commit cannot be called back.
+        in_doubt = told.startswith(_COMMITTING)
+        error = DeadlineError(f"rank {rank}: {told}", failures={rank: told}, in_doubt=in_doubt)
         failed = save_error(self._storage.url, request.step, phase, error)
         reject(self._handle.staged, failed)
         if not reject(self._handle.committed, failed):
@@ -238,7 +241,7 @@ class SaveRun:
                 raise self._refusal
             if (late := self._given_up()) is not None:
                 raise late
-            self._beat("committing")
+            self._beat(_COMMITTING)
             self._context.check()
             check = self._context.check
             info = commit_all(self._storage, self._prepared, reports, self._memory, check=check)
@@ -261,8 +264,8 @@ class SaveRun:
             self._events.append(Committed(info))
 
     def _fail(self, error: CheckpointError) -> None:
-        may_be_committed = isinstance(error, SaveError) and error.may_be_committed
-        if self._coordinator.is_coordinator and self._opened and not may_be_committed:
+        in_doubt = isinstance(error, SaveError) and error.in_doubt
+        if self._coordinator.is_coordinator and self._opened and not in_doubt:
             self._beat("removing what was written")
             self._abandon()
         if isinstance(error, CoordinationError):

@@ -54,12 +54,12 @@ class ServiceFault:
             released, whether or not anybody still waits; `drop`, the connection ends and the request is not
             done; `lose`, it is done, and the connection ends; `truncate`, the connection ends in the middle
             of the answer; `hide`, a listing leaves out what matches `hidden`; `stale`, a listing is answered
-            as it was before request `as_of`; `kill` and `kill_after`, process `pid` gets SIGKILL, and the
-            request is not done, or is done.
+            as it was before request `as_of`; `kill` and `kill_after`, the processes `pids` get SIGKILL, and
+            the request is not done, or is done.
         code: of the `error`, one of those that S3 knows.
         hidden: pattern of the keys that are hidden.
         as_of: request number.
-        pid: process to kill.
+        pids: processes to kill.
     """
 
     action: Action
@@ -71,7 +71,7 @@ class ServiceFault:
     code: str = "InternalError"
     hidden: str = "*"
     as_of: int = 0
-    pid: int = 0
+    pids: Sequence[int] = ()
 
     def matches(self, method: str, target: str, who: str) -> bool:
         """Whether the patterns fit, whichever the nth."""
@@ -127,7 +127,7 @@ class FaultyService:
                 case "hang":
                     released.wait()
                 case "drop" | "kill":
-                    return _cut(environ, fault.pid)
+                    return _cut(environ, fault.pids)
                 case _:
                     pass  # these faults are in the answer
         return self._answer(request, due, environ, start)
@@ -138,7 +138,7 @@ class FaultyService:
         answer = self._perform(environ, request)
         for fault in due:
             if fault.action in {"lose", "kill_after"}:
-                return _cut(environ, fault.pid)
+                return _cut(environ, fault.pids)
             if fault.action == "truncate":
                 return _half(answer, environ, start)
             answer = self._distorted(answer, fault, request)
@@ -169,12 +169,14 @@ class FaultyService:
         content = self._application(environ, lambda status, headers, *_error: told.append((status, headers)))
         body = b"".join(content)
         answer = _Answer(status=told[-1][0], headers=told[-1][1], body=body)
-        if "list-type=2" in request.target:
+        if _is_listing(request.target):
             with self._guard:
                 self._listings.append((request.number, request.target, answer))
         return answer
 
     def _distorted(self, answer: _Answer, fault: ServiceFault, request: ServiceRequest) -> _Answer:
+        if not _is_listing(request.target):
+            return answer
         if fault.action == "hide":
             return _without(answer, fault.hidden)
         if fault.action == "stale":
@@ -248,6 +250,10 @@ def _target(environ: dict[str, Any]) -> str:
     return f"{environ['PATH_INFO']}?{query}" if query else str(environ["PATH_INFO"])
 
 
+def _is_listing(target: str) -> bool:
+    return "list-type=2" in target
+
+
 def _who(environ: dict[str, Any]) -> str:
     found = _CREDENTIAL.search(environ.get("HTTP_AUTHORIZATION", ""))
     return "" if found is None else found[1]
@@ -288,8 +294,8 @@ def _half(answer: _Answer, environ: dict[str, Any], start: Start) -> Iterable[by
     _disconnect(environ)
 
 
-def _cut(environ: dict[str, Any], pid: int) -> Iterable[bytes]:
-    if pid:
+def _cut(environ: dict[str, Any], pids: Sequence[int]) -> Iterable[bytes]:
+    for pid in pids:
         # It may have been killed already, by a request that another of its threads had sent.
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
