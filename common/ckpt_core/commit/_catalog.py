@@ -79,11 +79,11 @@ class Catalog:
         be gone and the new one not be seen.
         """
         for _ in range(_MOST_LISTINGS - 1):
-            listed = self._countable()
+            listed = _countable(self._storage)
             survey, missing = self._survey(listed)
-            if not missing or self._countable() == listed:
+            if not missing or _countable(self._storage) == listed:
                 return survey
-        return self._survey(self._countable())[0]
+        return self._survey(_countable(self._storage))[0]
 
     def _survey(self, names: Sequence[str]) -> tuple[Survey, bool]:
         """The survey of these directories, and whether any of them has no marker."""
@@ -104,9 +104,6 @@ class Catalog:
         committed = _without_replaced(committed)
         committed.sort(key=lambda info: (info.step, info.created))
         return Survey(committed=committed, unreadable=unreadable), missing
-
-    def _countable(self) -> list[str]:
-        return [name for name in self._directories() if can_count(name)]
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step, or None."""
@@ -178,7 +175,7 @@ class Catalog:
         in_place = not self._storage.supports_rename
         return [
             name
-            for name in self._directories()
+            for name in _directories(self._storage)
             if is_incomplete(name)
             or is_trash(name)
             or (in_place and _is_uncommitted_step(self._storage, name))
@@ -186,7 +183,7 @@ class Catalog:
 
     def quarantined(self) -> list[str]:
         """Directories of damaged checkpoints that were moved aside; nobody but a person deletes them."""
-        return [name for name in self._directories() if is_corrupt(name)]
+        return [name for name in _directories(self._storage) if is_corrupt(name)]
 
     def pins(self) -> dict[int, str]:
         """Step -> reason, for every step protected from pruning.
@@ -266,8 +263,13 @@ class Catalog:
             if marks.pop(name, None) is not None:
                 replace_marks(self._storage, _in_force(self, marks))
 
-    def _directories(self) -> list[str]:
-        return [entry.name for entry in self._storage.list("") if entry.is_directory]
+
+def _directories(storage: Storage) -> list[str]:
+    return [entry.name for entry in storage.list("") if entry.is_directory]
+
+
+def _countable(storage: Storage) -> list[str]:
+    return [name for name in _directories(storage) if can_count(name)]
 
 
 def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
