@@ -79,34 +79,11 @@ class Catalog:
         be gone and the new one not be seen.
         """
         for _ in range(_MOST_LISTINGS - 1):
-            listed = self._countable()
-            survey, missing = self._survey(listed)
-            if not missing or self._countable() == listed:
+            listed = _countable(self._storage)
+            survey, missing = _survey(self, self._storage, listed)
+            if not missing or _countable(self._storage) == listed:
                 return survey
-        return self._survey(self._countable())[0]
-
-    def _survey(self, names: Sequence[str]) -> tuple[Survey, bool]:
-        """The survey of these directories, and whether any of them has no marker."""
-        pins, marks = _pins_or_none(self._storage), known_marks(self._storage)
-        committed: list[CheckpointInfo] = []
-        unreadable: dict[str, CheckpointError | OSError] = {}
-        for name in names:
-            try:
-                marker = self.marker(name)
-            except CheckpointNotFoundError:
-                continue
-            except (CheckpointError, OSError) as error:
-                unreadable[name] = error
-            else:
-                pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
-                committed.append(marker.info(name, pinned, damaged=problem_of(marks, name, marker)))
-        missing = len(committed) + len(unreadable) < len(names)
-        committed = _without_replaced(committed)
-        committed.sort(key=lambda info: (info.step, info.created))
-        return Survey(committed=committed, unreadable=unreadable), missing
-
-    def _countable(self) -> list[str]:
-        return [name for name in self._directories() if can_count(name)]
+        return _survey(self, self._storage, _countable(self._storage))[0]
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step, or None."""
@@ -178,7 +155,7 @@ class Catalog:
         in_place = not self._storage.supports_rename
         return [
             name
-            for name in self._directories()
+            for name in _directories(self._storage)
             if is_incomplete(name)
             or is_trash(name)
             or (in_place and _is_uncommitted_step(self._storage, name))
@@ -186,7 +163,7 @@ class Catalog:
 
     def quarantined(self) -> list[str]:
         """Directories of damaged checkpoints that were moved aside; nobody but a person deletes them."""
-        return [name for name in self._directories() if is_corrupt(name)]
+        return [name for name in _directories(self._storage) if is_corrupt(name)]
 
     def pins(self) -> dict[int, str]:
         """Step -> reason, for every step protected from pruning.
@@ -266,8 +243,34 @@ class Catalog:
             if marks.pop(name, None) is not None:
                 replace_marks(self._storage, _in_force(self, marks))
 
-    def _directories(self) -> list[str]:
-        return [entry.name for entry in self._storage.list("") if entry.is_directory]
+
+def _directories(storage: Storage) -> list[str]:
+    return [entry.name for entry in storage.list("") if entry.is_directory]
+
+
+def _countable(storage: Storage) -> list[str]:
+    return [name for name in _directories(storage) if can_count(name)]
+
+
+def _survey(catalog: Catalog, storage: Storage, names: Sequence[str]) -> tuple[Survey, bool]:
+    """The survey of these directories, and whether any of them has no marker."""
+    pins, marks = _pins_or_none(storage), known_marks(storage)
+    committed: list[CheckpointInfo] = []
+    unreadable: dict[str, CheckpointError | OSError] = {}
+    for name in names:
+        try:
+            marker = catalog.marker(name)
+        except CheckpointNotFoundError:
+            continue
+        except (CheckpointError, OSError) as error:
+            unreadable[name] = error
+        else:
+            pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
+            committed.append(marker.info(name, pinned, damaged=problem_of(marks, name, marker)))
+    missing = len(committed) + len(unreadable) < len(names)
+    committed = _without_replaced(committed)
+    committed.sort(key=lambda info: (info.step, info.created))
+    return Survey(committed=committed, unreadable=unreadable), missing
 
 
 def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
