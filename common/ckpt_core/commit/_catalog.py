@@ -80,30 +80,10 @@ class Catalog:
         """
         for _ in range(_MOST_LISTINGS - 1):
             listed = _countable(self._storage)
-            survey, missing = self._survey(listed)
+            survey, missing = _survey(self, self._storage, listed)
             if not missing or _countable(self._storage) == listed:
                 return survey
-        return self._survey(_countable(self._storage))[0]
-
-    def _survey(self, names: Sequence[str]) -> tuple[Survey, bool]:
-        """The survey of these directories, and whether any of them has no marker."""
-        pins, marks = _pins_or_none(self._storage), known_marks(self._storage)
-        committed: list[CheckpointInfo] = []
-        unreadable: dict[str, CheckpointError | OSError] = {}
-        for name in names:
-            try:
-                marker = self.marker(name)
-            except CheckpointNotFoundError:
-                continue
-            except (CheckpointError, OSError) as error:
-                unreadable[name] = error
-            else:
-                pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
-                committed.append(marker.info(name, pinned, damaged=problem_of(marks, name, marker)))
-        missing = len(committed) + len(unreadable) < len(names)
-        committed = _without_replaced(committed)
-        committed.sort(key=lambda info: (info.step, info.created))
-        return Survey(committed=committed, unreadable=unreadable), missing
+        return _survey(self, self._storage, _countable(self._storage))[0]
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step, or None."""
@@ -270,6 +250,27 @@ def _directories(storage: Storage) -> list[str]:
 
 def _countable(storage: Storage) -> list[str]:
     return [name for name in _directories(storage) if can_count(name)]
+
+
+def _survey(catalog: Catalog, storage: Storage, names: Sequence[str]) -> tuple[Survey, bool]:
+    """The survey of these directories, and whether any of them has no marker."""
+    pins, marks = _pins_or_none(storage), known_marks(storage)
+    committed: list[CheckpointInfo] = []
+    unreadable: dict[str, CheckpointError | OSError] = {}
+    for name in names:
+        try:
+            marker = catalog.marker(name)
+        except CheckpointNotFoundError:
+            continue
+        except (CheckpointError, OSError) as error:
+            unreadable[name] = error
+        else:
+            pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
+            committed.append(marker.info(name, pinned, damaged=problem_of(marks, name, marker)))
+    missing = len(committed) + len(unreadable) < len(names)
+    committed = _without_replaced(committed)
+    committed.sort(key=lambda info: (info.step, info.created))
+    return Survey(committed=committed, unreadable=unreadable), missing
 
 
 def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
