@@ -30,6 +30,7 @@ from benchmarks.machine import in_words, machine_facts
 
 PARTS: Final = {
     "local": "benchmarks.crashing.local",
+    "first": "benchmarks.crashing.beginnings",
     "power": "benchmarks.crashing.power",
     "ambush": "benchmarks.crashing.ambush",
     "s3": "benchmarks.crashing.objects",
