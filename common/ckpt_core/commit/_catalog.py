@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -36,6 +36,7 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
+_MOST_LISTINGS: Final = 8
 _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
 
 
@@ -72,11 +73,24 @@ class Catalog:
         return survey.committed
 
     def survey(self) -> Survey:
-        """Every committed checkpoint, oldest step first, and every directory whose marker cannot be read."""
+        """Every committed checkpoint, oldest step first, and every directory whose marker cannot be read.
+
+        The job that owns the root may commit and prune meanwhile; then it is listed again, lest the old one
+        be gone and the new one not be seen.
+        """
+        for _ in range(_MOST_LISTINGS - 1):
+            listed = _countable(self._storage)
+            survey, missing = self._survey(listed)
+            if not missing or _countable(self._storage) == listed:
+                return survey
+        return self._survey(_countable(self._storage))[0]
+
+    def _survey(self, names: Sequence[str]) -> tuple[Survey, bool]:
+        """The survey of these directories, and whether any of them has no marker."""
         pins, marks = _pins_or_none(self._storage), known_marks(self._storage)
         committed: list[CheckpointInfo] = []
         unreadable: dict[str, CheckpointError | OSError] = {}
-        for name in self._directories():
+        for name in names:
             try:
                 marker = self.marker(name)
             except CheckpointNotFoundError:
@@ -86,9 +100,10 @@ class Catalog:
             else:
                 pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
                 committed.append(marker.info(name, pinned, damaged=problem_of(marks, name, marker)))
+        missing = len(committed) + len(unreadable) < len(names)
         committed = _without_replaced(committed)
         committed.sort(key=lambda info: (info.step, info.created))
-        return Survey(committed=committed, unreadable=unreadable)
+        return Survey(committed=committed, unreadable=unreadable), missing
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step, or None."""
@@ -160,7 +175,7 @@ class Catalog:
         in_place = not self._storage.supports_rename
         return [
             name
-            for name in self._directories()
+            for name in _directories(self._storage)
             if is_incomplete(name)
             or is_trash(name)
             or (in_place and _is_uncommitted_step(self._storage, name))
@@ -168,7 +183,7 @@ class Catalog:
 
     def quarantined(self) -> list[str]:
         """Directories of damaged checkpoints that were moved aside; nobody but a person deletes them."""
-        return [name for name in self._directories() if is_corrupt(name)]
+        return [name for name in _directories(self._storage) if is_corrupt(name)]
 
     def pins(self) -> dict[int, str]:
         """Step -> reason, for every step protected from pruning.
@@ -248,8 +263,13 @@ class Catalog:
             if marks.pop(name, None) is not None:
                 replace_marks(self._storage, _in_force(self, marks))
 
-    def _directories(self) -> list[str]:
-        return [entry.name for entry in self._storage.list("") if entry.is_directory]
+
+def _directories(storage: Storage) -> list[str]:
+    return [entry.name for entry in storage.list("") if entry.is_directory]
+
+
+def _countable(storage: Storage) -> list[str]:
+    return [name for name in _directories(storage) if can_count(name)]
 
 
 def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
