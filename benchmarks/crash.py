@@ -30,6 +30,7 @@ from benchmarks.machine import in_words, machine_facts
 
 PARTS: Final = {
     "local": "benchmarks.crashing.local",
+    "first": "benchmarks.crashing.beginnings",
     "power": "benchmarks.crashing.power",
     "ambush": "benchmarks.crashing.ambush",
     "s3": "benchmarks.crashing.objects",
@@ -103,7 +104,7 @@ def perform(part: Part, folder: Path, *, seed: int, count: int | None) -> None:
 def report(parts: Sequence[Part]) -> str:
     """The table, and what was broken."""
     outcomes = [outcome for part in parts for outcome in part.outcomes]
-    rows = table(outcomes)
+    rows = sorted(table(outcomes), key=lambda row: str(row["sweep"]))
     columns = ("points", "kills", "lost", "problems")
     width = max((len(row["sweep"]) for row in rows), default=0)
     lines = [f"{'':{width}}" + "".join(f"{column:>10}" for column in columns)]

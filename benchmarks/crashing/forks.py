@@ -51,7 +51,7 @@ class Child:
     @property
     def killed(self) -> bool:
         """Whether SIGKILL ended it."""
-        return self.status is not None and os.WIFSIGNALED(self.status)
+        return self.status is not None and os.waitstatus_to_exitcode(self.status) == -signal.SIGKILL
 
     def listen(self) -> bool:
         """Take in what has been told since; whether there may be more. Blocks until there is something."""

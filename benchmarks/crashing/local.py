@@ -259,16 +259,21 @@ def _conduct(kill: Kill, children: Sequence[forks.Child], late: Sequence[int]) -
     if not children[kill.rank].killed:
         return f"rank {kill.rank} was not killed: {[child.told for child in children]}"
     survivors = [child for child in children if not child.killed]
-    if kill.everyone and survivors:
-        return f"{len(survivors)} ranks outlived the kill of all"
+    # Where all are killed, some may have come to their end just before.
+    outlived = [child for child in survivors if "ended" not in _last(child)] if kill.everyone else []
+    if outlived or (not kill.everyone and len(survivors) != kill.world_size - 1):
+        return f"{len(survivors)} of {kill.world_size} ranks outlived the kill"
     failed = [child.told for child in survivors if not _ended_well(child)]
     return f"survivors did not end as documented: {failed}" if failed else ""
 
 
 def _ended_well(child: forks.Child) -> bool:
     """Whether a rank that lived on was told that its save had failed, or had nothing more to do."""
-    last = child.told[-1] if child.told else {}
-    return child.status == 0 and ("failed" in last or "ended" in last)
+    return child.status == 0 and bool({"failed", "ended"} & set(_last(child)))
+
+
+def _last(child: forks.Child) -> dict[str, Any]:
+    return child.told[-1] if child.told else {}
 
 
 def warm_up(ground: Ground, world_size: int) -> None:

@@ -55,3 +55,16 @@ def test_names_that_change_places_step_by_step_are_never_both_lost(tmp_path):
             # Under its name, or where the next job looks for it.
             assert "old" in found or found.get("new.exchange") == b"old", (number, fate, seed, found)
     assert number > 5
+
+
+def test_a_root_that_a_killed_job_made_is_durable_once_the_next_job_uses_it(tmp_path):
+    disk, log = tmp_path / "disk", tmp_path / "log"
+    disk.mkdir()
+    PowerLog.begin(disk, log)
+    root = disk / "runs" / "a"
+    with SystemCalls(disk, [PowerLog(disk, log).fault]):
+        root.mkdir(parents=True)  # and killed before it was synced
+        LocalStorage(root).check_root()
+        LocalStorage(root).replace("writer.json", b"{}")
+    power_cut(log, disk, tmp_path / "left")
+    assert (tmp_path / "left" / "runs" / "a" / "writer.json").read_bytes() == b"{}"

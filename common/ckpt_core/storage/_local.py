@@ -23,6 +23,7 @@ from ckpt_core.storage._posix import (
     make_directories,
     rename_exclusively,
     sync_directory,
+    sync_parents,
 )
 
 
@@ -58,6 +59,7 @@ class LocalStorage(Storage):
         """Create the root if need be and prove that a file can be written there."""
         try:
             make_directories(self._root)
+            sync_parents(self._root)
             # Without a name where possible: a kill would leave a file behind.
             with tempfile.TemporaryFile(prefix=".probe-", dir=self._root) as probe:
                 probe.write(b"probe")

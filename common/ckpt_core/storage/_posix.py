@@ -50,6 +50,17 @@ def make_directories(path: Path) -> None:
         sync_directory(directory.parent)
 
 
+def sync_parents(path: Path) -> None:
+    """Make a directory that is there durable, with all above it, as far as that can be done.
+
+    Who made it may have been killed before that; then nothing below it would survive a power cut.
+    """
+    for parent in path.resolve().parents:
+        # Where this user may not even read, the directory is not of this user's making either.
+        with suppress(OSError):
+            sync_directory(parent)
+
+
 def delete_tree(path: Path) -> None:
     """Delete a file, a link (not what it points to) or a directory; what is gone already is fine."""
     if path.is_dir() and not path.is_symlink():
