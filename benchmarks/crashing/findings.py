@@ -20,11 +20,10 @@ from benchmarks.crashing.victims import (
     values,
 )
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import DAMAGED, WRITER, step_name
+from ckpt_core.names import DAMAGED, PINS, WRITER, step_name
 from ckpt_core.storage import LocalStorage
 
 _CORRUPT = re.compile(rf"{re.escape(step_name(SWEPT))}\.corrupt-[0-9a-f]{{8}}")
-_DRAFT = re.compile(r"\.(writer|damaged|pins)\.json\.[0-9a-f]{8}\.tmp")
 AHEAD: Final = 100
 """How many steps later the job after a crash saves again."""
 
@@ -41,11 +40,13 @@ class Expected:
         acknowledged: the newest step that was reported to be committed.
         replaced: the step last reported to be committed under `last.ckpt`; None if it may be gone.
         damaged: ids of saves whose checkpoints were damaged on purpose.
+        aside: whether what is replaced may be set aside, until the next job brings it back.
     """
 
     acknowledged: int
     replaced: int | None
     damaged: frozenset[str] = frozenset()
+    aside: bool = False
 
 
 def inspect(root: Path, expected: Expected) -> int:
@@ -67,8 +68,8 @@ def survey(root: Path, expected: Expected) -> int:
     """The newest sound step; all that is committed must be whole, and what was acknowledged be there."""
     sound = _sound(root, expected.damaged)
     _require(len(sound) >= KEPT, f"only {sorted(sound)} are sound")
-    last = sound.get(LAST_NAME, -1)
-    _require(expected.replaced is None or last >= expected.replaced, f"{LAST_NAME} is of step {last}")
+    if not expected.aside:
+        _require_replaced(sound, expected)
     return max(sound.values())
 
 
@@ -83,7 +84,9 @@ def go_on(root: Path, place: Rank, expected: Expected) -> int:
         _require(step >= expected.acknowledged, told)
         exact = values(state) == values(state_of(step, place))
         _require(exact, f"step {step} holds other values")
-        torn = Catalog(LocalStorage(root)).torn()
+        catalog = Catalog(LocalStorage(root))
+        _require_replaced({info.name: info.step for info in catalog.committed()}, expected)
+        torn = catalog.torn()
         _require(torn == [], f"not collected: {torn}")
         checkpoints.save(step + AHEAD, state_of(step + AHEAD, place)).result()
     return step
@@ -108,12 +111,12 @@ def strangers(root: Path) -> None:
     for name, content in FOREIGN.items():
         path = root / name
         _require(path.is_file() and path.read_bytes() == content, f"{name} is not ours and was changed")
-    known = {Path(name).parts[0] for name in FOREIGN} | {DAMAGED, f"{WRITER}.lock"}
+    known = {Path(name).parts[0] for name in FOREIGN} | {DAMAGED}
+    known |= {f"{name}.lock" for name in (DAMAGED, PINS, WRITER)}
     known |= {info.name for info in Catalog(LocalStorage(root)).committed()}
     left = {path.name for path in root.iterdir()} - known
-    # A damaged checkpoint that stood in the way is kept for a person. A kill between the draft of a small
-    # file and its rename costs that draft.
-    left = {name for name in left if not (_CORRUPT.fullmatch(name) or _DRAFT.fullmatch(name))}
+    # A damaged checkpoint that stood in the way is kept for a person.
+    left = {name for name in left if not _CORRUPT.fullmatch(name)}
     _require(not left, f"left over: {sorted(left)}")
 
 
@@ -126,6 +129,11 @@ def _sound(root: Path, damaged: Collection[str]) -> Mapping[str, int]:
         failures = verify(storage, info.name)
         _require(failures == [], f"{info.name} is committed and damaged: {failures}")
     return {info.name: info.step for info in infos}
+
+
+def _require_replaced(steps: Mapping[str, int], expected: Expected) -> None:
+    step = steps.get(LAST_NAME, -1)
+    _require(expected.replaced is None or step >= expected.replaced, f"{LAST_NAME} is of step {step}")
 
 
 def _require(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - reads as an assertion

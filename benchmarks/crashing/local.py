@@ -18,7 +18,7 @@ import torch
 from benchmarks.crashing import forks
 from benchmarks.crashing.findings import Expected, aftermath, go_on, ids_of, inspect, survey
 from benchmarks.crashing.outcome import Outcome
-from benchmarks.crashing.traps import Call, Recorder, Trap, When
+from benchmarks.crashing.traps import NO_EXCHANGE, Call, Recorder, Trap, When
 from benchmarks.crashing.victims import (
     DEADLINE_SECONDS,
     LAST_NAME,
@@ -30,6 +30,7 @@ from benchmarks.crashing.victims import (
     train,
 )
 from ckpt_core.names import step_name
+from ckpt_core.testing import Fault
 
 WORLD_SIZES: Final = (1, 2, 4)
 _JOBS: Final = {1: 2, 2: 8, 4: 8}
@@ -58,6 +59,7 @@ class Kill:
         when: before the call, or after it.
         call: what it was in the rehearsal.
         together: whether as many ranks resume as were killed, not one alone.
+        exchanges: whether the filesystem can exchange two names in one step.
     """
 
     world_size: int
@@ -67,14 +69,21 @@ class Kill:
     when: When
     call: Call
     together: bool = False
+    exchanges: bool = True
 
     @property
     def sweep(self) -> str:
         """The row of the table."""
         if self.world_size == 1:
-            return f"local disk, 1 rank: {self.call.deed}"
+            disk = "local disk" if self.exchanges else "disk without exchange of names"
+            return f"{disk}, 1 rank: {self.call.deed}"
         victim = "all" if self.everyone else "the coordinator" if self.rank == 0 else "one worker"
         return f"local disk, {self.world_size} ranks, {victim} killed: {self.call.deed}"
+
+    @property
+    def faults(self) -> list[Fault]:
+        """What the filesystem cannot do."""
+        return [] if self.exchanges else [NO_EXCHANGE]
 
     @property
     def point(self) -> str:
@@ -129,12 +138,12 @@ class Ground:
             children.append(forks.fork(partial(self._rank, name, place, act), group=group))
         return children
 
-    def rehearse(self, world_size: int) -> list[list[Call]]:
+    def rehearse(self, world_size: int, faults: Sequence[Fault] = ()) -> list[list[Call]]:
         """Every call of every rank of a job that is let be."""
         root = copy_of(self.template(world_size), self.folder / f"rehearsal-{world_size}")
 
         def act(place: Rank, tell: forks.Tell) -> None:
-            calls = Recorder(root).record(lambda: train(root, place, lambda _said: None))
+            calls = Recorder(root, faults).record(lambda: train(root, place, lambda _said: None))
             tell([asdict(call) for call in calls])
 
         children = self.run(world_size, act)
@@ -150,14 +159,25 @@ class Ground:
         act(place, tell)
 
 
-def kills(world_size: int, rehearsed: Sequence[Sequence[Call]]) -> list[Kill]:
+def kills(ground: Ground, world_size: int) -> list[Kill]:
     """Every point there is."""
     return [
         Kill(world_size=world_size, rank=rank, everyone=everyone, number=number, when=when, call=call)
-        for rank, calls in enumerate(rehearsed)
+        for rank, calls in enumerate(ground.rehearse(world_size))
         for everyone in ((False, True) if world_size > 1 else (True,))
         for number, call in enumerate(calls)
         for when in call.moments
+    ]
+
+
+def kills_without_exchange(ground: Ground) -> list[Kill]:
+    """Every point of a replacement, where the filesystem leaves it to us to do it step by step."""
+    (calls,) = ground.rehearse(1, [NO_EXCHANGE])
+    return [
+        Kill(world_size=1, rank=0, everyone=True, number=number, when=when, call=call, exchanges=False)
+        for number, call in enumerate(calls)
+        for when in call.moments
+        if call.deed == "replace"
     ]
 
 
@@ -172,7 +192,7 @@ def case(ground: Ground, kill: Kill, index: int) -> dict[str, Any]:
             break
         # On a busy machine a rank may miss the short deadline before the victim comes to its end.
         shutil.rmtree(root)
-    expected = expectation(children, ground.damaged(kill.world_size))
+    expected = expectation(kill, children, ground.damaged(kill.world_size))
     resumed, broken = look(ground, kill.world_size if kill.together else 1, root, expected)
     shutil.rmtree(root, ignore_errors=True)
     return {
@@ -193,7 +213,8 @@ def _killed(ground: Ground, kill: Kill, root: Path) -> tuple[list[forks.Child], 
     def act(place: Rank, tell: forks.Tell) -> None:
         job = partial(train, root, place, tell, deadline_seconds=deadline)
         if place.number == kill.rank:
-            Trap(kill.number, kill.when, everyone=kill.everyone).spring(root, job)
+            trap = Trap(kill.number, kill.when, everyone=kill.everyone, witness=kill.faults)
+            trap.spring(root, job)
         else:
             job()
 
@@ -201,7 +222,7 @@ def _killed(ground: Ground, kill: Kill, root: Path) -> tuple[list[forks.Child], 
     return children, forks.gather(children, _LIMIT_SECONDS)
 
 
-def expectation(children: Sequence[forks.Child], damaged: Sequence[str]) -> Expected:
+def expectation(kill: Kill, children: Sequence[forks.Child], damaged: Sequence[str]) -> Expected:
     """What the ranks were told to be committed."""
     told = [message for child in children for message in child.told if isinstance(message, dict)]
     committed = [message for message in told if "committed" in message]
@@ -210,6 +231,7 @@ def expectation(children: Sequence[forks.Child], damaged: Sequence[str]) -> Expe
         acknowledged=max([SOUND, *(message["committed"] for message in committed)]),
         replaced=max([SOUND, *replaced]),
         damaged=frozenset(damaged),
+        aside=not kill.exchanges,
     )
 
 
@@ -281,7 +303,9 @@ def run(
         ground = Ground(folder, server)
         for world_size in sizes:
             warm_up(ground, world_size)
-            points = kills(world_size, ground.rehearse(world_size))
+            points = kills(ground, world_size)
+            if world_size == 1:
+                points += kills_without_exchange(ground)
             # In any order, so that survivors of some wait while others work.
             points = chance.sample(points, len(points) if count is None else min(count, len(points)))
             tasks = (partial(case, ground, kill, index) for index, kill in enumerate(_some_together(points)))

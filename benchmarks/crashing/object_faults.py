@@ -257,7 +257,7 @@ def _timed(act: Callable[[CheckpointManager], None], checkpoints: CheckpointMana
     try:
         act(checkpoints)
     except (CheckpointError, OSError) as error:
-        uncertain = isinstance(error, SaveError) and error.may_be_committed
+        uncertain = isinstance(error, SaveError) and error.in_doubt
         failed = f"{type(error).__name__}: {error}{' [may be committed]' if uncertain else ''}"
     return {"failed": failed, "seconds": time.monotonic() - started}
 

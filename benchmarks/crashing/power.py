@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from benchmarks.crashing import forks
 from benchmarks.crashing.findings import Expected, inspect
-from benchmarks.crashing.local import Ground, Kill, expectation, kills, warm_up
+from benchmarks.crashing.local import Ground, Kill, expectation, kills, kills_without_exchange, warm_up
 from benchmarks.crashing.outcome import Outcome
 from benchmarks.crashing.traps import Trap
 from benchmarks.crashing.victims import Rank, copy_of, train
@@ -50,12 +50,12 @@ def case(ground: Ground, cut: Cut) -> list[dict[str, Any]]:
 
     def act(rank: Rank, tell: forks.Tell) -> None:
         nth = kill.number if rank.number == kill.rank else None
-        trap = Trap(nth, kill.when, everyone=True, witness=[PowerLog(root, log).fault])
+        trap = Trap(nth, kill.when, everyone=True, witness=[PowerLog(root, log).fault, *kill.faults])
         trap.spring(root, partial(train, root, rank, tell))
 
     children = ground.start(kill.world_size, act)
     late = forks.gather(children, _LIMIT_SECONDS)
-    expected = expectation(children, ground.damaged(kill.world_size))
+    expected = expectation(kill, children, ground.damaged(kill.world_size))
     problem = "" if not late and all(child.killed for child in children) else _survived(children)
     found = []
     for number, fate in enumerate(_FATES):
@@ -64,7 +64,7 @@ def case(ground: Ground, cut: Cut) -> list[dict[str, Any]]:
         resumed, broken = _look(left, expected)
         found.append(
             {
-                "sweep": f"power cut, {_ranks(kill.world_size)}: {kill.call.deed}",
+                "sweep": f"power cut, {_disk(kill)}: {kill.call.deed}",
                 "point": f"{kill.point}; {fate} {cut.seed + number}",
                 # One cut, of which several things may be left.
                 "kills": len(children) if number == 0 else 0,
@@ -87,7 +87,9 @@ def run(
         ground = Ground(folder, server)
         for world_size in sizes:
             warm_up(ground, world_size)
-            points = [kill for kill in kills(world_size, ground.rehearse(world_size)) if kill.everyone]
+            points = [kill for kill in kills(ground, world_size) if kill.everyone]
+            if world_size == 1:
+                points += kills_without_exchange(ground)
             points = chance.sample(points, len(points) if count is None else min(count, len(points)))
             cuts = (
                 Cut(kill=kill, index=index, seed=chance.randrange(1 << 30))
@@ -111,5 +113,6 @@ def _survived(children: Sequence[forks.Child]) -> str:
     return f"not all ranks were killed: {[(child.status, child.told) for child in children]}"
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+def _disk(kill: Kill) -> str:
+    ranks = "1 rank" if kill.world_size == 1 else f"{kill.world_size} ranks"
+    return ranks if kill.exchanges else f"{ranks}, disk without exchange of names"

@@ -77,7 +77,7 @@ def loader() -> Any:
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     sampler = StatefulDistributedSampler(
-        Numbers(), num_replicas=2, rank=int(os.environ["RANK"]), shuffle=True, seed=3
+        Numbers(), num_replicas=2, rank=int(os.environ.get("LOCAL_RANK", "0")), shuffle=True, seed=3
     )
     return StatefulDataLoader(Numbers(), batch_size=BATCH, sampler=sampler)
 

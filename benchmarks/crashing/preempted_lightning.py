@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +94,15 @@ def fit(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
         "losses": model.losses,
         "weights": digest(model.net.state_dict()),
     }
+
+
+def main() -> None:
+    """One rank of a job that Lightning's own launcher starts."""
+    told = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    line = Line(int(os.environ.get("LOCAL_RANK", "0")))
+    line.end(fit(Job(**told["job"]), Path(told["root"]), line, resume=told["resume"]))
+
+
+if __name__ == "__main__":
+    main()

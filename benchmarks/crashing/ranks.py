@@ -113,7 +113,7 @@ def _tried(cell: Cell, folder: Path, number: int) -> dict[str, Any]:
     acknowledged = max((each["committed"] for each in told if "committed" in each), default=FIRST)
     broken += _complaints(cell, children)
     try:
-        resumed = forks.answer(lambda: _inspect(root, acknowledged))
+        resumed = forks.answer(lambda: inspect(root, acknowledged))
     except RuntimeError as error:
         resumed = None
         broken.append(str(error).strip().rpartition("\n")[2])
@@ -279,7 +279,7 @@ def _unclear(cell: Cell, rank: int, text: str) -> str:
     return "" if re.search(phase, text) else f"rank {rank} is not told where, {phase}: {text}"
 
 
-def _inspect(root: Path, acknowledged: int) -> int:
+def inspect(root: Path, acknowledged: int) -> int:
     """What a fresh job finds: the newest is whole and exact, what is torn is collected, and saves go on."""
     storage = LocalStorage(root)
     infos = Catalog(storage).committed()
@@ -299,12 +299,12 @@ def _inspect(root: Path, acknowledged: int) -> int:
 
 
 def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> int:
-    """Try the cases whose names hold one of the arguments, all without arguments; print what each came to."""
+    """Try the cases whose names begin with one of the arguments, or all; print what each came to."""
     import tempfile
 
     def wanted(cell: Cell) -> bool:
         name = f"{cell.place}/{cell.kind}/{cell.victim}/{cell.world_size}"
-        return not arguments or any(each in name for each in arguments)
+        return not arguments or any(name.startswith(each) for each in arguments)
 
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         outcomes = list(run_cells([cell for cell in cells() if wanted(cell)], Path(folder)))

@@ -8,9 +8,8 @@ import selectors
 import signal
 import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, final
@@ -47,20 +46,13 @@ class Line:
         self.rank = rank
         wanted = json.loads(os.environ[POINTS])
         self._wanted: set[str] = {point for of, point in wanted if of == rank}
-        self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(os.environ[SOCKET])
-        self._stream = self._socket.makefile("rw")
-        self._say({"pid": os.getpid()})
+        self._say({})
 
     def point(self, name: str) -> None:
-        """This rank is at a point, the first time."""
-        if name not in self._wanted:
-            return
-        with self._lock:
+        """This rank is at a point, the first time; from any thread."""
+        if name in self._wanted:
             self._wanted.discard(name)
-            self._say({"point": name})
-            self._stream.readline()
+            self._say({"point": name}, wait=True)
 
     def end(self, result: dict[str, Any]) -> None:
         """This rank has returned from its training."""
@@ -75,9 +67,15 @@ class Line:
 
         return FaultyStorage(LocalStorage(root), [Fault(method="create", key="*.distcp", before=at_write)])
 
-    def _say(self, message: dict[str, Any]) -> None:
-        self._stream.write(json.dumps({"rank": self.rank, **message}) + "\n")
-        self._stream.flush()
+    def _say(self, message: dict[str, Any], *, wait: bool = False) -> None:
+        # A connection for each message: one thread may wait at a point while another comes to the next.
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(os.environ[SOCKET])
+            connection.sendall(
+                json.dumps({"rank": self.rank, "pid": os.getpid(), **message}).encode() + b"\n"
+            )
+            if wait:
+                connection.recv(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +95,12 @@ class Director:
     Attributes:
         shots: what is sent, in this order.
         seconds: after which ranks that have not ended are killed.
+        results: how many ranks must have told a result, where not all of them are children.
     """
 
     shots: Sequence[Shot]
     seconds: float = 60.0
+    results: int = 0
     _pids: dict[int, int] = field(default_factory=dict)
     _held: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -129,9 +129,8 @@ class Director:
     ) -> dict[int, int | None]:
         codes: dict[int, int | None] = {}
         deadline = time.monotonic() + self.seconds
-        while len(codes) < len(children) and time.monotonic() < deadline:
-            for key, _ in selector.select(0.02):
-                self._hear(key, listener, selector)
+        while self._waits(children, codes) and time.monotonic() < deadline:
+            self._listen(0.02, listener, selector)
             for pid, rank in children.items():
                 if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                     codes[rank] = os.waitstatus_to_exitcode(ended[1])
@@ -140,9 +139,18 @@ class Director:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 codes[rank] = None
-        for key, _ in selector.select(0):
-            self._hear(key, listener, selector)
+        while self._listen(0, listener, selector):
+            pass
         return codes
+
+    def _listen(self, seconds: float, listener: socket.socket, selector: selectors.BaseSelector) -> int:
+        said = selector.select(seconds)
+        for key, _ in said:
+            self._hear(key, listener, selector)
+        return len(said)
+
+    def _waits(self, children: Sized, codes: Sized) -> bool:
+        return len(codes) < len(children) or len(self._results) < self.results
 
     def _hear(
         self, key: selectors.SelectorKey, listener: socket.socket, selector: selectors.BaseSelector
@@ -163,12 +171,11 @@ class Director:
 
     def _take(self, message: dict[str, Any], connection: socket.socket) -> None:
         rank = message["rank"]
-        if "pid" in message:
-            self._pids[rank] = message["pid"]
-        elif "point" in message:
+        self._pids[rank] = message["pid"]
+        if "point" in message:
             self._held[rank, message["point"]] = connection
             self._fire()
-        else:
+        elif "result" in message:
             self._results[rank] = message["result"]
 
     def _fire(self) -> None:
@@ -179,4 +186,4 @@ class Director:
                 os.kill(self._pids[target], signal.Signals[shot.name])
         awaited = {(shot.rank, shot.point) for shot in self._left}
         for place in set(self._held) - awaited:
-            self._held.pop(place).sendall(b"go\n")
+            self._held.pop(place).sendall(b"!")

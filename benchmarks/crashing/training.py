@@ -1,16 +1,15 @@
 """Kills at random moments of real trainings: what was acknowledged is resumed from, exactly, to the end.
 
 A training of either adapter saves every few steps in the background. At a random moment its process, both
-of its ranks or one of them get SIGKILL; it is started again, and again, until it is complete. Every step that
-any of these lives made, and what each began with, must be what one uninterrupted training had there, bit for
-bit.
+of its ranks or one of them get SIGKILL; a rank that is left alone ends by itself, or is killed a little
+later, as launchers do. The job is started again, and again, until it is complete. Every step that any of
+these lives made, and what each began with, must be what one uninterrupted training had there, bit for bit.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ class Sweep:
 
     Attributes:
         adapter: which one.
-        victims: who gets SIGKILL.
+        victims: who gets SIGKILL first.
         share: how many of a thousand kills are of this kind.
     """
 
@@ -45,10 +44,6 @@ class Sweep:
     def world(self) -> int:
         """Processes of the job."""
         return 1 if self.victims == "the process" else 2
-
-    def choose(self, chance: random.Random) -> list[int]:
-        """The ranks of the next victims."""
-        return [chance.randrange(2)] if self.victims == "one of two ranks" else list(range(self.world))
 
     def kills_of(self, total: int) -> int:
         """How many of so many kills are of this kind; at least one."""

@@ -8,7 +8,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.crashing.outcome import Outcome
 from benchmarks.crashing.training import Sweep
-from benchmarks.crashing.training_lives import Ended, live
+from benchmarks.crashing.training_lives import PATIENCE_SECONDS, Death, Ended, live
 from benchmarks.crashing.training_loops import EVERY, KEPT, Life
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
@@ -25,6 +25,8 @@ from ckpt_core.storage import LocalStorage
 STEPS = 30 * EVERY
 _HORIZON = 0.5
 """Kills fall into this part of the time that an uninterrupted training takes, counted from each start."""
+_LEFT_ALONE = 0.2
+"""The part of the ranks whose peer was killed that are not killed soon after."""
 _FOREIGN = {"notes.txt": b"somebody's", "best/weights.bin": b"somebody's, too"}
 
 
@@ -87,7 +89,7 @@ class Campaign:
             RuntimeError: something was wrong although nobody was killed.
         """
         began = time.monotonic()
-        ended = self._live(None, ())
+        ended = self._live(None)
         seconds = time.monotonic() - began
         if problems := ended.problems + self._left(pruned=True):
             raise RuntimeError(f"{self._sweep}, without a kill: {'; '.join(problems)}")
@@ -97,14 +99,22 @@ class Campaign:
         """Train to the end, which takes as many lives as it takes, but be killed no more often than that."""
         ended: Ended | None = None
         while ended is None or ended.kills:
-            moment = chance.uniform(0.0, _HORIZON * reference.seconds) if kills else None
-            ended = self._live(moment, self._sweep.choose(chance))
+            death = self._death(chance, _HORIZON * reference.seconds) if kills else None
+            ended = self._live(death)
             yield from self._judged(ended, reference)
             if ended.kills:
                 kills -= 1
-                self._pending.append(self._kill(ended, moment))
+                self._pending.append(self._kill(ended, death))
 
-    def _live(self, moment: float | None, victims: Collection[int]) -> Ended:
+    def _death(self, chance: random.Random, horizon_seconds: float) -> Death:
+        moment = chance.uniform(0.0, horizon_seconds)
+        if self._sweep.victims != "one of two ranks":
+            return Death(moment_seconds=moment, victims=range(self._sweep.world))
+        # Launchers end the others soon; a few have to end by themselves, which takes some deadlines.
+        patience = PATIENCE_SECONDS if chance.random() < _LEFT_ALONE else chance.uniform(0.0, 3.0)
+        return Death(moment_seconds=moment, victims=[chance.randrange(2)], patience_seconds=patience)
+
+    def _live(self, death: Death | None) -> Ended:
         self._lives += 1
         life = Life(
             root=self._root,
@@ -113,12 +123,12 @@ class Campaign:
             world=self._sweep.world,
             diary=self._root.parent / f"life-{self._lives}",
         )
-        return live(self._sweep, life, moment=moment, victims=victims)
+        return live(self._sweep, life, death)
 
-    def _kill(self, ended: Ended, moment: float | None) -> Outcome:
+    def _kill(self, ended: Ended, death: Death | None) -> Outcome:
         steps = ended.facts("step")
         where = f"at step {max(steps)}" if steps else "before its first step"
-        when = "by itself" if moment is None else f"{moment * 1000:.0f} ms after its start"
+        when = "by itself" if death is None else f"{death.moment_seconds * 1000:.0f} ms after its start"
         return Outcome(
             sweep=str(self._sweep),
             point=f"life {self._lives}, {when}, {where}",

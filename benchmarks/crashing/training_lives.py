@@ -22,8 +22,24 @@ from benchmarks.crashing.training import Sweep
 from benchmarks.crashing.training_loops import Life, Witness, with_accelerate, with_lightning
 
 _LOOPS = {"Lightning": with_lightning, "Accelerate": with_accelerate}
-_PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0
 """A process that has not ended by then hangs: every wait of ours has a shorter deadline."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Death:
+    """How a life is to end, unless it has ended before.
+
+    Attributes:
+        moment_seconds: after the start, when the victims are killed.
+        victims: their ranks.
+        patience_seconds: after that, when whoever is left is killed, too.
+    """
+
+    moment_seconds: float
+    victims: Collection[int]
+    patience_seconds: float = PATIENCE_SECONDS
 
 
 @final
@@ -68,26 +84,28 @@ def _rendezvous() -> Generator[int]:
         os.waitpid(child, 0)
 
 
-def live(sweep: Sweep, life: Life, *, moment: float | None = None, victims: Collection[int] = ()) -> Ended:
-    """Start a job, let its victims die at the moment unless they have ended, and wait for the others.
+def live(sweep: Sweep, life: Life, death: Death | None = None) -> Ended:
+    """Start a job, let it die if it is to, and wait until all of it has ended.
 
     Args:
         sweep: what trains, on how many ranks.
         life: what rank 0 is told; its diary is the stem of the ranks' own.
-        moment: seconds after the start; None to let it be.
-        victims: the ranks to be killed.
+        death: None to let it live.
     """
     with _rendezvous() if sweep.world > 1 else nullcontext(0) as port:
         ranks = [_Rank.born(sweep, life, number, port) for number in range(sweep.world)]
-        if moment is not None:
-            _wait(ranks, moment)
-            for number in victims:
+        patience = PATIENCE_SECONDS
+        if death is not None:
+            _wait(ranks, death.moment_seconds)
+            for number in death.victims:
                 ranks[number].kill()
-        hanging = [f"rank {rank.number} hangs" for rank in _wait(ranks, _PATIENCE_SECONDS)]
+            patience = death.patience_seconds
+        left = _wait(ranks, patience)
         for rank in ranks:
             rank.kill()
         told = [line for rank in ranks for line in rank.told()]
         signals = [by for rank in ranks if (by := rank.reap()) is not None]
+    hanging = [f"rank {rank.number} hangs" for rank in left if patience == PATIENCE_SECONDS]
     return Ended(kills=len(signals), told=told, problems=hanging + _wrong(signals, told, sweep.world))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -12,6 +13,9 @@ from typing import Final, Literal, final
 from ckpt_core.testing import CHANGING, Fault, Operation, SystemCalls
 
 When = Literal["before", "after"]
+
+NO_EXCHANGE: Final = Fault(method="exchange", error=OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
+"""A filesystem that cannot exchange two names in one step, as many over a network cannot."""
 
 
 @final
@@ -40,12 +44,14 @@ class Call:
 # What the key of a call says about the deed it belongs to; the first that fits.
 _DEEDS: Final = {
     ".trash-4567cdef": "collect orphans",
+    ".89ab0123.tmp": "collect orphans",
     ".trash-": "prune",
     ".corrupt-": "move a damaged checkpoint aside",
     "last.ckpt": "replace",
     "step-000000003": "save",
     "damaged.json": "mark",
     "writer.json": "take and give back the root",
+    "pins.json": "collect orphans",
     "step-00000000": "collect orphans",
 }
 
@@ -59,9 +65,9 @@ def _deed(key: str, before: str) -> str:
 class Recorder:
     """Notes every call of a rehearsal."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, faults: Sequence[Fault] = ()) -> None:
         self._succeeded: set[int] = set()
-        self._calls = SystemCalls(root, [Fault(after=lambda done: self._succeeded.add(done.number))])
+        self._calls = SystemCalls(root, [*faults, Fault(after=lambda done: self._succeeded.add(done.number))])
 
     def record(self, act: Callable[[], None]) -> list[Call]:
         """What `act` does to the disk."""
@@ -84,7 +90,7 @@ class Trap:
         nth: counted from 0 in this process; None for a process that only dies with the others.
         when: before the call, or after it.
         everyone: kill the whole process group, not only this process.
-        witness: told of every call that was done before, so that it can say what a power cut leaves.
+        witness: other faults: a disk that cannot do everything, a log of what was done.
     """
 
     def __init__(self, nth: int | None, when: When, *, everyone: bool, witness: Sequence[Fault] = ()) -> None:
@@ -96,7 +102,8 @@ class Trap:
 
     def spring(self, root: Path, act: Callable[[], None]) -> None:
         """Do something and be killed in the middle of it."""
-        faults = [*self._witness, Fault(before=self._before, after=self._after)]
+        # It must see a call before a fault refuses it, and be done with a call after it was witnessed.
+        faults = [Fault(before=self._before), *self._witness, Fault(after=self._after)]
         with SystemCalls(root, faults):
             act()
 

@@ -41,6 +41,9 @@ TORN: Final = {
     f"{step_name(9)}.incomplete-0123abcd/{data_name(0, 0)}": b"half",
     f"{step_name(9)}.incomplete-0123abcd/part/.metadata": b"half",
     f"{step_name(8)}.trash-4567cdef/{data_name(0, 0)}": b"half deleted",
+    ".writer.json.89ab0123.tmp": b"half a claim",
+    ".damaged.json.89ab0123.tmp": b"half a mark",
+    ".pins.json.89ab0123.tmp": b"half a pin",
 }
 """What the next job clears away."""
 

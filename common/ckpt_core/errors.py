@@ -114,14 +114,15 @@ class SaveError(CheckpointError):
         phase: `plan`, `stage`, `open`, `write` or `commit`; of ranks that did not come in time, what they
             were waited for to do.
         failures: rank -> what happened there, as text.
-        may_be_committed: whether storage, an object store, did not tell what became of the commit: the
-            checkpoint may be there, and is whole if it is.
+        in_doubt: whether the checkpoint may be there all the same, now or after a power cut: its name could
+            not be made durable, or an object store did not tell what became of the marker. It is whole if it
+            is there.
     """
 
     step: int = -1
     phase: str = ""
     failures: Mapping[int, str] = {}
-    may_be_committed: bool = False
+    in_doubt: bool = False
 
 
 class NoRoomError(SaveError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -162,7 +161,7 @@ class CheckpointManager:
             self._saver.settle()  # back-pressure must not leave out the last save
         handle = self._saver.save(request, lambda: as_captured(state))
         if handle is not None:
-            self._cadence.saved(step, handle.created)
+            self._cadence.saved(step)
         return handle
 
     def prewarm(self, state: State | CapturedState) -> int:
@@ -203,7 +202,7 @@ class CheckpointManager:
             return None
         if loaded.info.damaged is not None:
             self._saver.note_sound(loaded.info.name)
-        self._cadence.saved(loaded.info.step, self._coordinator.agree(time.time()))
+        self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
     # Everything that narrows a load is a keyword of its own, as users would guess it.
@@ -251,8 +250,7 @@ class CheckpointManager:
             if loaded is None:
                 raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
             return loaded.saved
-        directory = self._loader.directory(step=step, name=name)
-        return self._loader.load(replace(request, directory=directory), source)
+        return self._loader.load(self._loader.locate(request, step=step, name=name), source)
 
     def wait(self) -> None:
         """Wait for the saves in flight.

@@ -208,7 +208,7 @@ def test_a_marker_that_hangs_fails_the_save_truthfully_and_may_come_true_later(b
         bucket.fault("hang", "step-000000001/COMMITTED", method="PUT")
         with pytest.raises(SaveError, match="step 1 may or may not be committed") as caught:
             checkpoints.save(1, state_of(1)).result()
-        assert caught.value.may_be_committed
+        assert caught.value.in_doubt
         bucket.control.clear()
         bucket.control.release()
         with pytest.raises(SaveError):

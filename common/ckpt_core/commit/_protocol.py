@@ -137,8 +137,9 @@ def commit(
 
     Raises:
         CheckpointExistsError: `name` has been taken since `begin`; nothing there was touched.
-        SaveError: a file is missing or has another size than promised, or the manifest is not sound. With
-            `may_be_committed`, storage did not tell what became of the marker.
+        SaveError: a file is missing or has another size than promised, or the manifest is not sound; or, with
+            `in_doubt`, all is in place and its name could not be made durable, or storage, an object store,
+            did not tell what became of the marker.
         ConfigError: the manifest holds what JSON cannot.
         RootBusyError: from `check`; if the checkpoint was complete by then, it stays.
     """
@@ -171,7 +172,7 @@ def _commit_in_place(
             "see `ckpt ls` when storage is well again",
             step=manifest.step,
             phase="commit",
-            may_be_committed=True,
+            in_doubt=True,
         ) from error
     try:
         check()
@@ -199,9 +200,26 @@ def _move_into_place(storage: Storage, working: str, name: str, manifest: Manife
         storage.exchange(working, name)
     else:
         storage.rename(working, name)
-    storage.sync_directory("")
+    _make_name_durable(storage, name, manifest)
     if replaced:
         abandon(storage, working)
+
+
+def _make_name_durable(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Fsync the root. A failure is not tried again: the kernel may report the loss of a page only once."""
+    try:
+        storage.sync_directory("")
+    except OSError as error:
+        text = f"{type(error).__name__}: {error}"
+        raise SaveError(
+            f"step {manifest.step} is complete in {storage.url}/{name}, but its name could not be made "
+            f"durable (phase commit): rank 0: {text}. It counts as long as it is there; a power cut may take "
+            "it back. Nothing older was removed; see to the storage, then save another step",
+            step=manifest.step,
+            phase="commit",
+            failures={0: text},
+            in_doubt=True,
+        ) from error
 
 
 def abandon(storage: Storage, working: str) -> None:

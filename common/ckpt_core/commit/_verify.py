@@ -53,11 +53,24 @@ def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None)
     entries = _selected(manifest, paths)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-verify") as pool:
         problems = pool.map(lambda entry: _problem(storage, name, manifest, entry), entries)
-        return [
+        failures = [
             FileFailure(path=entry.path, problem=problem)
             for entry, problem in zip(entries, problems, strict=True)
             if problem is not None
         ]
+    if failures and not _is_there(storage, name, manifest):
+        return [FileFailure(path=MARKER, problem="missing: it was pruned or replaced while it was verified")]
+    return failures
+
+
+def _is_there(storage: Storage, name: str, manifest: Manifest) -> bool:
+    """Whether the name still leads to what was committed with that manifest."""
+    try:
+        return Catalog(storage).marker(name).save_id == manifest.save_id
+    except CheckpointNotFoundError:
+        return False
+    except (CorruptCheckpointError, IncompatibleCheckpointError):
+        return True
 
 
 def share(files: Sequence[FileEntry], rank: int, world_size: int) -> list[str]:

@@ -30,7 +30,11 @@ class CadenceKeeper:
     """
 
     def __init__(
-        self, policy: SavePolicy | None, coordinator: Coordinator, clock: Callable[[], float] = time.time
+        self,
+        policy: SavePolicy | None,
+        coordinator: Coordinator,
+        # Not the time of day, which may be put forward or back in the middle of a run.
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy = policy
         self._coordinator = coordinator
@@ -39,6 +43,7 @@ class CadenceKeeper:
         self._previous_step: int | None = None
         self._last_save_step: int | None = None
         self._last_save_time: float | None = None
+        self._timed = True
         self._announcements = Announcements(policy.preemptions if policy is not None else ())
         self._known = 0
         self._now = self._announced_at = -math.inf
@@ -72,10 +77,12 @@ class CadenceKeeper:
         self._previous_step = step
         return decide(self._policy, context)
 
-    def saved(self, step: int, created: float) -> None:
-        """Note that a step was saved, or resumed from; `created` must be the same on all ranks."""
-        self._last_save_step, self._last_save_time = step, created
-        self._previous_step = step
+    def saved(self, step: int) -> None:
+        """Note that a step was saved, or resumed from."""
+        # If nobody asked at this step what is due, the next look tells the time for all ranks.
+        self._timed = step == self._previous_step
+        self._last_save_time = self._now if self._timed else None
+        self._last_save_step = self._previous_step = step
         self.pending = False  # this was the save that it asked for
 
     def close(self) -> None:
@@ -88,6 +95,8 @@ class CadenceKeeper:
             [self._announced(), own_time], what="deciding whether to save"
         )
         self._now = microseconds / _MICROSECONDS
+        if not self._timed:
+            self._last_save_time, self._timed = self._now, True
         if not announced or self.preempted:
             return
         self._known, self._announced_at = self._announcements.count, self._now

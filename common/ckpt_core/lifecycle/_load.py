@@ -45,7 +45,7 @@ from ckpt_core.staging import free_memory
 from ckpt_core.state import CarefulSource, StateSource
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
-from ckpt_core.types import SavedState, StateDict
+from ckpt_core.types import CheckpointInfo, SavedState, StateDict
 
 _logger = logging.getLogger(__name__)
 _KEEP_BYTES: Final = 256 << 20
@@ -62,6 +62,7 @@ class LoadRequest:
         allow_pickle: whether pickles may be executed.
         verification: what is verified before anything live changes.
         read_once: whether ranks read for one another.
+        committed: what was found there; None if it may be a directory that stock DCP wrote.
     """
 
     directory: str
@@ -69,6 +70,7 @@ class LoadRequest:
     allow_pickle: bool = False
     verification: Verify = "read"
     read_once: bool = True
+    committed: CheckpointInfo | None = None
 
     @classmethod
     def of(cls, options: CheckpointOptions, selection: Selection) -> Self:
@@ -184,6 +186,7 @@ class _Load:
             self._coordinator,
             selection=request.selection,
             allow_pickle=request.allow_pickle,
+            committed=request.committed is not None,
         )
         parts, misfits = self._targets(opened)
         if request.selection.strict:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Final, final
 
 from ckpt_core.commit import Catalog, Survey
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
@@ -23,6 +25,9 @@ from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, SavedState
 
 _logger = logging.getLogger(__name__)
+
+_MOST_PRUNED: Final = 8
+"""So often what was chosen may be pruned before it is read."""
 
 
 @final
@@ -52,7 +57,8 @@ class Loader:
     ) -> Loaded | None:
         """Load the newest committed checkpoint that verifies; one that does not is reported and passed over.
 
-        A checkpoint that was marked as damaged before is tried as any other: a mark may be wrong.
+        A checkpoint that was marked as damaged before is tried as any other: a mark may be wrong. If the
+        job that owns the root prunes one while it is being read, there is a newer one: that is looked for.
 
         Args:
             request: how to load; its directory does not count.
@@ -66,7 +72,21 @@ class Loader:
             CorruptCheckpointError: checkpoints are there, and every one is damaged; nothing was touched.
             IncompatibleCheckpointError: the newest is of another state, or what may be the newest was written
                 by a newer version; nothing was touched.
+            CheckpointNotFoundError: time and again what was chosen was pruned; nothing was touched.
         """
+        for _ in range(_MOST_PRUNED):
+            try:
+                return self._newest(request, source, note_damaged)
+            except CheckpointNotFoundError as error:
+                _logger.warning("%s; looking for a newer one", error)
+        return self._newest(request, source, note_damaged)
+
+    def _newest(
+        self,
+        request: LoadRequest,
+        source: StateSource,
+        note_damaged: Callable[[Mapping[str, str]], None] | None,
+    ) -> Loaded | None:
         survey: Survey = self._coordinator.once(self._survey, what="looking for checkpoints")
         damaged: dict[str, str] = {}
         for name, error in survey.unreadable.items():
@@ -75,7 +95,7 @@ class Loader:
         for info in reversed(survey.committed):
             _refuse_newer(survey, self._storage.url, than=info.step)
             try:
-                saved = self.load(replace(request, directory=info.name), source)
+                saved = self.load(replace(request, directory=info.name, committed=info), source)
             except CorruptCheckpointError as error:
                 damaged[info.name] = _shorten(error.failures) or str(error)
                 self._report(info.name, info.step, damaged[info.name])
@@ -94,27 +114,52 @@ class Loader:
             )
         return None
 
-    def directory(self, *, step: int | None, name: str | None) -> str:
-        """The directory of the checkpoint asked for.
+    def locate(self, request: LoadRequest, *, step: int | None, name: str | None) -> LoadRequest:
+        """The request, for the directory of the checkpoint asked for.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
-        return self._coordinator.once(lambda: self._existing(step, name), what="looking for a checkpoint")
+        found = self._coordinator.once(lambda: self._existing(step, name), what="looking for a checkpoint")
+        if isinstance(found, CheckpointInfo):
+            return replace(request, directory=found.name, committed=found)
+        return replace(request, directory=found)
 
     def load(self, request: LoadRequest, source: StateSource) -> SavedState:
         """Load one checkpoint directory; see `load`.
 
         Raises:
             CorruptCheckpointError: it does not verify; nothing was touched.
+            CheckpointNotFoundError: it was pruned while it was being read; nothing was touched.
         """
-        return load(
-            request,
-            source,
-            storage=self._storage,
-            coordinator=self._coordinator,
-            telemetry=self._telemetry,
-        )
+        try:
+            return load(
+                request,
+                source,
+                storage=self._storage,
+                coordinator=self._coordinator,
+                telemetry=self._telemetry,
+            )
+        except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+            if request.committed is None or self._is_there(request.committed):
+                raise
+            raise CheckpointNotFoundError(
+                f"{self._storage.url}/{request.directory} was pruned or replaced while it was being read; "
+                "nothing was loaded. Load another, or pin what is to stay"
+            ) from error
+
+    def _is_there(self, info: CheckpointInfo) -> bool:
+        """Whether the name still leads to that checkpoint."""
+
+        def look() -> bool:
+            try:
+                return Catalog(self._storage).marker(info.name).created == info.created
+            except CheckpointNotFoundError:
+                return False
+            except CheckpointError:
+                return True  # then it is damaged, as was found
+
+        return self._coordinator.once(look, what="looking for a checkpoint")
 
     def _survey(self) -> Survey:
         survey = Catalog(self._storage).survey()
@@ -124,7 +169,7 @@ class Loader:
                 raise error
         return survey
 
-    def _existing(self, step: int | None, name: str | None) -> str:
+    def _existing(self, step: int | None, name: str | None) -> CheckpointInfo | str:
         if (
             name is not None
             and not (is_incomplete(name) or is_trash(name))
@@ -132,7 +177,7 @@ class Loader:
             and is_stock(self._storage, name)
         ):
             return name
-        return Catalog(self._storage).find(step=step, name=name).name
+        return Catalog(self._storage).find(step=step, name=name)
 
     def _report(self, name: str, step: int | None, problem: str) -> None:
         self._telemetry.point("load.rejected", name=name, step=step, failures=problem)

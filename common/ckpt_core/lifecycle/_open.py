@@ -107,8 +107,9 @@ def open_checkpoint(
     *,
     selection: Selection,
     allow_pickle: bool,
+    committed: bool = False,
 ) -> Opened:
-    """Open a checkpoint of ours, or a directory that stock DCP wrote.
+    """Open a checkpoint of ours, or, unless it is known to be `committed`, what stock DCP wrote.
 
     Raises:
         CheckpointNotFoundError: there is neither.
@@ -116,7 +117,7 @@ def open_checkpoint(
         CorruptCheckpointError: a file is damaged.
         UnsafeCheckpointError: it needs pickle and that was not allowed.
     """
-    ours = storage.exists(f"{directory}/{MARKER}")
+    ours = committed or storage.exists(f"{directory}/{MARKER}")
     manifest = Catalog(storage).manifest(directory) if ours else None
     files = Files(storage, directory, manifest)
     parts = _committed_parts(files.paths) if ours else _parts(storage, directory)

@@ -11,7 +11,7 @@ from typing import final
 
 from ckpt_core.commit import Catalog, Lease, collect_orphans, is_name, quarantine, require_free
 from ckpt_core.coordination import Coordinator
-from ckpt_core.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from ckpt_core.errors import CheckpointError, ConfigError, CorruptCheckpointError, RootBusyError
 from ckpt_core.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Ownership:
         self._storage = storage
         self._coordinator = coordinator
         self._lease: Lease | None = None
-        self._taken = False
+        self._taken = self._given_back = False
         self._damaged: set[str] = set()
         self._occupied: set[str] = set()
         self._prefix = ""
@@ -43,7 +43,7 @@ class Ownership:
         """
         if not self._taken:
             self._prefix = self._coordinator.once(self._acquire, what="taking the root")
-            self._taken = True
+            self._taken, self._given_back = True, False
 
     def id_at(self, moment: int) -> str:
         """The id of the save agreed on at a moment, in microseconds: the same on every rank.
@@ -56,8 +56,13 @@ class Ownership:
         """Refuse to go on after another job has taken the root.
 
         Raises:
-            RootBusyError: it has.
+            RootBusyError: it has, or this job has given it back: what hung then may wake up now.
         """
+        if self._given_back:
+            raise RootBusyError(
+                f"{self._storage.url} was given back by this job before its last save had ended; "
+                "that save is not committed"
+            )
         if self._lease is not None:
             self._lease.check()
 
@@ -123,6 +128,7 @@ class Ownership:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+            self._given_back = True
         self._taken = False
 
     def _mark(self, lease: Lease, name: str, problem: str) -> None:

@@ -322,6 +322,7 @@ def save_error(url: str, step: int, phase: str, error: CoordinationError) -> Sav
         step=step,
         phase=phase,
         failures=error.failures,
+        in_doubt=in_doubt,
     )
 
 

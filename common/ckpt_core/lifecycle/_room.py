@@ -17,7 +17,7 @@ from typing import Final, final
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import Catalog, remove, share, verify
-from ckpt_core.errors import CorruptCheckpointError, NoRoomError
+from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, NoRoomError
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._prepare import PreparedSave
 from ckpt_core.lifecycle._volume import Extras, Free, Need, Volumes
@@ -143,8 +143,8 @@ class Room:
             sound = [info for info in history if info.damaged is None]
             if not found or self._is_whole(sound[-1], deadline):
                 return found
-            if Catalog(self._storage).known_damage(sound[-1].name) is None:
-                return ()  # it took too long, or cannot be marked
+            if sound[-1] in Catalog(self._storage).committed():
+                return ()  # it took too long, or could not be marked
 
     def _is_whole(self, info: CheckpointInfo, deadline: float) -> bool:
         """Whether a checkpoint verifies; one that does not is marked."""
@@ -152,6 +152,8 @@ class Room:
             return True
         try:
             files = Catalog(self._storage).manifest(info.name).files
+        except CheckpointNotFoundError:
+            return False
         except CorruptCheckpointError as error:
             self._ownership.note_damaged({info.name: str(error)})
             return False
@@ -178,7 +180,7 @@ class Room:
             return 0
         try:
             return len(Catalog(self._storage).manifest(info.name).files)
-        except CorruptCheckpointError:
+        except (CheckpointNotFoundError, CorruptCheckpointError):
             return 0
 
     def _tell(self, info: CheckpointInfo, fitting: int, need: Need, free: Free) -> None:

@@ -42,6 +42,7 @@ from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
+_COMMITTING = "committing"
 _VERBS = {"stage": "staging", "open": "opening", "write": "writing"}
 
 
@@ -88,16 +89,13 @@ class SaveRun:
         self._context = context
         self._beat = context.background.beat
         self._deadline_seconds = context.background.deadline_seconds
+        # Exchanges with other ranks have deadlines of their own; after this even they count as hanging.
+        self._patience_seconds = 3 * self._deadline_seconds + 10
         self._events: deque[Event] = deque()
         self._refusal: CheckpointError | None = None
         self._opened = False
         self._reference = b""
         self._silence: DeadlineError | None = None
-
-    @property
-    def _patience_seconds(self) -> float:
-        """After how long even an exchange with other ranks counts as hanging: it has deadlines of its own."""
-        return 3 * self._deadline_seconds + 10
 
     def run(self) -> None:
         """Go through with the save; its outcome goes to the handle, nothing is raised."""
@@ -111,12 +109,20 @@ class SaveRun:
     def give_up(self, told: str) -> None:
         """The background thread hangs: this save has failed on this rank, and in the end on all."""
         request, rank = self._prepared.request, self._coordinator.rank
-        error = CoordinationError(f"rank {rank}: {told}", failures={rank: told})
         phase = next((phase for phase, verb in _VERBS.items() if told.startswith(verb)), "commit")
+        # Whenever it wakes up it goes on, and a commit cannot be called back.
+        in_doubt = told.startswith(_COMMITTING)
+        error = DeadlineError(f"rank {rank}: {told}", failures={rank: told}, in_doubt=in_doubt)
         failed = save_error(self._storage.url, request.step, phase, error)
         reject(self._handle.staged, failed)
         if not reject(self._handle.committed, failed):
             _logger.error("after the commit of step %d: %s", request.step, error)
+
+    def _get_on(self, doing: str) -> None:
+        """Tell that the writing gets on; of a save that was given up meanwhile nothing more is written."""
+        if (late := self._given_up()) is not None:
+            raise late
+        self._beat(doing)
 
     def _given_up(self) -> SaveError | None:
         if not self._handle.done():
@@ -208,8 +214,9 @@ class SaveRun:
         attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
         self._beat("writing the tensors")
         try:
+            own = _own_files(prepared, self._reference)
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
-                report = write_rank(self._storage, prepared, self._own_files(), self._memory, beat=self._beat)
+                report = write_rank(self._storage, prepared, own, self._memory, beat=self._get_on)
         except SaveError as error:
             self._events.append(Failed(error))
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
@@ -217,18 +224,6 @@ class SaveRun:
         else:
             late = self._given_up()
             self._events.append(Written(report) if late is None else Failed(late))
-
-    def _own_files(self) -> Mapping[str, bytes]:
-        """This rank's small files, with those of its values that the checkpoint would not give it back."""
-        prepared, rank = self._prepared, self._coordinator.rank
-        local = prepared.local
-        match prepared.keeping:
-            case Keeping.NEVER:
-                return prepared.files
-            case Keeping.ALWAYS:
-                return {**prepared.files, **local.encode(rank)}
-            case Keeping.IF_DIFFERENT:
-                return {**prepared.files, **local.encode(rank, local.differing(self._reference))}
 
     def _meet(self, payload: bytes | BaseException) -> None:
         request, assignment = self._prepared.request, self._prepared.assignment
@@ -238,7 +233,7 @@ class SaveRun:
                 raise self._refusal
             if (late := self._given_up()) is not None:
                 raise late
-            self._beat("committing")
+            self._beat(_COMMITTING)
             self._context.check()
             check = self._context.check
             info = commit_all(self._storage, self._prepared, reports, self._memory, check=check)
@@ -261,8 +256,8 @@ class SaveRun:
             self._events.append(Committed(info))
 
     def _fail(self, error: CheckpointError) -> None:
-        may_be_committed = isinstance(error, SaveError) and error.may_be_committed
-        if self._coordinator.is_coordinator and self._opened and not may_be_committed:
+        in_doubt = isinstance(error, SaveError) and error.in_doubt
+        if self._coordinator.is_coordinator and self._opened and not in_doubt:
             self._beat("removing what was written")
             self._abandon()
         if isinstance(error, CoordinationError):
@@ -284,6 +279,18 @@ class SaveRun:
             _logger.warning("what was written to %s/%s is left: %s", self._storage.url, working, error)
         else:
             abandon(self._storage, working)
+
+
+def _own_files(prepared: PreparedSave, reference: bytes) -> Mapping[str, bytes]:
+    """A rank's small files, with those of its values that the checkpoint would not give it back."""
+    rank, local = prepared.rank, prepared.local
+    match prepared.keeping:
+        case Keeping.NEVER:
+            return prepared.files
+        case Keeping.ALWAYS:
+            return {**prepared.files, **local.encode(rank)}
+        case Keeping.IF_DIFFERENT:
+            return {**prepared.files, **local.encode(rank, local.differing(reference))}
 
 
 def _phase_of(error: CoordinationError) -> str:

@@ -34,7 +34,7 @@ def test_a_marker_of_which_nothing_was_told_keeps_its_objects_so_that_it_is_true
     )
     with pytest.raises(SaveError, match=r"step 2 may or may not be committed .*no answer") as caught:
         commit(silent, NAME, NAME, manifest_of(2))
-    assert caught.value.may_be_committed
+    assert caught.value.in_doubt
     late = bucket_like()
     save(late, 2)
     storage.write_bytes(MARKER, late.read_bytes(MARKER))

@@ -33,7 +33,7 @@ def due_steps(cadence: CadenceKeeper, steps: range) -> list[int]:
     for step in steps:
         if cadence.due(step):
             found.append(step)
-            cadence.saved(step, created=0.0)
+            cadence.saved(step)
     return found
 
 
@@ -53,7 +53,7 @@ def test_a_boundary_that_a_skip_lost_does_not_come_back():
 
 def test_resuming_counts_as_a_save():
     cadence = keeper(FirstStep() | EverySteps(5))
-    cadence.saved(5, created=0.0)
+    cadence.saved(5)
     assert due_steps(cadence, range(5, 12)) == [10]
 
 
@@ -64,10 +64,22 @@ def test_time_is_counted_from_the_start_and_then_from_the_last_save():
     assert cadence.due(1) is None
     clock.advance(1)
     assert cadence.due(2)
-    cadence.saved(2, created=clock())
+    cadence.saved(2)
     clock.advance(59)
     assert cadence.due(3) is None
     clock.advance(2)
+    assert cadence.due(4)
+
+
+def test_the_time_of_a_save_that_nobody_was_asked_about_is_that_of_the_next_look():
+    clock = FakeClock()
+    cadence = keeper(EverySeconds(60), clock)
+    clock.advance(100)
+    cadence.saved(1)
+    assert cadence.due(2) is None
+    clock.advance(59)
+    assert cadence.due(3) is None
+    clock.advance(1)
     assert cadence.due(4)
 
 
@@ -87,7 +99,7 @@ def test_a_signal_makes_one_save_due_and_leaves_the_job_preempted(handler):
     assert not cadence.preempted
     assert cadence.due(2)
     assert cadence.preempted
-    cadence.saved(2, created=0.0)
+    cadence.saved(2)
     assert cadence.due(3) is None
     assert cadence.preempted
     cadence.close()
