@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 
 import pytest
 
@@ -115,6 +116,36 @@ def test_a_request_without_an_answer_ends_in_time_and_says_so(bucket):
     bucket.fault("hang", "a", method="PUT")
     with pytest.raises(TimeoutError, match=r"no answer .* within 1 s.*request_seconds"):
         storage.write_bytes("a", b"late")
+
+
+@pytest.fixture
+def silent_endpoint():
+    """A server that takes every connection, and neither reads nor answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("url", "credentials"),
+    [
+        ("s3://bucket/run", {"key": "a", "secret": "b"}),
+        ("gs://bucket/run", {"token": "anon", "project": "test"}),
+    ],
+)
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(lambda s: s.replace("a", bytes(32 * MIB)), id="an upload that nobody reads"),
+        pytest.param(lambda s: s.exists("a"), id="a question"),
+        pytest.param(lambda s: s.list(""), id="a listing"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp's, of gcsfs
+def test_a_server_that_is_silent_is_not_waited_for_beyond_the_limit(silent_endpoint, url, credentials, act):
+    pytest.importorskip("s3fs" if url.startswith("s3") else "gcsfs")
+    storage = ObjectStorage(url, endpoint_url=silent_endpoint, request_seconds=1.0, **credentials)
+    with pytest.raises(OSError, match=r"no answer .* within 1 s|the object store failed"):
+        act(storage)
 
 
 def test_time_outs_and_tries_fit_into_the_deadline_unless_the_user_sets_them():

@@ -61,7 +61,8 @@ class CheckpointOptions:
             without it every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
-        storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
+        storage_options: passed to the filesystem behind a URL, e.g. an endpoint; `request_seconds` and
+            `conditional_writes` are of `ObjectStorage`.
     """
 
     save: SavePolicy | None = None

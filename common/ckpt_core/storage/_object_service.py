@@ -87,6 +87,10 @@ class ObjectService:
         if self._token_argument is not None:
             known = getattr(self.filesystem, "s3_additional_kwargs", {}).get(self._token_argument, {})
             options[self._token_argument] = {**known, _UPLOAD: token}
+        if self.is_atomic and not self.is_s3:
+            options["timeout"] = (
+                self._request_seconds
+            )  # gcsfs does not go through `call` for all that it sends
         mode = "xb" if self._conditional_writes else "wb"
         return self.filesystem.open(path, mode, block_size=block_bytes, **options)
 

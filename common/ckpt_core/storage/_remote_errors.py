@@ -50,6 +50,8 @@ def translated_errors(url: str) -> Generator[None]:
 def _translation(error: Exception, url: str) -> OSError | None:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
+        if type(error).__name__ == "FSTimeoutError":
+            return TimeoutError(errno.ETIMEDOUT, "no answer from the object store in time", url)
         # gcsfs reports 403 as a plain OSError, s3fs answers of all kinds as the nearest OSError.
         if str(error).startswith("Forbidden"):
             return _denied(text, url)
