@@ -123,7 +123,7 @@ class Cell:
     @property
     def deadline_seconds(self) -> float:
         """Of the job: short where it must pass, long where a busy machine must not be taken for a fault."""
-        return 2.0 if self.hangs else 10.0
+        return 3.0 if self.hangs else 20.0
 
     @property
     def fault(self) -> str:
