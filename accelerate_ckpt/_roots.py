@@ -118,8 +118,9 @@ class Roots:
 
     def check_preemption(self) -> bool:
         """Look for a preemption, and return `preempted`; collective."""
-        looks = [manager.check_preemption() for manager in self._managers.values()]
-        return any(looks)
+        for manager in self._managers.values():
+            manager.due()
+        return self.preempted
 
     def close(self) -> None:
         """Close every manager, whatever the others do; harmless when repeated."""

@@ -59,7 +59,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             EvaluationLeft: see `left_evaluation`.
         """
         del args, state, control, kwargs
-        if self.may_leave and self._manager.check_preemption():
+        if self.may_leave and self._manager.due() and self._manager.preempted:
             raise EvaluationLeft
 
     def left_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
@@ -89,5 +89,5 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Training ends when its last checkpoint is committed."""
         del args, state, control, kwargs
-        self._manager.check_preemption()
+        self._manager.due()
         self._manager.wait()

@@ -29,16 +29,16 @@ from benchmarks.crashing.outcome import Outcome, problems, table
 from benchmarks.machine import in_words, machine_facts
 
 PARTS: Final = {
-    "local": "local",
-    "power": "power",
-    "ambush": "ambush",
-    "s3": "objects",
-    "faults": "faults",
-    "ranks": "ranks",
-    "training": "training",
-    "preemption": "preemption",
+    "local": "benchmarks.crashing.local",
+    "power": "benchmarks.crashing.power",
+    "ambush": "benchmarks.crashing.ambush",
+    "s3": "benchmarks.crashing.objects",
+    "faults": "benchmarks.crashing.faults",
+    "ranks": "benchmarks.crashing.ranks",
+    "training": "benchmarks.crashing.training",
+    "preemption": "benchmarks.crashing.preemption",
 }
-"""Name on the command line -> module of `benchmarks.crashing` whose `run` yields outcomes."""
+"""Name on the command line -> module whose `run` yields outcomes."""
 
 _PROGRESS_SECONDS: Final = 10.0
 _SHOWN: Final = 20
@@ -80,7 +80,7 @@ def perform(part: Part, folder: Path, *, seed: int, count: int | None) -> None:
     """Run a part in a process of its own, which is free to fork, and say now and then how far it is."""
 
     def act(tell: forks.Tell) -> None:
-        run = importlib.import_module(_module(part.name)).run
+        run = importlib.import_module(PARTS[part.name]).run
         for outcome in run(seed=seed, folder=folder, count=count):
             tell(asdict(outcome))
 
@@ -142,12 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(broken)
 
 
-def _module(name: str) -> str:
-    return f"benchmarks.crashing.{PARTS[name]}"
-
-
 def _there() -> list[str]:
-    return [name for name in PARTS if find_spec(_module(name)) is not None]
+    return [name for name in PARTS if find_spec(PARTS[name]) is not None]
 
 
 def _names(text: str) -> list[str]:

@@ -64,7 +64,8 @@ class Pacing:
     def begin(self) -> None:
         """Training is about to draw its first batch; after a preemption until now it does not even begin."""
         self._seen_step = self._trainer.global_step
-        if self._manager.check_preemption():
+        self._manager.due()
+        if self.preempted:
             self._stop()
 
     def after_batch(self) -> None:
@@ -94,7 +95,7 @@ class Pacing:
 
     def end(self) -> None:
         """The training has ended by itself: save its last step, and see whether it is to go on elsewhere."""
-        self._manager.check_preemption()
+        self._manager.due()
         if self._settings.save_last and 0 < self._trainer.global_step != self._saved_step:
             self._save(_LAST_STEP)
 

@@ -54,7 +54,8 @@ class ValidationExit:
         trainer = self._trainer
         if not self._looks or trainer.fit_loop.epoch_loop.val_loop.batch_progress.is_last_batch:
             return
-        if self._manager.check_preemption():
+        self._manager.due()
+        if self._manager.preempted:
             _logger.warning("preempted: the validation after step %d is cut short", trainer.global_step)
             self.cut_short = True
             # Lightning's own word for results that do not count: early stopping and the like pass them over.

@@ -140,7 +140,7 @@ TARGETS: Final = (
         act="resume",
         method="GET",
         path="[?]list-type=2&prefix={root}/&*",
-        error="CoordinationError|LoadError|OSError",
+        error="ConfigError",
     ),
 )
 

@@ -184,6 +184,8 @@ def _kill(found: Service, point: _Point, root: str, folder: Path) -> Outcome:
         resumed=None,
     )
     problem = _problem_of_survivors(point, ended)
+    if not outcome.kills:
+        problem = problem or "the point was not reached, so that this shows nothing"
     told = forked(lambda tell: tell(inspect(found, root, outcome.acknowledged, columns=point.sweep.columns)))[
         1
     ]

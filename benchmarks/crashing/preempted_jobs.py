@@ -99,12 +99,12 @@ def train_loop(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, A
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     batches = loader()
     losses: dict[int, float] = {}
-    with CheckpointManager(line.storage(root), save=job.policy, deadline_seconds=30) as checkpoints:
+    with CheckpointManager(line.storage(root), save=job.policy, deadline_seconds=90) as checkpoints:
         line.point("start")
         state = TrainState(model=model, optimizer=optimizer, dataloader=batches)
-        step = (checkpoints.resume(state) if resume else None) or 0
+        step = began = (checkpoints.resume(state) if resume else None) or 0
         for batch in _forever(batches):
-            if step >= job.steps or checkpoints.check_preemption():
+            if step >= job.steps or (checkpoints.due() and checkpoints.preempted):
                 break
             line.point(f"step {step}")
             loss = (model(batch) - batch).pow(2).mean()
@@ -115,12 +115,12 @@ def train_loop(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, A
             step += 1
             checkpoints.maybe_save(step, state)
             if job.evaluate_every and step % job.evaluate_every == 0 and not checkpoints.preempted:
-                _evaluate(model, line, checkpoints)
+                _evaluate(model, line, checkpoints.due)
                 checkpoints.maybe_save(step, state)
         preempted = checkpoints.preempted
-    result = {"step": step, "preempted": preempted, "losses": losses, "weights": digest(net.state_dict())}
+    weights = digest(net.state_dict())
     dist.destroy_process_group()
-    return result
+    return {"began": began, "step": step, "preempted": preempted, "losses": losses, "weights": weights}
 
 
 def _forever(batches: Any) -> Iterator[Any]:
@@ -128,13 +128,13 @@ def _forever(batches: Any) -> Iterator[Any]:
         yield from batches
 
 
-def _evaluate(model: nn.Module, line: Line, checkpoints: Any) -> None:
+def _evaluate(model: nn.Module, line: Line, look: Callable[[], Any]) -> None:
     model.eval()
     for index in range(EVALUATIONS):
         line.point(f"evaluation {index}")
         with torch.no_grad():
             model(torch.ones(2, WIDTH))
-        if checkpoints.check_preemption():
+        if look():
             break
     model.train()
 
@@ -151,7 +151,7 @@ def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[
     import accelerate_ckpt
 
     made = _accelerator(job)
-    accelerate_ckpt.enable(made, line.storage(root), save=job.policy, deadline_seconds=30)
+    accelerate_ckpt.enable(made, line.storage(root), save=job.policy, deadline_seconds=90)
     ours = accelerate_ckpt.checkpoints(made)
     line.point("start")
     net = network()
@@ -162,7 +162,8 @@ def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[
     if resume and LocalStorage(root).list(""):
         made.load_state()
     losses: dict[int, float] = {}
-    done = ours.step * job.accumulation
+    began = ours.step
+    done = began * job.accumulation
     while ours.step < job.steps and not ours.check_preemption():
         within = done % len(batches)
         for batch in made.skip_first_batches(batches, within) if within else batches:
@@ -178,14 +179,14 @@ def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[
             made.save_state()
             boundary = made.sync_gradients and job.evaluate_every
             if boundary and ours.step % job.evaluate_every == 0 and not ours.preempted:
-                _evaluate(net, line, ours)
+                _evaluate(net, line, ours.check_preemption)
                 made.save_state()
             if ours.preempted or ours.step >= job.steps:
                 break
     preempted, step = ours.preempted, ours.step
     weights = digest(made.unwrap_model(net).state_dict())
     made.end_training()
-    return {"step": step, "preempted": preempted, "losses": losses, "weights": weights}
+    return {"began": began, "step": step, "preempted": preempted, "losses": losses, "weights": weights}
 
 
 def _accelerator(job: Job) -> Any:

@@ -29,6 +29,7 @@ class Model(pl.LightningModule):
         self.job, self.line = job, line
         self.net: nn.Module = network()
         self.losses: dict[int, float] = {}
+        self.began = 0
 
     def configure_model(self) -> None:
         if self.job.strategy == "fsdp2" and not hasattr(self.net, "set_requires_gradient_sync"):
@@ -37,6 +38,9 @@ class Model(pl.LightningModule):
     def on_fit_start(self) -> None:
         torch.manual_seed(8 + self.trainer.global_rank)
         self.line.point("start")
+
+    def on_train_start(self) -> None:
+        self.began = self.trainer.global_step
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         del index
@@ -63,7 +67,7 @@ class Model(pl.LightningModule):
 
 def fit(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
     """Fit on this rank."""
-    checkpoint = ShardedCheckpoint(line.storage(root), save=job.policy, deadline_seconds=30, save_last=False)
+    checkpoint = ShardedCheckpoint(line.storage(root), save=job.policy, deadline_seconds=90, save_last=False)
     evaluations: dict[str, Any] = {"limit_val_batches": 0}
     if job.evaluate_every:
         evaluations = {"limit_val_batches": EVALUATIONS, "val_check_interval": job.evaluate_every}
@@ -89,6 +93,7 @@ def fit(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
         model, loader(), DataLoader(Numbers(), batch_size=BATCH), ckpt_path="last" if resume else None
     )
     return {
+        "began": model.began,
         "step": trainer.global_step,
         "preempted": checkpoint.preempted,
         "losses": model.losses,

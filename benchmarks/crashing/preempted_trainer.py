@@ -39,6 +39,7 @@ class Points(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def __init__(self, line: Line) -> None:
         self._line = line
         self._batches = 0
+        self.began = 0
 
     def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
         self._batches = 0
@@ -47,7 +48,8 @@ class Points(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self._line.point("epoch end")
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.began = state.global_step
         self._line.point("start")
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
@@ -71,15 +73,16 @@ def train(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
         per_device_eval_batch_size=1, gradient_accumulation_steps=job.accumulation, save_strategy="no",
         report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2, **evaluations,
     )  # fmt: skip
+    points = Points(line)
     trainer: Any = Trainer(
         model=LlamaForCausalLM(config),
         args=arguments,
         train_dataset=Tokens(),
         eval_dataset=Subset(Tokens(), range(8)),
         # Before ours: a rank waits at a point first, and we look for a preemption then.
-        callbacks=[Points(line)],
+        callbacks=[points],
     )
-    accelerate_ckpt.enable_trainer(trainer, save=job.policy, deadline_seconds=30)
+    accelerate_ckpt.enable_trainer(trainer, save=job.policy, deadline_seconds=90)
     ours = accelerate_ckpt.trainer_checkpoints(trainer)
     committed = resume and ours.latest() is not None
     trainer.train(resume_from_checkpoint=True if committed else None)
@@ -87,6 +90,7 @@ def train(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
     history = trainer.state.log_history
     losses = {entry["step"] - 1: entry["loss"] for entry in history if "loss" in entry}
     result = {
+        "began": points.began,
         "step": trainer.state.global_step,
         "preempted": preempted,
         "losses": losses,

@@ -26,7 +26,7 @@ from benchmarks.crashing.signalling import Director, Line, Run, Shot
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
 
-HANG_SECONDS = 60.0
+HANG_SECONDS = 150.0
 
 
 def experiment(case: Case, folder: Path, reference: Callable[[Job], Run]) -> Outcome:
@@ -44,8 +44,7 @@ def experiment(case: Case, folder: Path, reference: Callable[[Job], Run]) -> Out
         over = case.job.host == "trainer" and case.committed[-1:] == (case.job.steps,)
         whole, after = reference(rest), broken if over else pair(rest, root, (), resume=True)
         problems += _resumed_inexactly(whole, broken, after)
-        batches = map(int, after.results[0].get("losses", ())) if not over else ()
-        resumed = min(batches, default=acknowledged * case.job.accumulation) // case.job.accumulation
+        resumed = acknowledged if over else after.results[0].get("began")
     shutil.rmtree(folder)
     return Outcome(
         sweep=case.sweep,

@@ -23,6 +23,10 @@ Adapter = Literal["Lightning", "Accelerate"]
 Victims = Literal["the process", "both ranks", "one of two ranks"]
 
 ALL_KILLS = 1000
+EVERY, KEPT = 3, 2
+"""Steps from one save to the next, and how many checkpoints stay."""
+STEPS = 20 * EVERY
+_CHECKOUT = Path(__file__).parents[2]
 
 
 @final
@@ -76,11 +80,16 @@ def run(*, seed: int, folder: Path, count: int | None) -> Iterator[Outcome]:
 def nursed(sweeps: tuple[Sweep, ...], *, seed: int, folder: Path, kills: int) -> Iterator[Outcome]:
     """Run sweeps in a fresh interpreter: whoever forks trainings must not have trained itself."""
     folder.mkdir(parents=True, exist_ok=True)
-    task = {"seed": seed, "kills": kills, "folder": str(folder), "sweeps": [asdict(each) for each in sweeps]}
+    task = {
+        "seed": seed,
+        "kills": kills,
+        "folder": str(folder.absolute()),
+        "sweeps": [asdict(each) for each in sweeps],
+    }
     command = [sys.executable, "-m", "benchmarks.crashing.training_campaigns", json.dumps(task)]
     with (
         open(folder / "errors.txt", "w+", encoding="utf-8") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as nursery,
+        subprocess.Popen(command, cwd=_CHECKOUT, stdout=subprocess.PIPE, stderr=errors, text=True) as nursery,
     ):
         for line in nursery.stdout or ():
             yield Outcome(**json.loads(line))

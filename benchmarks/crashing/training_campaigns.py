@@ -11,58 +11,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 
 from benchmarks.crashing.outcome import Outcome
-from benchmarks.crashing.training import Sweep
+from benchmarks.crashing.training import EVERY, KEPT, STEPS, Sweep
 from benchmarks.crashing.training_lives import PATIENCE_SECONDS, Death, Ended, live
-from benchmarks.crashing.training_loops import EVERY, KEPT, Life
+from benchmarks.crashing.training_loops import Life
+from benchmarks.crashing.training_reference import Reference
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
 
-STEPS = 30 * EVERY
 _HORIZON = 0.5
 """Kills fall into this part of the time that an uninterrupted training takes, counted from each start."""
 _LEFT_ALONE = 0.2
 """The part of the ranks whose peer was killed that are not killed soon after."""
 _FOREIGN = {"notes.txt": b"somebody's", "best/weights.bin": b"somebody's, too"}
-
-
-@final
-class Reference:
-    """What an uninterrupted training held at every step.
-
-    Attributes:
-        seconds: how long it took, from the start of its process to its end.
-    """
-
-    def __init__(self, told: list[dict[str, Any]], seconds: float) -> None:
-        self.seconds = seconds
-        steps = [line for line in told if "step" in line]
-        self._states = {line["step"]: line["state"] for line in steps}
-        self._states |= {line["began"]: line["state"] for line in told if "began" in line}
-        self._losses = {(line["rank"], line["step"]): line["loss"] for line in steps}
-        if set(self._states) != set(range(STEPS + 1)):
-            raise RuntimeError(f"the uninterrupted training made {len(self._states) - 1} steps, not {STEPS}")
-
-    def differences(self, told: list[dict[str, Any]]) -> list[str]:
-        """Where a life held something else: what it loaded, and the first step that went another way."""
-        loaded = [
-            f"rank {line['rank']} began at step {line['began']} with other values"
-            for line in told
-            if "began" in line and line["state"] != self._states.get(line["began"])
-        ]
-        trained = [
-            f"rank {line['rank']} made another step {line['step']}"
-            for line in told
-            if "step" in line and not self._has(**line)
-        ]
-        return loaded + trained[:1]
-
-    def _has(self, *, rank: int, step: int, state: str, loss: float) -> bool:
-        return self._states.get(step) == state and self._losses.get((rank, step)) == loss
 
 
 @final
@@ -93,13 +58,13 @@ class Campaign:
         seconds = time.monotonic() - began
         if problems := ended.problems + self._left(pruned=True):
             raise RuntimeError(f"{self._sweep}, without a kill: {'; '.join(problems)}")
-        return Reference(ended.told, seconds)
+        return Reference(ended.told, seconds=seconds, steps=STEPS)
 
     def killed(self, kills: int, chance: random.Random, reference: Reference) -> Iterator[Outcome]:
         """Train to the end, which takes as many lives as it takes, but be killed no more often than that."""
         ended: Ended | None = None
         while ended is None or ended.kills:
-            death = self._death(chance, _HORIZON * reference.seconds) if kills else None
+            death = self._death(chance, _HORIZON * reference.seconds) if kills > 0 else None
             ended = self._live(death)
             yield from self._judged(ended, reference)
             if ended.kills:

@@ -19,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import accelerate_ckpt
+from benchmarks.crashing.training import EVERY, KEPT
 from ckpt_core import CheckpointNotFoundError, EverySteps, KeepLatest
 from ckpt_core.commit import Catalog
 from ckpt_core.state import model_state, optimizer_state
@@ -28,9 +29,8 @@ from lightning_ckpt import ShardedCheckpoint
 
 WIDTH, BATCH = 8, 4
 STEPS_PER_EPOCH = 16
-EVERY, KEPT = 3, 2
+"""No multiple of `EVERY`, so that saves fall on every place of an epoch."""
 _DEADLINE_SECONDS = 5.0
-"""Saves never fall together with the ends of epochs for long."""
 
 
 @final

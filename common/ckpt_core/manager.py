@@ -86,21 +86,20 @@ class CheckpointManager:
         """Whether training is to stop for a preemption announced to any rank, as of the last look for one."""
         return self._cadence.preempted
 
-    def check_preemption(self) -> bool:
-        """Look for a preemption where no steps are made, as in an evaluation, and return `preempted`.
-
-        Collective where the save policy has an `OnPreemption`; `due` and `maybe_save` look by themselves.
-        """
-        return self._cadence.look()
-
-    def due(self, step: int, *, total_steps: int | None = None) -> str | None:
+    def due(self, step: int | None = None, *, total_steps: int | None = None) -> str | None:
         """Why this step should be saved now, or None; for those who call `save` themselves.
+
+        Without a step it only looks for a preemption, where no steps are made: collective where the save
+        policy has an `OnPreemption`. An evaluation is left if it says so, on every rank after the same batch,
+        and `maybe_save` called.
 
         With `back_pressure="coalesce"`, "coalesced" is the reason to make up for saves that were due while
         every arena was in flight: at the first step at which an arena is free on every rank. While one is
         pending, and only then, each call combines one number over the ranks.
         """
         _refuse(closed=self._closed)
+        if step is None:
+            return self._cadence.look()
         reason = self._cadence.due(step, total_steps)
         return reason or (COALESCED if self._saver.overdue() else None)
 

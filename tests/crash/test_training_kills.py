@@ -6,11 +6,15 @@ import pytest
 
 from benchmarks.crashing import training
 from benchmarks.crashing.outcome import problems, table
+from benchmarks.crashing.training_reference import Reference
 
-pytestmark = [pytest.mark.reliability, pytest.mark.slow]
+pytestmark = pytest.mark.reliability
 
 SEED = 20261121
 SAMPLE = 20
+
+
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +23,17 @@ def outcomes(tmp_path_factory):
     return list(training.run(seed=SEED, folder=tmp_path_factory.mktemp("trainings"), count=SAMPLE))
 
 
+@slow
 def test_kills_at_random_moments_of_trainings_lose_no_acknowledged_checkpoint(outcomes):
     assert not [each for each in outcomes if each.lost], problems(outcomes)
 
 
+@slow
 def test_killed_trainings_go_on_exactly_to_their_end_and_leave_nothing_behind(outcomes):
     assert problems(outcomes) == []
 
 
+@slow
 def test_every_kind_of_victim_was_killed_under_both_adapters(outcomes):
     rows = {row["sweep"]: row for row in table(outcomes)}
     assert {str(sweep) for sweep in training.SWEEPS} == set(rows)
@@ -38,3 +45,24 @@ def test_every_kind_of_victim_was_killed_under_both_adapters(outcomes):
 def test_the_shares_of_all_kinds_make_a_thousand_kills():
     assert sum(sweep.share for sweep in training.SWEEPS) == training.ALL_KILLS
     assert [sweep.kills_of(1) for sweep in training.SWEEPS] == [1] * len(training.SWEEPS)
+
+
+WHOLE = [
+    {"rank": 0, "began": 0, "state": "s0"},
+    *({"rank": 0, "step": step, "state": f"s{step}", "loss": float(step)} for step in (1, 2, 3)),
+]
+
+
+def test_a_life_that_goes_another_way_is_noticed_at_its_first_wrong_step():
+    reference = Reference(WHOLE, seconds=1.0, steps=3)
+    began = {"rank": 0, "began": 1, "state": "s1"}
+    assert reference.differences([began, *WHOLE[2:]]) == []
+    assert reference.differences([{**began, "state": "s2"}]) == ["rank 0 began at step 1 with other values"]
+    for change in ({"state": "s9"}, {"loss": 9.0}, {"rank": 1}, {"step": 7}):
+        (told,) = reference.differences([began, {**WHOLE[2], **change}, {**WHOLE[3], **change}])
+        assert "made another step" in told
+
+
+def test_a_training_that_did_not_make_all_its_steps_is_no_reference():
+    with pytest.raises(RuntimeError, match="made 2 steps, not 3"):
+        Reference(WHOLE[:3], seconds=1.0, steps=3)

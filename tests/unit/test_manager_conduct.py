@@ -75,7 +75,7 @@ def test_back_pressure_never_leaves_out_the_save_before_a_preemption(tmp_path, b
         checkpoints.save(1, {"a": torch.ones(1)})
         gate.reached.wait(LONG)
         signal.raise_signal(signal.SIGUSR1)
-        assert checkpoints.check_preemption()
+        assert checkpoints.due() == "preemption"
         handles = []
         last = threading.Thread(
             target=lambda: handles.append(checkpoints.maybe_save(2, {"a": torch.ones(1)}))

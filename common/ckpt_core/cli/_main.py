@@ -125,7 +125,9 @@ def _add_prune(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     command.add_argument(
-        "--take-over", action="store_true", help="prune although writer.json names a job on an object store"
+        "--take-over",
+        action="store_true",
+        help="prune although writer.json names a job, where locks cannot tell if it lives",
     )
     command.set_defaults(command=_prune.run)
 

@@ -13,6 +13,7 @@ from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._places import open_root
 from ckpt_core.commit import Catalog, Lease, Owner, collect_orphans, countable, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, RootBusyError
+from ckpt_core.names import WRITER
 from ckpt_core.options import bytes_text
 from ckpt_core.retention import (
     KeepBest,
@@ -23,7 +24,7 @@ from ckpt_core.retention import (
     RetentionPolicy,
     plan_prune,
 )
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, excludes_others
 from ckpt_core.types import CheckpointInfo
 
 
@@ -71,13 +72,23 @@ def _plan_damaged(storage: Storage, history: Sequence[CheckpointInfo]) -> PruneP
 
 
 def _refuse_to_take_over(storage: Storage, *, allowed: bool) -> None:
-    # An object store cannot tell whether the job in writer.json lives; taking over would stop its saves.
+    # Where nobody can be locked out, nobody can tell whether the job in writer.json lives; taking over would
+    # stop its saves.
     owner = Owner.of(storage)
-    if owner is not None and not storage.supports_rename and not allowed:
+    if owner is not None and not allowed and not _locks(storage):
         raise RootBusyError(
             f"{storage.url} belongs to {owner}: if that job has ended, add --take-over; "
             "if it lives, let it prune, or use --dry-run"
         )
+
+
+def _locks(storage: Storage) -> bool:
+    """Whether a live job would hold a lock."""
+    lock = storage.try_lock(WRITER)
+    if lock is None:
+        return True
+    lock.release()
+    return excludes_others(lock)
 
 
 def _policy(arguments: Namespace) -> RetentionPolicy | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -36,6 +36,7 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
+_MOST_LISTINGS: Final = 8
 _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
 
 
@@ -72,11 +73,24 @@ class Catalog:
         return survey.committed
 
     def survey(self) -> Survey:
-        """Every committed checkpoint, oldest step first, and every directory whose marker cannot be read."""
+        """Every committed checkpoint, oldest step first, and every directory whose marker cannot be read.
+
+        The job that owns the root may commit and prune meanwhile; then it is listed again, lest the old one
+        be gone and the new one not be seen.
+        """
+        for _ in range(_MOST_LISTINGS - 1):
+            listed = self._countable()
+            survey, missing = self._survey(listed)
+            if not missing or self._countable() == listed:
+                return survey
+        return self._survey(self._countable())[0]
+
+    def _survey(self, names: Sequence[str]) -> tuple[Survey, bool]:
+        """The survey of these directories, and whether any of them has no marker."""
         pins, marks = _pins_or_none(self._storage), known_marks(self._storage)
         committed: list[CheckpointInfo] = []
         unreadable: dict[str, CheckpointError | OSError] = {}
-        for name in self._directories():
+        for name in names:
             try:
                 marker = self.marker(name)
             except CheckpointNotFoundError:
@@ -86,9 +100,13 @@ class Catalog:
             else:
                 pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
                 committed.append(marker.info(name, pinned, damaged=problem_of(marks, name, marker)))
+        missing = len(committed) + len(unreadable) < len(names)
         committed = _without_replaced(committed)
         committed.sort(key=lambda info: (info.step, info.created))
-        return Survey(committed=committed, unreadable=unreadable)
+        return Survey(committed=committed, unreadable=unreadable), missing
+
+    def _countable(self) -> list[str]:
+        return [name for name in self._directories() if can_count(name)]
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step, or None."""

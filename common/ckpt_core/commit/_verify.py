@@ -11,7 +11,7 @@ from typing import Final
 from ckpt_core.checksums import Checksum
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._damage import damage_in
-from ckpt_core.commit._manifest import Manifest
+from ckpt_core.commit._manifest import Manifest, Marker
 from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -42,10 +42,26 @@ def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None)
         ConfigError: one of `paths` is not in the manifest.
         OSError: storage is unwell; that says nothing about the checkpoint.
     """
+    catalog = Catalog(storage)
+    try:
+        marker = catalog.marker(name)
+    except CheckpointNotFoundError:
+        return [FileFailure(path=MARKER, problem="missing: this is not a committed checkpoint")]
+    except CorruptCheckpointError as error:
+        return list(error.failures)
+    except IncompatibleCheckpointError as error:
+        return [FileFailure(path=MANIFEST, problem=str(error))]
+    failures = _failures(storage, name, paths)
+    if failures and not _leads_to(catalog, name, marker):
+        return [FileFailure(path=MARKER, problem="missing: it was pruned or replaced while it was verified")]
+    return failures
+
+
+def _failures(storage: Storage, name: str, paths: Collection[str] | None) -> list[FileFailure]:
     try:
         manifest = Catalog(storage).manifest(name)
     except CheckpointNotFoundError:
-        return [FileFailure(path=MARKER, problem="missing: this is not a committed checkpoint")]
+        return [FileFailure(path=MARKER, problem="missing")]
     except CorruptCheckpointError as error:
         return list(error.failures)
     except IncompatibleCheckpointError as error:
@@ -53,20 +69,17 @@ def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None)
     entries = _selected(manifest, paths)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-verify") as pool:
         problems = pool.map(lambda entry: _problem(storage, name, manifest, entry), entries)
-        failures = [
+        return [
             FileFailure(path=entry.path, problem=problem)
             for entry, problem in zip(entries, problems, strict=True)
             if problem is not None
         ]
-    if failures and not _is_there(storage, name, manifest):
-        return [FileFailure(path=MARKER, problem="missing: it was pruned or replaced while it was verified")]
-    return failures
 
 
-def _is_there(storage: Storage, name: str, manifest: Manifest) -> bool:
-    """Whether the name still leads to what was committed with that manifest."""
+def _leads_to(catalog: Catalog, name: str, marker: Marker) -> bool:
+    """Whether the name still leads to the checkpoint with that marker."""
     try:
-        return Catalog(storage).marker(name).save_id == manifest.save_id
+        return catalog.marker(name) == marker
     except CheckpointNotFoundError:
         return False
     except (CorruptCheckpointError, IncompatibleCheckpointError):

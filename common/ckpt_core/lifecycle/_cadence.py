@@ -50,11 +50,11 @@ class CadenceKeeper:
         self.pending = False
         self.preempted = False
 
-    def look(self) -> bool:
-        """Whether training is to stop for a preemption; collective if one may be announced."""
+    def look(self) -> str | None:
+        """Whether a preemption calls for a save or for an end; collective if one may be announced."""
         if self._policy is not None and self._policy.preemptions:
             self._agree()
-        return self.preempted
+        return PREEMPTION if self.preempted or self.pending else None
 
     def due(self, step: int, total_steps: int | None = None) -> str | None:
         """The reason to save this step now, or None."""

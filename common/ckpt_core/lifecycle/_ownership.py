@@ -147,12 +147,12 @@ class Ownership:
             self._storage.check_root()
             if self._lease is None:  # else it was acquired before, and what comes after it failed
                 self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
+            self.collect_orphans()
+            self._occupied = {entry.name for entry in self._storage.list("")}
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
             ) from error
-        self.collect_orphans()
-        self._occupied = {entry.name for entry in self._storage.list("")}
         return secrets.token_hex(4)
 
     def collect_orphans(self) -> None:
@@ -172,4 +172,6 @@ class Ownership:
 def _remedy(error: OSError) -> str:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return "Free space there, or choose another directory"
-    return "Choose a directory this job may write to"
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, None}:
+        return "Choose a directory this job may write to"
+    return "Remove the cause, then start again"

@@ -30,7 +30,7 @@ class Engine:
 
     Where the storage rereads from memory the second pass finds the bytes there. Elsewhere the first pass
     keeps what it read, as far as `keep_bytes` go; what is read again is compared again before it is
-    delivered.
+    delivered, and so is, everywhere, what is in more files than can be kept open from pass to pass.
     A `fetch` without a `verify` before delivers bytes as they are.
 
     Extra memory: 4 MiB for each thread, up to 160 MiB while ranges larger than that are taken at once, and
@@ -109,7 +109,8 @@ class Engine:
         self._files.close()
 
     def _plan_fetch(self, wanted: Sequence[Wanted]) -> list[Request]:
-        if self._rereads or not self._has_verified:
+        # A file that stays open is the one that was verified, whatever has its name by now.
+        if not self._has_verified or (self._rereads and not self._files.reopens):
             return plan_plainly(wanted, self._limits)
         self._files.begin({each.payload.path: 0 for each in wanted})
         return VerifiedPlan(files=self._files, crcs=self._crc32, limits=self._limits).requests(wanted)

@@ -35,6 +35,11 @@ class Files:
         """Bytes asked of storage so far."""
         return sum(source.bytes_read for source in self._sources.values())
 
+    @property
+    def reopens(self) -> bool:
+        """Whether what one pass has opened may be another file when the next opens it again."""
+        return len(self._sources) > _MAX_OPEN
+
     def begin(self, requests: Mapping[str, int]) -> None:
         """Expect as many requests of each path in the pass that begins."""
         self._left = dict(requests)
@@ -58,7 +63,7 @@ class Files:
         with self._guard:
             self._left[path] -= 1
             last = self._left[path] == 0
-        if last and len(self._sources) > _MAX_OPEN:
+        if last and self.reopens:
             self._sources[path].close()
 
     def close(self) -> None:

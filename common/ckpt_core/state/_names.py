@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_core.errors import ConfigError
@@ -24,6 +25,10 @@ class Prefixes:
         for raw, module in model.named_modules(remove_duplicate=False):
             self.modules[raw] = module
             self._canonical[raw] = self._extended(raw) if raw else ""
+            if isinstance(module, FSDPModule):
+                # After a forward pass without a backward, as in an evaluation, FSDP2 leaves whole parameters
+                # in the root, which are not those that the optimizer holds.
+                module.reshard()
 
     def _extended(self, raw: str) -> str:
         parent, _, part = raw.rpartition(".")

@@ -2,6 +2,7 @@
 
 from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._local import LocalStorage
+from ckpt_core.storage._locks import excludes_others
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._object import ObjectStorage
 from ckpt_core.storage._open import open_storage
@@ -15,5 +16,6 @@ __all__ = [
     "RangeReader",
     "Storage",
     "StorageEntry",
+    "excludes_others",
     "open_storage",
 ]

@@ -54,6 +54,11 @@ class UnguardedLock:
         """Do nothing."""
 
 
+def excludes_others(lock: Lock) -> bool:
+    """Whether a lock keeps anybody out: on object stores and some network filesystems it cannot."""
+    return not isinstance(lock, UnguardedLock)
+
+
 def try_lock_file(path: Path) -> Lock | None:
     """Claim `path`, a file that is used for nothing else; None if a live process holds it.
 

@@ -141,9 +141,8 @@ class ObjectStorage(Storage):
         hides which deletions were refused.
         """
         path = self._service.path(file_key(key))
-        if self._service.is_atomic:
-            self._service.remove(path)  # by its name, because a listing may not show it yet
         self._service.filesystem.invalidate_cache()
+        # Of a single object that a listing does not show yet, the filesystem asks by its name.
         found = [str(name) for name in self._service.call("find", path)]
         doomed = [name for name in found if name == path or name.startswith(path + "/")]
         if not doomed:

@@ -97,8 +97,11 @@ def exchange(first: Path, second: Path) -> None:
     number = errno.ENOSYS if _renameat2 is None else _renameat2(first, second, _RENAME_EXCHANGE)
     if number in _UNSUPPORTED:
         aside = first.with_name(aside_name(first.name))
+        # Each is durable before the next: a power cut that kept only the last would leave `second` to nobody.
         second.rename(aside)
+        sync_directory(second.parent)
         first.rename(second)
+        sync_directory(second.parent)
         aside.rename(first)
     elif number:
         raise OSError(number, os.strerror(number), str(first), None, str(second))

@@ -181,7 +181,7 @@ def test_a_look_between_steps_tells_and_the_next_step_is_saved(handler):
     cadence = keeper(OnPreemption(("SIGUSR1",)))
     assert not cadence.look()
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert cadence.look()
+    assert cadence.look() == "preemption"
     assert cadence.pending
     assert cadence.due(7) == "preemption"
     cadence.close()
@@ -191,9 +191,9 @@ def test_a_step_that_is_saved_already_is_not_saved_again_for_a_preemption(handle
     cadence = keeper(EverySteps(5) | OnPreemption(("SIGUSR1",)))
     assert due_steps(cadence, range(5, 6)) == [5]
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert cadence.look()
+    assert cadence.look() == "preemption", "training is to stop"
     assert cadence.due(5) is None
-    assert not cadence.pending
+    assert not cadence.pending, "nothing is left to be saved"
     cadence.close()
 
 

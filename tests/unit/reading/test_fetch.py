@@ -315,3 +315,27 @@ def test_descriptors_are_closed_at_the_end(tmp_path, file):
         engine.fetch([Landing().whole(payload) for payload in file.payloads])
         assert descriptors() == before + 1
     assert descriptors() == before
+
+
+@pytest.mark.parametrize(("count", "told"), [(3, False), (140, True)])
+def test_files_that_are_replaced_between_the_passes_are_read_as_verified_or_not_at_all(tmp_path, count, told):
+    """As by a save that takes a checkpoint's name meanwhile; more than so many files are not kept open."""
+    storage = LocalStorage(tmp_path)
+    files = [DataFile(f"__{rank}_0.distcp", [300, 40]) for rank in range(count)]
+    landing = Landing()
+    with Engine(storage, "step") as engine:
+        for file in files:
+            file.put(storage)
+        wanted = [landing.whole(payload) for file in files for payload in file.payloads]
+        assert engine.verify(wanted) == []
+        for file in files:
+            file.put(storage, bytes(len(file.content)))
+        if told:
+            with pytest.raises(CorruptCheckpointError):
+                engine.fetch(wanted)
+            assert landing.untouched()
+        else:
+            engine.fetch(wanted)
+            by_path = {file.path: file for file in files}
+            for each, content in landing.landed():
+                assert content == by_path[each.payload.path].bytes_of(each)
