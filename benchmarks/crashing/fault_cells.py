@@ -116,6 +116,11 @@ class Cell:
     short_bytes: int = 0
 
     @property
+    def is_before_all(self) -> bool:
+        """Whether the coordinator cannot even take the root, which comes before every save and `resume`."""
+        return self.place == "take the root" or (self.place, self.method) == ("load: look", "list")
+
+    @property
     def hangs(self) -> bool:
         """Whether the call returns only when the fault is over."""
         return not (self.number or self.short_bytes)
