@@ -116,6 +116,11 @@ class Cell:
     short_bytes: int = 0
 
     @property
+    def is_before_all(self) -> bool:
+        """Whether the coordinator cannot even take the root, which comes before every save and `resume`."""
+        return self.place == "take the root" or (self.place, self.method) == ("load: look", "list")
+
+    @property
     def hangs(self) -> bool:
         """Whether the call returns only when the fault is over."""
         return not (self.number or self.short_bytes)
@@ -123,7 +128,7 @@ class Cell:
     @property
     def deadline_seconds(self) -> float:
         """Of the job: short where it must pass, long where a busy machine must not be taken for a fault."""
-        return 2.0 if self.hangs else 10.0
+        return 3.0 if self.hangs else 20.0
 
     @property
     def fault(self) -> str:

@@ -52,6 +52,7 @@ _COORDINATOR_ONLY: Final = {
 _BOUND_SECONDS: Final = 4 * DEADLINE_SECONDS + 12.0
 """Within what every call must have returned: what we promise, and room for a machine that is busy."""
 
+_IDLE: Final = "nothing went wrong: the case tried nothing"
 _LIMIT_SECONDS: Final = 60.0
 _JOBS: Final = 6
 
@@ -106,9 +107,15 @@ def run_cells(chosen: Sequence[Cell], folder: Path, jobs: int = _JOBS) -> Iterat
 
 
 def _tried(cell: Cell, folder: Path, number: int) -> dict[str, Any]:
-    root = folder / f"ranks-{number}"
+    """What the case came to; a machine too busy to get as far as the fault gets a second chance."""
+    found = _try(cell, folder, f"{number}")
+    return _try(cell, folder, f"{number}-again") if _IDLE in found["problem"] else found
+
+
+def _try(cell: Cell, folder: Path, name: str) -> dict[str, Any]:
+    root = folder / f"ranks-{name}"
     shutil.copytree(folder / "template", root)
-    children, broken = _Job(cell, root, folder / f"store-{number}").run()
+    children, broken = _Job(cell, root, folder / f"store-{name}").run()
     told = [message for child in children for message in child.told if isinstance(message, dict)]
     acknowledged = max((each["committed"] for each in told if "committed" in each), default=FIRST)
     broken += _complaints(cell, children)
@@ -224,7 +231,7 @@ def _complaints(cell: Cell, children: Sequence[forks.Child]) -> list[str]:
     """What was promised of this case, and does not hold."""
     found: list[str] = []
     if cell.victim >= 0 and not any(each.get("struck") for each in children[cell.victim].told):
-        found.append("nothing went wrong: the case tried nothing")
+        found.append(_IDLE)
     for rank, child in enumerate(children):
         if cell.kind == "dies" and rank == cell.victim:
             if not child.killed:

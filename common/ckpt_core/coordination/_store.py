@@ -34,6 +34,9 @@ class StoreCoordinator(Coordinator):
     two store connections (one for the main thread, one for the background thread) belong to this instance
     alone, so that nothing here can be interleaved with the training's own communication.
 
+    Raises:
+        CoordinationError: the ranks did not connect to one another in time.
+
     Gloo does not say which rank it waits for in vain, and a group that has lost one connection is of no use
     any more. So when it fails the ranks call the roll over the store, which names the missing, and from then
     on everything goes over the store: slower, and without `relay`, but saves can go on if the ranks can.
@@ -43,7 +46,7 @@ class StoreCoordinator(Coordinator):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._deadline_seconds = deadline_seconds
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_seconds))
+        self._group = self._connect()
         self._prefix = f"ckpt_core/{next(_instances)}"
         # A client blocks while it waits: the background thread needs a connection of its own.
         self._main = self._open_channel("main")
@@ -142,6 +145,16 @@ class StoreCoordinator(Coordinator):
                     awaited=(peer,),
                 ) from error
             raise CoordinationError(f"{what} failed, for that rank was lost: {error}") from error
+
+    def _connect(self) -> Any:
+        try:
+            return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_seconds))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise CoordinationError(
+                f"rank {self.rank}: the {self.world_size} ranks could not connect to one another, to save "
+                f"checkpoints together, within {self._deadline_seconds:g} s: {reason}"
+            ) from error
 
     def _lost_group(self, what: str, error: RuntimeError) -> None:
         self._broken = True
