@@ -99,7 +99,7 @@ class Director:
     """
 
     shots: Sequence[Shot]
-    seconds: float = 60.0
+    seconds: float = 150.0
     results: int = 0
     _pids: dict[int, int] = field(default_factory=dict)
     _held: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
