@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.crashing.outcome import Outcome
 from benchmarks.crashing.preempted_jobs import HOSTS, Job
@@ -144,13 +145,22 @@ def _fork(rank: int, port: int, job: Job, root: Path, *, resume: bool) -> int:
     )  # fmt: skip
     os.dup2(2, 1)  # standard output is for outcomes
     faulthandler.dump_traceback_later(140)
-    line, code = Line(rank), 0
+    code = 1
     try:
-        line.end(HOSTS[job.host](job, root, line, resume=resume))
+        line = Line(rank)
+        code = _told(line, lambda: HOSTS[job.host](job, root, line, resume=resume))
+    finally:
+        # Whatever happens: what follows is the parent's.
+        os._exit(code)
+
+
+def _told(line: Line, act: Callable[[], dict[str, Any]]) -> int:
+    try:
+        line.end(act())
     except BaseException:  # noqa: BLE001 - told to the parent
         line.end({"error": traceback.format_exc()})
-        code = 1
-    os._exit(code)
+        return 1
+    return 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch.utils.data import DataLoader
 from ckpt_core import CheckpointManager, OnPreemption
 from ckpt_core.commit import Catalog
 from ckpt_core.storage import LocalStorage
+from ckpt_core.testing import Fault, FaultyStorage
 from tests.adapters.lightning_jobs import BATCH, Job, Model, Numbers, loader_of, make_trainer
 
 pytestmark = [pytest.mark.reliability, pytest.mark.filterwarnings("ignore")]
@@ -86,3 +90,31 @@ def test_a_signal_while_the_fit_is_set_up_stops_it_before_the_first_batch(tmp_pa
     assert module.losses == {}
     assert Catalog(LocalStorage(tmp_path / "run")).committed() == []
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_signal_while_the_last_save_is_waited_for_is_not_lightnings_either(tmp_path):
+    """Its handler would wait for a collective that nobody else takes part in."""
+
+    def at_write(_operation: object) -> None:
+        while not waiting_in_teardown():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    storage = FaultyStorage(LocalStorage(tmp_path / "run"), [Fault(method="create", before=at_write)])
+    options = {"dirpath": storage, "save": OnPreemption()}
+    trainer, checkpoint = make_trainer(Job(root=str(tmp_path), options=options))
+    trainer.fit(Model(signal_at=(0, 4)), loader_of("sampler"))
+
+    assert checkpoint.preempted
+    assert not trainer.received_sigterm
+    assert [info.step for info in Catalog(storage).committed()] == [5]
+
+
+def waiting_in_teardown() -> bool:
+    """Whether the main thread waits for the last save."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None:
+        if frame.f_code.co_name == "finish" and frame.f_code.co_filename.endswith("_session.py"):
+            return True
+        frame = frame.f_back
+    return False
