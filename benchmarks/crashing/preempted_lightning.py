@@ -85,7 +85,7 @@ def fit(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
 
 def fit_stock(job: Job, root: Path, line: Line) -> dict[str, Any]:
     """Fit on this rank as Lightning does without us; a collective gives up after some seconds."""
-    trainer = make_trainer(job, ModelCheckpoint(root, every_n_train_steps=1000), timeout_seconds=15)
+    trainer = make_trainer(job, ModelCheckpoint(root, every_n_train_steps=1000), timeout_seconds=8)
     model = Model(job, line)
     trainer.fit(model, loader())
     return {"began": 0, "step": trainer.global_step, "preempted": trainer.received_sigterm}
