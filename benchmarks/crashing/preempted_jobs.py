@@ -19,6 +19,7 @@ from benchmarks.crashing.signalling import Line
 from ckpt_core import CheckpointManager, OnPreemption, TrainState
 from ckpt_core.storage import LocalStorage
 
+STOCK = "stock lightning"
 SAMPLES, WIDTH, BATCH, EVALUATIONS = 48, 8, 4, 4
 
 
@@ -27,7 +28,7 @@ class Job:
     """One training; an epoch has six batches on each of two ranks.
 
     Attributes:
-        host: `loop`, `lightning`, `accelerate` or `trainer`.
+        host: one of `HOSTS`.
         strategy: `ddp` or `fsdp2`.
         steps: how many optimizer steps it makes.
         evaluate_every: steps between evaluations, 0 for none.
@@ -146,6 +147,14 @@ def train_lightning(job: Job, root: Path, line: Line, *, resume: bool) -> dict[s
     return fit(job, root, line, resume=resume)
 
 
+def train_stock_lightning(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
+    """Lightning's Trainer as it is, with its own checkpoint callback."""
+    from benchmarks.crashing.preempted_lightning import fit_stock
+
+    del resume
+    return fit_stock(job, root, line)
+
+
 def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
     """A loop under Accelerate that calls `save_state` for every batch."""
     import accelerate_ckpt
@@ -217,4 +226,5 @@ HOSTS: dict[str, Callable[..., dict[str, Any]]] = {
     "lightning": train_lightning,
     "accelerate": train_accelerate,
     "trainer": train_trainer,
+    STOCK: train_stock_lightning,
 }

@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -66,18 +68,42 @@ class Model(pl.LightningModule):
 
 
 def fit(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
-    """Fit on this rank."""
+    """Fit on this rank, with our callback."""
     checkpoint = ShardedCheckpoint(line.storage(root), save=job.policy, deadline_seconds=90, save_last=False)
+    model = Model(job, line)
+    trainer = make_trainer(job, checkpoint)
+    path = "last" if resume else None
+    trainer.fit(model, loader(), DataLoader(Numbers(), batch_size=BATCH), ckpt_path=path)
+    return {
+        "began": model.began,
+        "step": trainer.global_step,
+        "preempted": checkpoint.preempted,
+        "losses": model.losses,
+        "weights": digest(model.net.state_dict()),
+    }
+
+
+def fit_stock(job: Job, root: Path, line: Line) -> dict[str, Any]:
+    """Fit on this rank as Lightning does without us; a collective gives up after some seconds."""
+    trainer = make_trainer(job, ModelCheckpoint(root, every_n_train_steps=1000), timeout_seconds=8)
+    model = Model(job, line)
+    trainer.fit(model, loader())
+    return {"began": 0, "step": trainer.global_step, "preempted": trainer.received_sigterm}
+
+
+def make_trainer(job: Job, checkpoint: Checkpoint, *, timeout_seconds: float = 120) -> pl.Trainer:
+    """A Trainer for two ranks, with one checkpoint callback."""
     evaluations: dict[str, Any] = {"limit_val_batches": 0}
     if job.evaluate_every:
         evaluations = {"limit_val_batches": EVALUATIONS, "val_check_interval": job.evaluate_every}
-    fsdp2 = job.strategy == "fsdp2"
-    trainer = pl.Trainer(
+    timeout = timedelta(seconds=timeout_seconds)
+    strategy: Any = DDPStrategy(timeout=timeout)
+    if job.strategy == "fsdp2":
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, timeout=timeout)
+    return pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        if fsdp2
-        else DDPStrategy(),
+        strategy=strategy,
         max_steps=job.steps,
         accumulate_grad_batches=job.accumulation,
         callbacks=[checkpoint],
@@ -88,17 +114,6 @@ def fit(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
         num_sanity_val_steps=0,
         **evaluations,
     )
-    model = Model(job, line)
-    trainer.fit(
-        model, loader(), DataLoader(Numbers(), batch_size=BATCH), ckpt_path="last" if resume else None
-    )
-    return {
-        "began": model.began,
-        "step": trainer.global_step,
-        "preempted": checkpoint.preempted,
-        "losses": model.losses,
-        "weights": digest(model.net.state_dict()),
-    }
 
 
 def main() -> None:

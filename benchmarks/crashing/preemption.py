@@ -18,22 +18,21 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.crashing.outcome import Outcome
 from benchmarks.crashing.preempted_jobs import HOSTS, Job
-from benchmarks.crashing.preemption_cases import RANKS, Case, cases
-from benchmarks.crashing.signalling import Director, Line, Run, Shot
+from benchmarks.crashing.preemption_cases import RANKS, Case, cases, stock_cases
+from benchmarks.crashing.signalling import Director, Line, Run
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
-
-HANG_SECONDS = 150.0
 
 
 def experiment(case: Case, folder: Path, reference: Callable[[Job], Run]) -> Outcome:
     """Preempt a run, look at what it left, and let fresh ranks go on to the end."""
     root = folder / "run"
     root.mkdir(parents=True)
-    broken = (launch if case.launched else pair)(case.job, root, case.shots, resume=False)
+    broken = (launch if case.launched else pair)(case.job, root, case, resume=False)
     storage = LocalStorage(root)
     committed = [info.step for info in Catalog(storage).committed()]
     problems = [*_conduct(case, broken, committed), *_damage(storage)]
@@ -42,7 +41,7 @@ def experiment(case: Case, folder: Path, reference: Callable[[Job], Run]) -> Out
         rest = replace(case.job, save={})
         # The Trainer of transformers makes one step too many when it resumes what was over.
         over = case.job.host == "trainer" and case.committed[-1:] == (case.job.steps,)
-        whole, after = reference(rest), broken if over else pair(rest, root, (), resume=True)
+        whole, after = reference(rest), broken if over else pair(rest, root, None, resume=True)
         problems += _resumed_inexactly(whole, broken, after)
         resumed = acknowledged if over else after.results[0].get("began")
     shutil.rmtree(folder)
@@ -59,7 +58,7 @@ def experiment(case: Case, folder: Path, reference: Callable[[Job], Run]) -> Out
 def _conduct(case: Case, run: Run, committed: Sequence[int]) -> Iterator[str]:
     for rank, code in run.codes.items():
         if code != 0:
-            hang = f"hung for {HANG_SECONDS:g} s" if code is None else f"ended with {code}"
+            hang = f"hung for {case.seconds:g} s" if code is None else f"ended with {code}"
             yield f"rank {rank} {hang}: {run.results.get(rank, {}).get('error', 'it told nothing')}"
             return
     if run.missed:
@@ -94,13 +93,13 @@ def _resumed_inexactly(whole: Run, broken: Run, after: Run) -> Iterator[str]:
             yield f"rank {rank} has other weights in the end"
 
 
-def pair(job: Job, root: Path, shots: Sequence[Shot], *, resume: bool) -> Run:
+def pair(job: Job, root: Path, case: Case | None, *, resume: bool) -> Run:
     """Two ranks of a job, forked; the store is in a process of its own, as under torchrun."""
     sys.stdout.flush()
     sys.stderr.flush()
     store, port = _fork_store()
     try:
-        return Director(shots=shots, seconds=HANG_SECONDS).run(
+        return _director(case).run(
             lambda: [_fork(rank, port, job, root, resume=resume) for rank in range(RANKS)]
         )
     finally:
@@ -108,12 +107,17 @@ def pair(job: Job, root: Path, shots: Sequence[Shot], *, resume: bool) -> Run:
         os.waitpid(store, 0)
 
 
-def launch(job: Job, root: Path, shots: Sequence[Shot], *, resume: bool) -> Run:
+def launch(job: Job, root: Path, case: Case | None, *, resume: bool) -> Run:
     """A script that Lightning runs once more for the other rank."""
     told = json.dumps({"job": asdict(job), "root": str(root), "resume": resume})
     command = [sys.executable, "-m", "benchmarks.crashing.preempted_lightning", told]
-    director = Director(shots=shots, seconds=HANG_SECONDS, results=RANKS)
-    return director.run(lambda: [subprocess.Popen(command, stdout=sys.stderr).pid])
+    return _director(case, results=RANKS).run(lambda: [subprocess.Popen(command, stdout=sys.stderr).pid])
+
+
+def _director(case: Case | None, *, results: int = 0) -> Director:
+    if case is None:
+        return Director(shots=(), results=results)
+    return Director(shots=case.shots, seconds=case.seconds, results=results)
 
 
 def _fork_store() -> tuple[int, int]:
@@ -140,14 +144,23 @@ def _fork(rank: int, port: int, job: Job, root: Path, *, resume: bool) -> int:
         TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
     )  # fmt: skip
     os.dup2(2, 1)  # standard output is for outcomes
-    faulthandler.dump_traceback_later(HANG_SECONDS - 5)
-    line, code = Line(rank), 0
+    faulthandler.dump_traceback_later(140)
+    code = 1
     try:
-        line.end(HOSTS[job.host](job, root, line, resume=resume))
+        line = Line(rank)
+        code = _told(line, lambda: HOSTS[job.host](job, root, line, resume=resume))
+    finally:
+        # Whatever happens: what follows is the parent's.
+        os._exit(code)
+
+
+def _told(line: Line, act: Callable[[], dict[str, Any]]) -> int:
+    try:
+        line.end(act())
     except BaseException:  # noqa: BLE001 - told to the parent
         line.end({"error": traceback.format_exc()})
-        code = 1
-    os._exit(code)
+        return 1
+    return 0
 
 
 @dataclass(frozen=True)
@@ -163,7 +176,7 @@ class References:
         if key not in self.made:
             root = self.folder / f"reference-{len(self.made)}"
             root.mkdir(parents=True)
-            self.made[key] = pair(job, root, (), resume=False)
+            self.made[key] = pair(job, root, None, resume=False)
         return self.made[key]
 
 
@@ -202,7 +215,7 @@ def main(arguments: Sequence[str]) -> None:
     if rest and rest[0].isdecimal():
         wanted = chosen(int(rest[0]), int(rest[1]) if len(rest) > 1 else None)
     else:
-        wanted = [case for case in cases() if case.title in rest]
+        wanted = [case for case in [*cases(), *stock_cases()] if case.title in rest]
     torch.set_num_threads(1)
     for host in {case.job.host for case in wanted}:
         _import(host)
@@ -214,7 +227,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _import(host: str) -> None:
     """Before the first fork, so that no rank has to."""
-    if host == "lightning":
+    if "lightning" in host:
         import benchmarks.crashing.preempted_lightning
     elif host == "trainer":
         import benchmarks.crashing.preempted_trainer  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.crashing.preempted_jobs import HOSTS, Job
+from benchmarks.crashing.preempted_jobs import HOSTS, STOCK, Job
 from benchmarks.crashing.signalling import Shot
 
 RANKS = 2
@@ -22,6 +22,7 @@ class Case:
         committed: the steps that must be committed afterwards, oldest first.
         stopped_at: the step at which every rank must have stopped.
         preempted: whether every rank must say so.
+        seconds: after which ranks that have not ended are said to hang.
         launched: whether rank 0 starts the other rank itself, in a fresh interpreter, as Lightning does.
     """
 
@@ -32,6 +33,7 @@ class Case:
     stopped_at: int
     preempted: bool = True
     launched: bool = False
+    seconds: float = 150.0
 
     @property
     def sweep(self) -> str:
@@ -53,13 +55,26 @@ def shot(rank: int, point: str, *to: int, name: str = "SIGTERM") -> Shot:
 def cases() -> list[Case]:
     """The whole matrix."""
     found: list[Case] = []
-    for host in HOSTS:
+    for host in sorted(HOSTS.keys() - {STOCK}):
         strategies = ("ddp",) if host == "trainer" else ("ddp", "fsdp2")
         for strategy in strategies:
             job = Job(host=host, strategy=strategy)
             found += [*_while_training(job), *_around_training(job), *_during_saves(job)]
             found += [*_evaluating(job), *_going_on(job), *_accumulating(job)]
     return [*found, *_launched()]
+
+
+def stock_cases() -> list[Case]:
+    """What Lightning itself does not get right, to compare."""
+    job = Job(host=STOCK)
+    shots = {
+        "SIGTERM to rank 1": (shot(1, "step 3", 1),),
+        "rank 0, then rank 1": (shot(0, "step 3", 0), shot(1, "step 3", 1)),
+    }
+    return [
+        Case(name=name, job=job, shots=fired, committed=(4,), stopped_at=4, seconds=40.0)
+        for name, fired in shots.items()
+    ]
 
 
 def _launched() -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -99,7 +100,7 @@ class Director:
     """
 
     shots: Sequence[Shot]
-    seconds: float = 60.0
+    seconds: float = 150.0
     results: int = 0
     _pids: dict[int, int] = field(default_factory=dict)
     _held: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
@@ -160,7 +161,9 @@ class Director:
             selector.register(connection, selectors.EVENT_READ, bytearray())
             return
         connection = cast("socket.socket", key.fileobj)
-        received = connection.recv(1 << 16)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):  # a handler raised while its rank waited
+            received = connection.recv(1 << 16)
         if not received:
             selector.unregister(connection)
         key.data.extend(received)
@@ -186,4 +189,5 @@ class Director:
                 os.kill(self._pids[target], signal.Signals[shot.name])
         awaited = {(shot.rank, shot.point) for shot in self._left}
         for place in set(self._held) - awaited:
-            self._held.pop(place).sendall(b"!")
+            with contextlib.suppress(BrokenPipeError):
+                self._held.pop(place).sendall(b"!")

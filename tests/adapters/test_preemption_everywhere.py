@@ -50,6 +50,15 @@ def test_a_preemption_leaves_one_last_checkpoint_at_one_agreed_step(tmp_path: Pa
     assert all(each.resumed == each.acknowledged for each in outcomes)
 
 
+def test_stock_lightning_waits_until_its_collectives_time_out(tmp_path: Path) -> None:
+    """What ours is compared with: no rank returns from `fit`, and nothing is there to resume from."""
+    title = "preemption, stock lightning, ddp, 2 ranks: SIGTERM to rank 1"
+    (outcome,) = run_titled([title], tmp_path)
+    assert outcome.problem
+    assert outcome.resumed is None
+    assert "ended with" in outcome.problem or "hung" in outcome.problem
+
+
 def test_the_matrix_knows_every_host_and_moment() -> None:
     titles = [case.title for case in cases()]
     assert len(set(titles)) == len(titles)
