@@ -19,7 +19,6 @@ MAX_MODULE_LINES = 350
 MAX_BODY_LINES = 50
 MAX_METHODS = 15
 # What a storage must do is one contract: split, every backend would have to be put together again.
-# The manager is the one object users meet: a second one would be more to learn than its last methods.
 WIDE = {"Storage", "LocalStorage", "MemoryStorage", "FaultyStorage", "CheckpointManager"}
 MAX_PARAMETERS = 6
 MODULES_NAMED_AFTER_NOTHING = {
