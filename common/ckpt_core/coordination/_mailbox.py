@@ -15,6 +15,8 @@ T = TypeVar("T")
 _SHORTEST_PAUSE = 0.0005
 _LONGEST_PAUSE = 0.25
 _PAUSE_GROWTH = 1.25
+_ANSWER_SECONDS = 5.0
+"""What even a sound store may take on a busy machine: less of silence is no reason to call it dead."""
 
 
 class MessageStore(Protocol):
@@ -85,9 +87,9 @@ class Mailbox:
             self._ask(partial(self._store.delete_key, key))
 
     def _ask(self, question: Callable[[], T], deadline: float | None = None) -> T:
-        now = time.monotonic()
-        # A moment for the answer, even if the deadline has just passed.
-        latest = now + self._patience_seconds if deadline is None else max(deadline, now + _LONGEST_PAUSE)
+        now, patience = time.monotonic(), self._patience_seconds
+        # Time for the answer, even if the deadline has nearly passed: then it is the ranks who are late.
+        latest = now + patience if deadline is None else max(deadline, now + min(_ANSWER_SECONDS, patience))
         try:
             return self._line.ask(question, latest)
         except RuntimeError as error:
