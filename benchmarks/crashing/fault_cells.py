@@ -128,7 +128,7 @@ class Cell:
     @property
     def deadline_seconds(self) -> float:
         """Of the job: short where it must pass, long where a busy machine must not be taken for a fault."""
-        return 3.0 if self.hangs else 20.0
+        return 6.0 if self.hangs else 20.0
 
     @property
     def fault(self) -> str:

@@ -33,7 +33,7 @@ Kind = Literal[
     "connections are reset",
 ]
 
-DEADLINE_SECONDS: Final = 3.0
+DEADLINE_SECONDS: Final = 6.0
 FIRST: Final = 2
 """The last step that was acknowledged before anything goes wrong."""
 AGAIN: Final = 100
