@@ -43,6 +43,7 @@ PARTS: Final = {
 
 _PROGRESS_SECONDS: Final = 10.0
 _SHOWN: Final = 20
+_INTERRUPTED: Final = "it was interrupted"
 
 
 @final
@@ -63,12 +64,14 @@ class Part:
     seconds: float = 0.0
 
     def take(self, told: Sequence[Any]) -> None:
-        """Take in what its process has told."""
+        """Take in what its process has told; what is wrong is said at once, for the whole may take hours."""
         for message in told:
             if "error" in message:
                 self.failure = message["error"]
             else:
                 self.outcomes.append(Outcome(**message))
+                for line in problems(self.outcomes[-1:]):
+                    print(line, file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         kills = sum(outcome.kills for outcome in self.outcomes)
@@ -87,6 +90,7 @@ def perform(part: Part, folder: Path, *, seed: int, count: int | None) -> None:
 
     began = last = time.monotonic()
     folder.mkdir()
+    part.failure = _INTERRUPTED
     child = forks.fork(act)
     going = True
     while going:
@@ -97,8 +101,8 @@ def perform(part: Part, folder: Path, *, seed: int, count: int | None) -> None:
         if not going or time.monotonic() - last > _PROGRESS_SECONDS:
             last = time.monotonic()
             print(part, file=sys.stderr, flush=True)
-    if child.status != 0 and not part.failure:
-        part.failure = f"its process ended with status {child.status}"
+    if part.failure == _INTERRUPTED:
+        part.failure = "" if child.status == 0 else f"its process ended with status {child.status}"
 
 
 def report(parts: Sequence[Part]) -> str:
@@ -133,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = [Part(name=name) for name in chosen.only]
         for part in parts:
             perform(part, folder / part.name, seed=chosen.seed, count=chosen.count)
+    except KeyboardInterrupt:
+        print("interrupted: what was found until now", file=sys.stderr)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(in_words(facts))

@@ -187,7 +187,7 @@ def case(ground: Ground, kill: Kill, index: int) -> dict[str, Any]:
         root = copy_of(
             ground.template(kill.world_size), ground.folder / f"{kill.world_size}-{index}-{attempt}"
         )
-        children, late = _killed(ground, kill, root)
+        children, late = _killed_apart(ground, kill, root)
         if children[kill.rank].killed:
             break
         # On a busy machine a rank may miss the short deadline before the victim comes to its end.
@@ -203,6 +203,17 @@ def case(ground: Ground, kill: Kill, index: int) -> dict[str, Any]:
         "resumed": resumed,
         "problem": _conduct(kill, children, late) or broken,
     }
+
+
+def _killed_apart(ground: Ground, kill: Kill, root: Path) -> tuple[list[forks.Child], list[int]]:
+    """The same with a store of its own: one that has lost thousands of clients sometimes stands still."""
+    shared = ground.server
+    ground.server = forks.StoreServer()
+    try:
+        return _killed(ground, kill, root)
+    finally:
+        ground.server.close()
+        ground.server = shared
 
 
 def _killed(ground: Ground, kill: Kill, root: Path) -> tuple[list[forks.Child], list[int]]:
