@@ -35,6 +35,7 @@ _MAX_PATH_CHARS: Final = 4096
 _PATHS: Final = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 # By the value of torch's `_MEM_FORMAT_ENCODING`; its members are everybody's, and a pickle could alter them.
 _MEMORY_FORMATS: Final = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
+_ENCODINGS: Final = {"TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2}
 _STEPS: Final = frozenset({str, int, float, bool, NoneType})
 
 
@@ -78,6 +79,20 @@ class _Encoding(metaclass=Sealed):
         return value
 
 
+class _EncodingByName(metaclass=Sealed):
+    """Stands for `getattr`, by which the first releases of Python 3.11 pickle the members of an enum."""
+
+    def __new__(cls, *asked: object) -> Any:
+        match asked:
+            case (owner, str(name)) if owner is _Encoding and type(name) is str and name in _ENCODINGS:
+                return _ENCODINGS[name]
+            case _:
+                raise UnsafeCheckpointError(
+                    ".metadata asks for an attribute that no DCP metadata needs; "
+                    "it may be an attack and was not executed"
+                )
+
+
 class _PathText(metaclass=Sealed):
     def __new__(cls, *parts: str) -> Any:
         if sum(map(len, parts)) > _MAX_PATH_CHARS:
@@ -103,6 +118,7 @@ _STAND_INS: Final[dict[tuple[str, str], Any]] = {
     (_DCP, "_MEM_FORMAT_ENCODING"): _Encoding,
     ("torch.serialization", "_get_layout"): _Layout,
     ("torch", "Size"): _Size,
+    **{(module, "getattr"): _EncodingByName for module in ("builtins", "__builtin__")},
     ("collections", "OrderedDict"): Ordered,
     **{("pathlib", name): _PathText for name in _PATHS},
 }

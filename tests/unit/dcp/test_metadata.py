@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copyreg
 import gc
+import io
 import os
 import pickle
 from pathlib import Path, PosixPath, PurePosixPath
@@ -10,7 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 
 from ckpt_core.dcp import entries, load_metadata
 from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
@@ -85,6 +92,44 @@ def test_a_planted_call_is_refused_and_not_executed(tmp_path, protocol):
 def test_no_function_outside_the_allow_list_is_reached(name):
     module, attribute = name.split()
     content = b"c" + module.encode() + b"\n" + attribute.encode() + b"\n(I1\ntR."
+    with pytest.raises(UnsafeCheckpointError, match="was not executed"):
+        load_metadata(content, PLACE)
+
+
+def by_name(member):
+    """As Python 3.11.0 to 3.11.3 pickle the member of an enum."""
+    return getattr, (type(member), member.name)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("encoding", _MEM_FORMAT_ENCODING)
+def test_memory_formats_are_read_as_any_python_writes_them(stock, encoding, protocol):
+    written = FileSystemReader(stock).read_metadata()
+    key, entry = next((k, e) for k, e in written.state_dict_metadata.items() if hasattr(e, "properties"))
+    dtype, layout, grad, _, pin = entry.properties.__getstate__()
+    entry.properties.__setstate__((dtype, layout, grad, encoding, pin))
+    expected = entry.properties.memory_format
+    found = []
+    for reduce in (by_name, lambda member: (type(member), (member.value,))):
+        content = io.BytesIO()
+        pickler = pickle.Pickler(content, protocol)
+        pickler.dispatch_table = copyreg.dispatch_table | {_MEM_FORMAT_ENCODING: reduce}
+        pickler.dump(written)
+        found.append(load_metadata(content.getvalue(), PLACE).state_dict_metadata[key].properties)
+    assert found == [entry.properties] * 2
+    assert all(properties.memory_format == expected for properties in found)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [("torch Size", "__new__"), ("pathlib PosixPath", "cwd"),
+     ("torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING", "__reduce__"),
+     ("torch.distributed.checkpoint.metadata Metadata", "TORCH_CHANNELS_LAST")],
+)  # fmt: skip
+def test_no_attribute_but_a_memory_format_is_reached(owner, name):
+    module, attribute = owner.split()
+    asked = b"\x8c" + bytes([len(name)]) + name.encode()
+    content = f"cbuiltins\ngetattr\n(c{module}\n{attribute}\n".encode() + asked + b"tR."
     with pytest.raises(UnsafeCheckpointError, match="was not executed"):
         load_metadata(content, PLACE)
 
