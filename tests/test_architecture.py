@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = (ROOT / "common" / "ckpt_core", ROOT / "lightning_ckpt", ROOT / "accelerate_ckpt")
 MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
-MAX_MODULE_LINES = 350
+MAX_MODULE_LINES = 500
 MAX_BODY_LINES = 50
 MAX_METHODS = 15
 # What a storage must do is one contract: split, every backend would have to be put together again.
