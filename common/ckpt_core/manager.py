@@ -39,9 +39,9 @@ class CheckpointManager:
     """Saves, finds, loads and prunes the checkpoints of one run.
 
     - Threads: all methods on the thread that trains; saves end on one background thread.
-    - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `continue_from`, `prune`, `pin`, `unpin`, `mark`,
-      `unmark` and `close` are collective over the default process group: every rank calls them in the same
-      order. The others are not.
+    - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `continue_from`, `prune`, `pin`, `unpin`,
+      `mark`, `unmark` and `close` are collective over the default process group: every rank calls them in the
+      same order. The others are not.
     - Jobs: one job writes to a root at a time, the next is refused; any number may read.
 
     Args:
@@ -196,12 +196,14 @@ class CheckpointManager:
         self._saver.rewound()
         self._saver.own_root()
         request = LoadRequest.of(self.options, Selection())
-        loaded = self._loader.newest(request, as_source(state), note_damaged=self._saver.note_damaged)
+        loaded = self._loader.newest(
+            request, as_source(state), note_damaged=self._saver.ownership.note_damaged
+        )
         if loaded is None:
             return None
         if loaded.info.damaged is not None:
-            self._saver.note_sound(loaded.info.name)
-        self._saver.goes_on_from(loaded.info)
+            self._saver.ownership.note_sound(loaded.info.name)
+        self._saver.ownership.line.goes_on_from(loaded.info)
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
@@ -254,7 +256,7 @@ class CheckpointManager:
             request = self._loader.locate(request, step=step, name=name)
             saved, info = self._loader.load(request, source), request.committed
         if info is not None and selection.is_all and takes_all(state, saved):
-            self._saver.goes_on_from(info)
+            self._saver.ownership.line.goes_on_from(info)
         return saved
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
@@ -278,7 +280,7 @@ class CheckpointManager:
             ),
             what="looking for a checkpoint",
         )
-        self._saver.goes_on_from(info)
+        self._saver.ownership.line.goes_on_from(info)
         return info
 
     def wait(self) -> None:
