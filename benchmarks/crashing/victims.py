@@ -33,14 +33,15 @@ FOREIGN: Final = {
     ".hidden.tmp": b"not ours either",
     "step-12/model.pt": b"a name like ours",
     "plots.incomplete-draft/loss.png": b"a name like a torn save's",
-    f"{step_name(1)}.corrupt-0badc0de/COMMITTED": b"kept for a person to look at",
+    f".corrupt-0badc0de-{step_name(1)}/COMMITTED": b"kept for a person to look at",
 }
 """What the sweep must find untouched."""
 
 TORN: Final = {
-    f"{step_name(9)}.incomplete-0123abcd/{data_name(0, 0)}": b"half",
-    f"{step_name(9)}.incomplete-0123abcd/part/.metadata": b"half",
-    f"{step_name(8)}.trash-4567cdef/{data_name(0, 0)}": b"half deleted",
+    f".incomplete-0123abcd-{step_name(9)}/{data_name(0, 0)}": b"half",
+    f".incomplete-0123abcd-{step_name(9)}/part/.metadata": b"half",
+    f".trash-4567cdef-{step_name(8)}/{data_name(0, 0)}": b"half deleted",
+    f"{step_name(7)}.trash-4567cdef/{data_name(0, 0)}": b"half deleted by an earlier version",
     ".writer.json.89ab0123.tmp": b"half a claim",
     ".damaged.json.89ab0123.tmp": b"half a mark",
     ".pins.json.89ab0123.tmp": b"half a pin",

@@ -66,7 +66,7 @@ def touch_a_stranger(root):
 
 
 def remove_a_stranger(root):
-    shutil.rmtree(root / f"{step_name(1)}.corrupt-0badc0de")
+    shutil.rmtree(root / f".corrupt-0badc0de-{step_name(1)}")
 
 
 def leave_something(root):

@@ -11,6 +11,7 @@ from typing import Final, final
 from ckpt_core.commit._locked import locked
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._marks import Mark, known_marks, marks_to_change, problem_of, replace_marks
+from ckpt_core.commit._occupant import holds_torn_save
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import (
     CheckpointError,
@@ -26,6 +27,7 @@ from ckpt_core.names import (
     PINS,
     is_corrupt,
     is_incomplete,
+    is_replaced,
     is_trash,
     parse_step_name,
     set_aside,
@@ -156,14 +158,16 @@ class Catalog:
         return [
             name
             for name in _directories(self._storage)
-            if is_incomplete(name)
-            or is_trash(name)
-            or (in_place and _is_uncommitted_step(self._storage, name))
+            if is_incomplete(name) or is_trash(name) or (in_place and _is_torn_step(self._storage, name))
         ]
 
     def quarantined(self) -> list[str]:
         """Directories of damaged checkpoints that were moved aside; nobody but a person deletes them."""
         return [name for name in _directories(self._storage) if is_corrupt(name)]
+
+    def replaced(self) -> list[str]:
+        """What was not ours and had the name of a checkpoint: moved aside, and left for a person."""
+        return [entry.name for entry in self._storage.list("") if is_replaced(entry.name)]
 
     def pins(self) -> dict[int, str]:
         """Step -> reason, for every step protected from pruning.
@@ -279,8 +283,12 @@ def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
     return [info for info in committed if set_aside(info.name) not in names]
 
 
-def _is_uncommitted_step(storage: Storage, name: str) -> bool:
-    return parse_step_name(name) is not None and not storage.exists(f"{name}/{MARKER}")
+def _is_torn_step(storage: Storage, name: str) -> bool:
+    return (
+        parse_step_name(name) is not None
+        and not storage.exists(f"{name}/{MARKER}")
+        and holds_torn_save(storage, name)
+    )
 
 
 def _corrupt(place: str, path: str, problem: str) -> CorruptCheckpointError:
@@ -321,4 +329,4 @@ def _placed(place: str, error: CheckpointError | OSError) -> CheckpointError | O
 
 def can_count(name: str) -> bool:
     """Whether a directory of that name is a checkpoint if it holds a marker: not one on its way in or out."""
-    return not (is_incomplete(name) or is_trash(name) or is_corrupt(name))
+    return not (is_incomplete(name) or is_trash(name) or is_corrupt(name) or is_replaced(name))

@@ -123,7 +123,7 @@ def test_a_save_of_its_step_takes_the_place_of_a_marked_checkpoint_and_is_not_ma
         assert checkpoints.resume(state) == 1
         checkpoints.save(2, state).result()
     assert marked(LocalStorage(tmp_path)) == {}
-    assert len(list(tmp_path.glob("*.corrupt-*"))) == 1
+    assert len(list(tmp_path.glob(".corrupt-*"))) == 1
 
 
 def flip(path: Path) -> None:
