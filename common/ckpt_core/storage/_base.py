@@ -72,7 +72,8 @@ class Storage(ABC):
     3. (all ranks, background thread) `write_pieces` or `create` for each of the rank's files, then
        `sync_directory`.
     4. (coordinator, background thread) `create` for metadata, manifest and marker; `sync_directory`;
-       where `supports_rename`, `rename` onto the final name and `sync_directory` of the parent.
+       where `supports_rename`, `rename` onto the final name, or of each file into a directory that has it,
+       and `sync_directory` of the parent.
     5. (coordinator) `rename` to a trash name or `delete` of the marker, then `delete` of the rest, to prune.
 
     Concurrency: every method may be called from any thread of any process at the same time.

@@ -72,7 +72,7 @@ def test_ls_shows_the_committed_and_names_the_torn(ckpt, root):
         r"100   step-000000100  2023-11-14 22:15:00  14\.9 KiB  2      val_loss=0\.9  paper", lines[1]
     )
     assert lines[4].startswith(f"3 committed in {root}")
-    assert lines[5:] == ["torn or being written: step-000000400.incomplete-deadbeef"]
+    assert lines[5:] == ["torn or being written: .incomplete-deadbeef-step-000000400"]
 
 
 def test_ls_as_json(ckpt_json, root):
@@ -83,7 +83,15 @@ def test_ls_as_json(ckpt_json, root):
         (200, None),
         (300, None),
     ]
-    assert listed["torn"] == ["step-000000400.incomplete-deadbeef"]
+    assert listed["torn"] == [".incomplete-deadbeef-step-000000400"]
+
+
+def test_ls_names_what_was_not_ours_and_made_way(ckpt, ckpt_json, root):
+    (root / "checkpoint-5").write_bytes(b"in one file")
+    save(LocalStorage(root), 500, name="checkpoint-5")
+    (moved,) = Catalog(LocalStorage(root)).replaced()
+    assert f"not ours and moved aside: {moved}" in ckpt("ls", root)[1]
+    assert ckpt_json("ls", root)[1]["replaced"] == [moved]
 
 
 def test_a_root_with_nothing_committed_is_listed_as_empty(ckpt, tmp_path):
@@ -100,7 +108,8 @@ def test_metrics_that_json_does_not_know_are_text(ckpt_json, root):
 
 
 def test_names_cannot_steer_the_terminal(ckpt, root):
-    save(LocalStorage(root), 500, name="evil\x1b[2J")
+    save(LocalStorage(root), 500)
+    (root / "step-000000500").rename(root / "evil\x1b[2J")
     assert "\x1b" not in ckpt("ls", root)[1]
 
 
@@ -130,7 +139,7 @@ def test_show_accepts_the_current_directory(ckpt, root, monkeypatch):
 
 
 def test_show_of_something_uncommitted_is_exit_code_1(ckpt, root):
-    code, out, _ = ckpt("show", root / "step-000000400.incomplete-deadbeef")
+    code, out, _ = ckpt("show", root / ".incomplete-deadbeef-step-000000400")
     assert code == 1
     assert "not a committed checkpoint" in out
 
@@ -236,7 +245,7 @@ def test_prune_damaged_deletes_the_marked_and_nothing_else(ckpt, ckpt_json, root
     assert (code, "dropped 1 checkpoints" in out) == (0, True)
     assert re.search(r"^left +100 .*pinned: paper$", out, flags=re.MULTILINE)
     assert steps(root) == [100, 200]
-    assert (root / "step-000000400.incomplete-deadbeef").is_dir()
+    assert (root / ".incomplete-deadbeef-step-000000400").is_dir()
     marks = json.loads((root / "damaged.json").read_bytes())["checkpoints"]
     assert list(marks) == ["step-000000100"]
 
@@ -272,7 +281,7 @@ def test_prune_damaged_refuses_to_run_beside_a_live_job(ckpt, root):
 
 
 def test_a_torn_directory_does_not_verify(ckpt, root):
-    code, out, _ = ckpt("verify", root / "step-000000400.incomplete-deadbeef")
+    code, out, _ = ckpt("verify", root / ".incomplete-deadbeef-step-000000400")
     assert code == 1
     assert "COMMITTED: missing" in out
 
@@ -305,7 +314,7 @@ def test_a_dry_run_says_what_would_go_and_touches_nothing(ckpt, ckpt_json, root)
     assert code == 0
     assert [info["step"] for info in planned["drop"]] == [200]
     assert {kept["step"] for kept in planned["keep"]} == {100, 300}
-    assert planned["torn"] == ["step-000000400.incomplete-deadbeef"]
+    assert planned["torn"] == [".incomplete-deadbeef-step-000000400"]
     code, out, _ = ckpt("prune", root, "--keep-latest", 1, "--dry-run")
     assert "would drop 1 checkpoints" in out
     assert sorted(root.rglob("*")) == before
