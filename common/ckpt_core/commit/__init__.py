@@ -7,6 +7,7 @@ torch, so that listing and verifying stay fast.
 from ckpt_core.commit._catalog import Catalog, Survey
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
+from ckpt_core.commit._occupant import Occupant, occupant
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
 from ckpt_core.commit._prune import collect_orphans, countable, remove
 from ckpt_core.commit._quarantine import quarantine
@@ -19,6 +20,7 @@ __all__ = [
     "Lease",
     "Manifest",
     "Marker",
+    "Occupant",
     "Owner",
     "Survey",
     "abandon",
@@ -27,6 +29,7 @@ __all__ = [
     "commit",
     "countable",
     "is_name",
+    "occupant",
     "quarantine",
     "remove",
     "require_free",
