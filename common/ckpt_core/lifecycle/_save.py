@@ -39,7 +39,7 @@ from ckpt_core.lifecycle._reducer import (
 from ckpt_core.lifecycle._write import commit_all, write_rank
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logging.getLogger(__name__)
 _COMMITTING = "committing"
@@ -237,7 +237,7 @@ class SaveRun:
             self._context.check()
             check = self._context.check
             info = commit_all(self._storage, self._prepared, reports, self._memory, check=check)
-            return json.dumps(asdict(info)).encode()
+            return json.dumps(asdict(info)).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
         attributes = {"step": request.step, "rank": self._coordinator.rank}
@@ -247,7 +247,7 @@ class SaveRun:
         try:
             with self._telemetry.span("save.commit", **attributes) as details:
                 answer = self._coordinator.meet(name, payload, commit, deadline_seconds=deadline)
-                info = CheckpointInfo(**json.loads(answer))
+                info = _decoded(answer)
                 details["size_bytes"] = info.size_bytes
         except CheckpointError as error:
             self._fail(error)
@@ -291,6 +291,13 @@ def _own_files(prepared: PreparedSave, reference: bytes) -> Mapping[str, bytes]:
             return {**prepared.files, **local.encode(rank)}
         case Keeping.IF_DIFFERENT:
             return {**prepared.files, **local.encode(rank, local.differing(reference))}
+
+
+def _decoded(answer: bytes) -> CheckpointInfo:
+    fields = json.loads(answer)
+    lineage = fields.pop("lineage")
+    ancestry = tuple((ancestor, step) for ancestor, step in lineage.pop("ancestry"))
+    return CheckpointInfo(**fields, lineage=Lineage(**lineage, ancestry=ancestry))
 
 
 def _phase_of(error: CoordinationError) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import final
 
@@ -53,6 +52,7 @@ class Saver:
             overlapped=options.staging == "overlapped",
         )
         self._guard = StepGuard()
+        self._asked = ""
         self._ownership = Ownership(storage, coordinator)
         self._room = Room(storage, options, ownership=self._ownership, telemetry=telemetry)
         background = Background(options.deadline_seconds)
@@ -86,7 +86,7 @@ class Saver:
             self._telemetry.point("save.skipped", step=request.step, rank=self._coordinator.rank)
             return None
         latest = self._flight.latest
-        if latest is not None and not request.replace and latest.name == request.name:
+        if latest is not None and not request.replace and self._asked == request.name:
             return latest  # asked for twice: by the cadence, and at the end of the run
         try:
             with self._telemetry.span("save.stall", step=request.step, rank=self._coordinator.rank):
@@ -104,6 +104,7 @@ class Saver:
                 raise
             _logger.exception("training goes on without the checkpoint of step %d", request.step)
             return None
+        self._asked = request.name
         return self._launch(prepared)
 
     def prewarm(self, capture: Callable[[], CapturedState]) -> int:
@@ -150,6 +151,10 @@ class Saver:
         self._flight.wait()
         self._flight.forget()
 
+    def goes_on_from(self, info: CheckpointInfo) -> None:
+        """The live state is that of this checkpoint; `rewound` comes before."""
+        self._ownership.line.goes_on_from(info)
+
     def close(self) -> None:
         """Wait for the save in flight and give the root back; same errors as `wait`."""
         try:
@@ -180,7 +185,7 @@ class Saver:
         return capture()
 
     def _committed(self, info: CheckpointInfo) -> None:
-        self._ownership.note_committed(info.name)
+        self._ownership.note_committed(info)
         if self._options.keep is not None:
             self._prune(self._options.keep, info)
         try:
@@ -194,8 +199,8 @@ class Saver:
                 self._storage,
                 # What was committed last is told by clocks; after one was put back, only we know.
                 policy | KeepSteps((info.step,)),
-                now=time.time(),
                 telemetry=self._telemetry,
+                abandoned=self._options.abandoned,
                 check=self._ownership.check,
             )
         except (OSError, CheckpointError) as error:

@@ -14,7 +14,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._problems import Problems
 from ckpt_core.options._sizes import Headroom, parse_headroom, parse_size
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.retention import Abandoned, RetentionPolicy
 from ckpt_core.validation import boolean, integer, one_of, positive, require
 
 BackPressure = Literal["wait", "skip", "coalesce"]
@@ -34,6 +34,9 @@ class CheckpointOptions:
     Attributes:
         save: when to save; None leaves every save to explicit calls.
         keep: which checkpoints a prune spares; None never prunes.
+        abandoned: what a prune does with checkpoints that the present lineage does not go on from, because
+            training began afresh or went back: `keep` them, or `prune` all that are not pinned. With `keep`
+            as None it has no effect.
         back_pressure: what a save that is due does while every arena is in flight: `wait` for the oldest;
             `skip`, so that it is lost; or `coalesce`: all that are due meanwhile become one, which `due` and
             `maybe_save` ask for at the first step at which an arena is free on every rank, with the state of
@@ -67,6 +70,7 @@ class CheckpointOptions:
 
     save: SavePolicy | None = None
     keep: RetentionPolicy | None = None
+    abandoned: Abandoned = "keep"
     back_pressure: BackPressure = "wait"
     arenas: int = 1
     staging_memory: int | str | None = None
@@ -85,6 +89,7 @@ class CheckpointOptions:
             "CheckpointOptions",
             _optional("save", self.save, SavePolicy),
             _optional("keep", self.keep, RetentionPolicy),
+            one_of("abandoned", self.abandoned, get_args(Abandoned)),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
             _arenas(self.arenas),
             _size("staging_memory", self.staging_memory),
