@@ -58,7 +58,7 @@ class AcceleratorCheckpoints:
         self._stock_files = settings.stock_files
         self._metrics = Metrics(settings.options.keep if accelerator.is_main_process else None)
         self._batches_seen = -1
-        self._roots = Roots(accelerator, settings.root, settings.options, sinks, listen=not implicit)
+        self._roots = Roots(accelerator, settings, sinks, listen=not implicit)
         self._loading = Loading(
             accelerator,
             roots=self._roots,
@@ -66,7 +66,7 @@ class AcceleratorCheckpoints:
             progress=self.progress,
             state=lambda manager, arguments: self._state(manager, CallArguments(load=arguments)),
         )
-        self._ahead = self._roots.continue_numbering()
+        self._roots.continue_numbering()
 
     @property
     def manager(self) -> CheckpointManager:
@@ -141,7 +141,7 @@ class AcceleratorCheckpoints:
             return None
         reason: str | None = "call"
         if self._gated:
-            reason = self._roots.at(place.root).due(self.step + self._ahead, total_steps=total_steps)
+            reason = self._roots.at(place.root).due(self.step, total_steps=total_steps)
         if reason is None:
             return None
         return self._save(place, metrics or {}, reason, safe=safe_serialization)
@@ -173,10 +173,7 @@ class AcceleratorCheckpoints:
             self._loading.newest(arguments)
         else:
             self._loading.place(Place.of(input_dir), arguments)
-        newest = self._roots.continue_numbering()
-        # Who goes back to an older one on purpose leaves newer ones behind, which must not count as newer
-        # than what is saved from now on. Who got an older one because newer ones are damaged does not.
-        self._ahead = 0 if input_dir is None else max(0, newest - self.step)
+        self._roots.continue_numbering()
 
     def latest(self) -> CheckpointInfo | None:
         """The newest committed checkpoint of `manager`; it is not verified here."""
@@ -233,7 +230,7 @@ class AcceleratorCheckpoints:
         self._roots.coordinator.once(lambda: clear_for(manager.storage, place.name))
         measured = {**self._metrics.at(self.step), **metrics}
         handle = manager.save(
-            self.step + self._ahead,
+            self.step,
             self._state(manager, CallArguments(safe=safe, stock_files=self._stock_files)),
             metrics=measured,
             annotations={

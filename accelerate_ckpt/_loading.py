@@ -54,7 +54,7 @@ class Loading:
         if arguments.get("strict", True) is True:
             found = manager.resume(state) is not None
         else:
-            found = manager.latest() is not None
+            found = self._roots.coordinator.once(lambda: bool(manager.checkpoints(abandoned=True)))
             if found:
                 manager.load(state, strict=arguments["strict"])
         if found:

@@ -12,6 +12,7 @@ from typing import final
 from accelerate import Accelerator
 
 from accelerate_ckpt._places import Place, automatic_name, automatic_root, next_number
+from accelerate_ckpt._settings import Settings
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepLatest
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.storage import Storage
@@ -29,8 +30,7 @@ class Roots:
 
     Args:
         accelerator: whose checkpoints they hold.
-        root: for automatic names.
-        options: of the managers.
+        settings: the root for automatic names, and options of the managers.
         sinks: receivers of telemetry events.
         listen: whether managers hear signals before they are first asked whether to save.
     """
@@ -38,15 +38,16 @@ class Roots:
     def __init__(
         self,
         accelerator: Accelerator,
-        root: str | os.PathLike[str] | Storage | None,
-        options: CheckpointOptions,
+        settings: Settings,
         sinks: Sequence[Sink],
         *,
         listen: bool,
     ) -> None:
+        root = settings.root
         self._accelerator = accelerator
         self._listen = listen
-        self._options = options
+        self._options = settings.options
+        self._abandoned_given = settings.abandoned
         self._sinks = sinks
         self._managers: dict[str, CheckpointManager] = {}
         self._coordinator: Coordinator | None = None
@@ -106,23 +107,12 @@ class Roots:
             raise ConfigError(f"there is no directory to save to: {_NO_ROOT}")
         return Place.of(output_dir)
 
-    def continue_numbering(self) -> int:
-        """Let the next automatic name follow what is on storage; stock starts at 0 after every restart.
-
-        Returns:
-            The step of the newest checkpoint there; 0 if there is none.
-        """
+    def continue_numbering(self) -> None:
+        """Let the next automatic name follow what is on storage; stock starts at 0 after every restart."""
         manager = self.automatic()
-        if manager is None:
-            return 0
-
-        def there() -> tuple[int, int]:
-            latest = manager.latest()
-            return next_number(manager.storage), 0 if latest is None else latest.step
-
-        number, step = self.coordinator.once(there)
-        self._accelerator.project_configuration.iteration = number
-        return step
+        if manager is not None:
+            number = self.coordinator.once(lambda: next_number(manager.storage))
+            self._accelerator.project_configuration.iteration = number
 
     def wait(self) -> None:
         """Wait for every save in flight; raises what failed."""
@@ -157,9 +147,11 @@ class Roots:
 
     def _options_for(self, root: str) -> CheckpointOptions:
         limit = self._accelerator.project_configuration.total_limit
-        # As in stock, `total_limit` is about automatic names; what a user named is only removed on `keep`.
+        # As in stock, `total_limit` is about automatic names, of whatever run they are; what a user named is
+        # only removed on `keep`.
         if self._options.keep is not None or limit is None:
             return self._options
         if root != automatic_root(self._accelerator, self._root):
             return self._options
-        return replace(self._options, keep=KeepLatest(limit))
+        abandoned = self._options.abandoned if self._abandoned_given else "prune"
+        return replace(self._options, keep=KeepLatest(limit), abandoned=abandoned)

@@ -40,11 +40,13 @@ class Settings:
         root: where automatic names go.
         stock_files: whether plain replicas get single files for the stock loader.
         options: of the managers.
+        abandoned: whether anybody has said what becomes of abandoned checkpoints.
     """
 
     root: str | os.PathLike[str] | Storage | None
     stock_files: bool
     options: CheckpointOptions
+    abandoned: bool = False
 
     @classmethod
     def resolve(
@@ -73,7 +75,12 @@ class Settings:
         root = merged.pop("root", None)
         if root is not None and not isinstance(root, str | os.PathLike | Storage):
             raise ConfigError(f"root must be a directory, a URL or a Storage, not {root!r}")
-        return cls(root=root, stock_files=stock_files, options=CheckpointOptions.from_mapping(merged))
+        return cls(
+            root=root,
+            stock_files=stock_files,
+            options=CheckpointOptions.from_mapping(merged),
+            abandoned="abandoned" in merged,
+        )
 
 
 def _refuse_unknown(found: Collection[str], known: Collection[str], told: str) -> None:

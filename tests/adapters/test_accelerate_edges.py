@@ -298,6 +298,54 @@ def test_a_worse_one_that_is_not_saved_is_not_worth_a_word(
     assert "is the best so far" not in caplog.text
 
 
+# Rule 8: newest means newest of this run.
+
+
+def steps_of(made: Any) -> list[int]:
+    return [info.step for info in accelerate_ckpt.checkpoints(made).manager.checkpoints()]
+
+
+def test_a_fresh_run_over_directories_of_an_older_one_keeps_and_resumes_its_own(tmp_path: Path) -> None:
+    job = JOB.but(root=str(tmp_path))
+    for steps, name in ((4, "old"), (3, "new")):
+        made, *rest = prepared(job, keep=KeepLatest(2))
+        for number in range(1, steps + 1):
+            step(made, *rest)
+            made.save_state(str(tmp_path / f"{name}_{number}"))
+        made.end_training()
+        forget_accelerators()
+    assert committed(tmp_path) == ["new_2", "new_3", "old_3", "old_4"]
+    made, *rest = prepared(job)
+    made.load_state()
+    assert accelerate_ckpt.checkpoints(made).step == 3
+    assert steps_of(made) == [2, 3]
+    made.load_state(str(tmp_path / "old_3"))
+    step(made, *rest)
+    made.save_state(str(tmp_path / "old_4"))
+    made.load_state()
+    assert accelerate_ckpt.checkpoints(made).step == 4
+    assert steps_of(made) == [3, 4]
+    made.end_training()
+
+
+@pytest.mark.parametrize("said", [None, "keep"])
+def test_a_total_limit_counts_every_run_as_in_stock_unless_told_otherwise(
+    tmp_path: Path, said: str | None
+) -> None:
+    job = JOB.but(root=str(tmp_path), automatic=True, total_limit=2)
+    options = {} if said is None else {"abandoned": said}
+    for _ in range(2):
+        made, *rest = prepared(job, **options)
+        for _ in range(2):
+            step(made, *rest)
+            made.save_state()
+        made.end_training()
+        forget_accelerators()
+    own = ["checkpoint_2", "checkpoint_3"]
+    left = [] if said is None else ["checkpoint_0", "checkpoint_1"]
+    assert committed(tmp_path / "checkpoints") == left + own
+
+
 # Rule 10: signals reach somebody.
 
 
@@ -350,6 +398,9 @@ _WAITS = """
 import os, signal, sys
 from accelerate import Accelerator
 
+if sys.path[0] != os.path.abspath("scripts") or os.getcwd() in sys.path:
+    sys.exit(f"python would have another path than {sys.path}")
+
 accelerator = Accelerator(cpu=True)
 os.kill(os.getpid(), signal.SIGTERM)
 sys.exit("trained on")
@@ -357,10 +408,11 @@ sys.exit("trained on")
 
 
 def test_the_runner_swallows_no_signal_of_a_script_that_never_saves(tmp_path: Path) -> None:
-    (tmp_path / "wait.py").write_text(_WAITS)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "wait.py").write_text(_WAITS)
     settings = {"CKPT_SUITE_SAVE": "{on_preemption: true}", "CKPT_SUITE_ROOT": "out"}
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate_ckpt", "wait.py"],
+        [sys.executable, "-m", "accelerate_ckpt", "scripts/wait.py"],
         check=False, cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == -signal.SIGTERM, done.stderr

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
+from safetensors.torch import load_file
 from torch import nn
 
 import accelerate_ckpt
@@ -94,6 +96,9 @@ def test_unless_stock_files_are_asked_for_only_shards_are_written(tmp_path: Path
     assert weights(net) == saved
     assert not list((tmp_path / "checkpoint_0").glob("*model*.safetensors"))
     made.end_training()
+    merge_fsdp_weights(str(tmp_path / "checkpoint_0" / "pytorch_model_fsdp_0"), str(tmp_path))
+    merged = load_file(tmp_path / "model.safetensors")
+    assert [value for name, _ in net.named_parameters() for value in merged[name].flatten().tolist()] == saved
 
 
 def test_a_restart_continues_the_numbering_and_stray_entries_do_no_harm(tmp_path: Path) -> None:
@@ -122,7 +127,9 @@ def test_going_back_to_an_older_checkpoint_makes_what_follows_the_newest(tmp_pat
     assert made.save_state() == tmp_path / "checkpoint_2"
     made.load_state()
     assert accelerate_ckpt.checkpoints(made).step == 3
-    assert committed(tmp_path) == ["checkpoint_1", "checkpoint_2"]
+    manager = accelerate_ckpt.checkpoints(made).manager
+    assert [info.name for info in manager.checkpoints()] == ["checkpoint_0", "checkpoint_2"]
+    assert committed(tmp_path) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"], "an abandoned one stays"
     made.end_training()
 
 
