@@ -179,7 +179,7 @@ def _shadows(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> dict
         return copy
 
     return {
-        "save_state": _save_state(accelerator, attached),
+        "save_state": _save_state(attached, end_training),
         "load_state": attached.load,
         "end_training": end_training,
         "free_memory": free_memory,
@@ -190,7 +190,7 @@ def _shadows(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> dict
     }
 
 
-def _save_state(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> Callable[..., Any]:
+def _save_state(attached: AcceleratorCheckpoints, end_training: Callable[[], None]) -> Callable[..., Any]:
     def save_state(
         output_dir: str | None = None,
         safe_serialization: bool = True,  # noqa: FBT001, FBT002 - as in stock
@@ -200,7 +200,7 @@ def _save_state(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> C
         handle = attached.maybe_save(output_dir, safe_serialization=safe_serialization)
         if attached.implicit and attached.preempted:
             _logger.warning("preempted: the script ends here, with its last checkpoint committed")
-            accelerator.end_training()
+            end_training()
             raise SystemExit(ENDED)
         return None if handle is None else where if "://" in where else Path(where)
 
