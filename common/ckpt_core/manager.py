@@ -19,11 +19,10 @@ from ckpt_core.lifecycle import (
     SaveRequest,
     Selection,
     narrowed,
-    prune,
 )
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.retention import KeepAll, PrunePlan
+from ckpt_core.retention import PrunePlan
 from ckpt_core.state import State, as_captured, as_source, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
@@ -39,9 +38,9 @@ class CheckpointManager:
     """Saves, finds, loads and prunes the checkpoints of one run.
 
     - Threads: all methods on the thread that trains; saves end on one background thread.
-    - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `continue_from`, `prune`, `pin`, `unpin`, `mark`,
-      `unmark` and `close` are collective over the default process group: every rank calls them in the same
-      order. The others are not.
+    - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `continue_from`, `prune`, `pin`, `unpin`,
+      `mark`, `unmark` and `close` are collective over the default process group: every rank calls them in the
+      same order. The others are not.
     - Jobs: one job writes to a root at a time, the next is refused; any number may read.
 
     Args:
@@ -199,12 +198,15 @@ class CheckpointManager:
         self._saver.rewound()
         self._saver.own_root()
         request = LoadRequest.of(self.options, Selection())
-        loaded = self._loader.newest(request, as_source(state), note_damaged=self._saver.note_damaged)
+        loaded = self._loader.newest(
+            request, as_source(state), note_damaged=self._saver.ownership.note_damaged
+        )
         if loaded is None:
             return None
-        if loaded.info.damaged is not None:
-            self._saver.note_sound(loaded.info.name)
-        self._saver.goes_on_from(loaded.info)
+        every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
+        if loaded.info.damaged is not None and every_byte:
+            self._saver.ownership.note_sound(loaded.info.name)
+        self._saver.ownership.line.goes_on_from(loaded.info)
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
@@ -257,7 +259,7 @@ class CheckpointManager:
             request = self._loader.locate(request, step=step, name=name)
             saved, info = self._loader.load(request, source), request.committed
         if info is not None and selection.is_all and takes_all(state, saved):
-            self._saver.goes_on_from(info)
+            self._saver.ownership.line.goes_on_from(info)
         return saved
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
@@ -281,7 +283,7 @@ class CheckpointManager:
             ),
             what="looking for a checkpoint",
         )
-        self._saver.goes_on_from(info)
+        self._saver.ownership.line.goes_on_from(info)
         return info
 
     def wait(self) -> None:
@@ -313,29 +315,27 @@ class CheckpointManager:
     def verify(self, step: int | None = None) -> list[FileFailure]:
         """Read a committed checkpoint (the newest by default) back and compare; [] if all is well.
 
+        One that is damaged is marked, so that nobody relies on it; a mark that is wrong is taken away.
+
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
         info = self._newest() if step is None else self._catalog.find(step=step)
-        return verify(self.storage, info.name)
+        failures = verify(self.storage, info.name)
+        self._saver.ownership.note_verified(info, failures)
+        return failures
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
-        """Remove what the retention policy does not keep; with `dry_run`, only tell."""
+        """Remove what the retention policy does not keep; with `dry_run`, only tell.
+
+        Before anything goes, one of the checkpoints that stay is verified, if none has been by this manager.
+        """
         _refuse(closed=self._closed)
         self._saver.wait()
-        policy = self.options.keep or KeepAll()
-        if not dry_run:
-            self._saver.own_root()
-        return self._coordinator.once(
-            lambda: prune(
-                self.storage,
-                policy,
-                telemetry=self._telemetry,
-                abandoned=self.options.abandoned,
-                dry_run=dry_run,
-            ),
-            what="pruning",
-        )
+        if dry_run:
+            return self._coordinator.once(self._saver.pruner.plan, what="pruning")
+        self._saver.own_root()
+        return self._coordinator.once(self._saver.pruner.apply, what="pruning")
 
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""

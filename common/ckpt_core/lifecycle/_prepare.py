@@ -57,6 +57,7 @@ class PreparedSave:
         files: name -> content of this rank's small files.
         metadata: part -> DCP metadata; on the coordinator only.
         items: item -> kind, for the manifest.
+        buffers: (part, key) of module buffers.
         local: this rank's values of entries that nothing keeps equal over ranks.
         keeping: when it keeps them.
         staged: the copies, to be released after the write.
@@ -72,6 +73,7 @@ class PreparedSave:
     files: Mapping[str, bytes]
     metadata: Mapping[str, Metadata]
     items: Mapping[str, str]
+    buffers: frozenset[tuple[str, str]]
     local: LocalValues
     keeping: Keeping
     staged: StagedParts
@@ -163,6 +165,7 @@ def prepare(
         files={name: content for name, content in survey.files.items() if name in plans.files},
         metadata=plans.metadata,
         items=_kinds(survey.state),
+        buffers=frozenset(survey.state.local),
         local=LocalValues({}),
         keeping=plans.keeping,
         staged=NOTHING_STAGED,

@@ -13,6 +13,7 @@ from ckpt_core.commit import abandon, begin
 from ckpt_core.coordination import Coordinator, failure_text
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._background import Background
+from ckpt_core.lifecycle._finite import refuse_non_finite
 from ckpt_core.lifecycle._handle import SaveHandle, fulfil, reject
 from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._plans import Keeping
@@ -59,6 +60,7 @@ class SaveContext:
         check: called on the coordinator before anything is written, and before the commit; raises to refuse.
         make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
+        reject_non_finite: whether NaN and infinities in staged weights make the save fail.
     """
 
     storage: Storage
@@ -69,6 +71,7 @@ class SaveContext:
     check: Callable[[], None]
     make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
+    reject_non_finite: bool = False
 
 
 @final
@@ -217,6 +220,8 @@ class SaveRun:
             own = _own_files(prepared, self._reference)
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
                 report = write_rank(self._storage, prepared, own, self._memory, beat=self._get_on)
+            if self._context.reject_non_finite:
+                refuse_non_finite(prepared.staged.images, prepared.buffers)
         except SaveError as error:
             self._events.append(Failed(error))
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank

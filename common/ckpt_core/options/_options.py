@@ -55,6 +55,9 @@ class CheckpointOptions:
             and optimizer state are copied while forward and backward run (`overlapped`): then nothing but
             the optimizers' steps may change them until the handle's `staged` is done or `wait_staged` of
             the manager has returned.
+        reject_non_finite: whether a save fails, and commits nothing, if a weight or a value of an optimizer's
+            state that it would commit, or the metric `loss`, is NaN or infinite. Module buffers may be. With
+            `on_error="warn"` training goes on, and what is committed stays the last that was fine.
         on_error: whether a failed background save stops the training or is only reported.
         verify: what is compared with its checksums before anything live changes: the bytes that will be
             used and, on a local filesystem, those around them (`read`), all of the checkpoint (`full`), or
@@ -77,6 +80,7 @@ class CheckpointOptions:
     write_bandwidth: float | str | None = None
     headroom: float | str | None = None
     staging: Staging = "blocking"
+    reject_non_finite: bool = False
     on_error: OnError = "raise"
     verify: Verify | bool = "read"
     read_once: bool = True
@@ -98,6 +102,7 @@ class CheckpointOptions:
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
             _verify(self.verify),
+            boolean("reject_non_finite", self.reject_non_finite),
             boolean("read_once", self.read_once),
             boolean("allow_pickle", self.allow_pickle),
             positive("deadline_seconds", self.deadline_seconds),
