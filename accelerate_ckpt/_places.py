@@ -9,11 +9,18 @@ from typing import final
 
 from accelerate import Accelerator
 
+from ckpt_core.commit import Occupant, content_of
 from ckpt_core.errors import ConfigError
-from ckpt_core.names import MANIFEST, MARKER, SHARED, is_incomplete, is_trash, rank_name
+from ckpt_core.names import is_incomplete, is_trash
 from ckpt_core.storage import Storage
 
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
+_KINDS = {
+    Occupant.COMMITTED: "committed",
+    Occupant.UNREADABLE: "committed",
+    Occupant.TORN: "torn",
+    Occupant.STOCK: "stock",
+}
 
 
 @final
@@ -74,21 +81,17 @@ def newest_stock(storage: Storage) -> str | None:
     return max(numbered)[1] if numbered else None
 
 
+def torn_in(storage: Storage) -> list[str]:
+    """Directories of saves that did not end."""
+    names = [entry.name for entry in storage.list("") if entry.is_directory]
+    return [name for name in names if kind_of(storage, name) == "torn"]
+
+
 def kind_of(storage: Storage, name: str) -> str:
-    """What a directory is: `committed`, `torn` (ours, but not committed), `stock`, or `missing`."""
+    """What a directory is: `committed`, `torn` (ours, but not committed), `stock`, or `missing`.
+
+    It is missing, too, where there is nothing but files of the user's, as in a pruned one that had some.
+    """
     if is_incomplete(name) or is_trash(name):
         return "torn"
-    if storage.exists(f"{name}/{MARKER}"):
-        return "committed"
-    names = {entry.name for entry in storage.list(name)}
-    if names & {MANIFEST, SHARED, rank_name(0)}:
-        return "torn"
-    return "stock" if names else "missing"
-
-
-def clear_for(storage: Storage, name: str) -> None:
-    """Remove an empty directory that a script made beforehand, as the stock method allows."""
-    if any(entry.name == name and entry.is_directory for entry in storage.list("")) and not storage.list(
-        name
-    ):
-        storage.delete(name)
+    return _KINDS.get(content_of(storage, name), "missing")

@@ -12,6 +12,7 @@ from typing import final
 from accelerate import Accelerator
 
 from accelerate_ckpt._places import Place, automatic_name, automatic_root, next_number
+from accelerate_ckpt._settings import Settings
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepLatest
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.storage import Storage
@@ -25,23 +26,40 @@ _NO_ROOT = (
 
 @final
 class Roots:
-    """The roots in use by one accelerator. Main thread only; making a manager is collective."""
+    """The roots in use by one accelerator. Main thread only; making a manager is collective.
+
+    Args:
+        accelerator: whose checkpoints they hold.
+        settings: the root for automatic names, and options of the managers.
+        sinks: receivers of telemetry events.
+        listen: whether managers hear signals before they are first asked whether to save.
+    """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        root: str | os.PathLike[str] | Storage | None,
-        options: CheckpointOptions,
+        settings: Settings,
         sinks: Sequence[Sink],
+        *,
+        listen: bool,
     ) -> None:
+        root = settings.root
         self._accelerator = accelerator
-        self._options = options
+        self._listen = listen
+        self._options = settings.options
+        self._abandoned_given = settings.abandoned
         self._sinks = sinks
         self._managers: dict[str, CheckpointManager] = {}
-        self._closed = False
+        self._coordinator: Coordinator | None = None
         self._given = root if isinstance(root, Storage) else None
         self._root = None if root is None else root.url if isinstance(root, Storage) else os.fspath(root)
-        self.coordinator: Coordinator = coordinator_for_job(deadline_seconds=options.deadline_seconds)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """How ranks agree; made on first use, anew after `close`."""
+        if self._coordinator is None:
+            self._coordinator = coordinator_for_job(deadline_seconds=self._options.deadline_seconds)
+        return self._coordinator
 
     def automatic(self) -> CheckpointManager | None:
         """The manager of the root for automatic names, if there is one."""
@@ -71,6 +89,7 @@ class Roots:
                 options=self._options_for(root),
                 coordinator=self.coordinator,
                 sinks=self._sinks,
+                listen=self._listen,
             )
         return self._managers[key]
 
@@ -88,23 +107,12 @@ class Roots:
             raise ConfigError(f"there is no directory to save to: {_NO_ROOT}")
         return Place.of(output_dir)
 
-    def continue_numbering(self) -> int:
-        """Let the next automatic name follow what is on storage; stock starts at 0 after every restart.
-
-        Returns:
-            The step of the newest checkpoint there; 0 if there is none.
-        """
+    def continue_numbering(self) -> None:
+        """Let the next automatic name follow what is on storage; stock starts at 0 after every restart."""
         manager = self.automatic()
-        if manager is None:
-            return 0
-
-        def there() -> tuple[int, int]:
-            latest = manager.latest()
-            return next_number(manager.storage), 0 if latest is None else latest.step
-
-        number, step = self.coordinator.once(there)
-        self._accelerator.project_configuration.iteration = number
-        return step
+        if manager is not None:
+            number = self.coordinator.once(lambda: next_number(manager.storage))
+            self._accelerator.project_configuration.iteration = number
 
     def wait(self) -> None:
         """Wait for every save in flight; raises what failed."""
@@ -122,21 +130,28 @@ class Roots:
             manager.due()
         return self.preempted
 
-    def close(self) -> None:
-        """Close every manager, whatever the others do; harmless when repeated."""
-        if self._closed:
-            return
-        self._closed = True
+    def begin_anew(self) -> None:
+        """Close every manager, whatever the others do; the next use of a root begins a run of its own."""
+        managers, self._managers = self._managers, {}
         with ExitStack() as closing:
-            closing.callback(self.coordinator.close)
-            for manager in self._managers.values():
+            for manager in managers.values():
                 closing.callback(manager.close)
+
+    def close(self) -> None:
+        """Close every manager and the coordinator; harmless when repeated."""
+        with ExitStack() as closing:
+            if self._coordinator is not None:
+                closing.callback(self._coordinator.close)
+                self._coordinator = None
+            self.begin_anew()
 
     def _options_for(self, root: str) -> CheckpointOptions:
         limit = self._accelerator.project_configuration.total_limit
-        # As in stock, `total_limit` is about automatic names; what a user named is only removed on `keep`.
+        # As in stock, `total_limit` is about automatic names, of whatever run they are; what a user named is
+        # only removed on `keep`.
         if self._options.keep is not None or limit is None:
             return self._options
         if root != automatic_root(self._accelerator, self._root):
             return self._options
-        return replace(self._options, keep=KeepLatest(limit))
+        abandoned = self._options.abandoned if self._abandoned_given else "prune"
+        return replace(self._options, keep=KeepLatest(limit), abandoned=abandoned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import accelerate_ckpt
+from accelerate_ckpt._patch import enable_implicitly
 
 STEPS_PER_EPOCH = 6
 _SAMPLES = 48
@@ -40,6 +42,7 @@ class Job:
     total_limit: int | None = None
     enabled: bool = True
     stock_save_to: str | None = None
+    stock_files: bool = False
     world: int = 2
 
     def but(self, **changes: Any) -> Job:
@@ -170,9 +173,29 @@ def _whole(value: Any) -> list[float]:
 
 
 def enable(job: Job, made: Any, **options: Any) -> Any:
+    if job.stock_files:
+        options = {"stock_files": True, **options}
     return (
         accelerate_ckpt.enable(made, None if job.automatic else job.root, **options) if job.enabled else made
     )
+
+
+def prepared(job: Job, **options: Any) -> tuple[Any, ...]:
+    """An enabled accelerator, and what it has prepared."""
+    made = accelerator(job)
+    enable(job, made, **options)
+    return made, *prepare(job, made)
+
+
+def step(made: Any, net: nn.Module, optimizer: Any, *_: Any) -> None:
+    """One optimizer step."""
+    made.backward(net(torch.ones(2, _WIDTH)).pow(2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(net: nn.Module) -> list[float]:
+    return [value for parameter in net.parameters() for value in parameter.flatten().tolist()]
 
 
 def train(job: Job, **options: Any) -> dict[str, Any]:
@@ -306,3 +329,37 @@ def train_with_hooks(job: Job) -> dict[str, Any]:
     loaded = full_state(net, optimizer)
     made.end_training()
     return {"saved": saved, "loaded": loaded}
+
+
+def damage_fold_and_preemption(root: str) -> dict[str, Any]:
+    """What rank 1 alone meets, and what every rank makes of it."""
+    made = accelerator(Job(root=root))
+    attached = accelerate_ckpt.checkpoints(accelerate_ckpt.enable(made, root))
+    prepared_once = prepare(Job(root=root), made)
+    for _ in range(2):
+        step(made, *prepared_once)
+        made.save_state()
+    attached.wait()
+    if made.process_index == 1:
+        Path(root, "checkpoint_1", "random_states_1.pkl").write_bytes(b"changed")
+    made.wait_for_everyone()
+    made.load_state()
+    after_load = attached.step
+    made.free_memory()
+    again = prepare(Job(root=root), made)
+    step(made, *again)
+    made.save_state()
+    attached.wait()
+    after_fold = [info.step for info in attached.manager.checkpoints()]
+    accelerate_ckpt.disable(made)
+    os.environ.update(CKPT_SUITE_ROOT=root, CKPT_SUITE_SAVE="{on_preemption: {signals: [SIGUSR1]}}")
+    enable_implicitly(made)
+    made.save_state()
+    if made.process_index == 1:
+        signal.raise_signal(signal.SIGUSR1)
+    step(made, *again)
+    try:
+        made.save_state()
+    except SystemExit as ended:
+        return {"step": after_load, "fold": after_fold, "code": ended.code}
+    return {}

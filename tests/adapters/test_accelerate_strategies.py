@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from accelerate_ckpt._patch import ENDED
 from ckpt_core.testing import run_ranks
-from tests.adapters.accelerate_jobs import Job, committed, in_turn, load_only, train_with_hooks
+from tests.adapters.accelerate_jobs import (
+    Job,
+    committed,
+    damage_fold_and_preemption,
+    in_turn,
+    load_only,
+    train_with_hooks,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -112,7 +120,7 @@ def test_every_strategy_loads_what_every_other_saved_also_on_fewer_and_more_rank
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
 def test_stock_accelerate_loads_what_ranks_saved(tmp_path: Path, strategy: str) -> None:
-    job = Job(root=str(tmp_path), strategy=strategy, steps=3, save_at=(3,))
+    job = Job(root=str(tmp_path), strategy=strategy, steps=3, save_at=(3,), stock_files=True)
     stock = job.but(enabled=False, load=f"{tmp_path}/checkpoint_3")
     ((saved,), *_) = run_ranks(in_turn, 2, [job])
     ((loaded,), *_) = run_ranks(in_turn, 2, [stock], load_only)
@@ -135,3 +143,10 @@ def test_ranks_load_what_stock_accelerate_saved(tmp_path: Path, strategy: str) -
     ours = stock.but(enabled=True, load=f"{tmp_path}/checkpoint_0")
     ((loaded,), *_) = run_ranks(in_turn, 2, [ours], load_only)
     assert loaded["state"] == saved["state"]
+
+
+@pytest.mark.slow
+def test_what_one_rank_meets_every_rank_acts_on(tmp_path: Path) -> None:
+    results = run_ranks(damage_fold_and_preemption, 2, str(tmp_path))
+    assert results == [{"step": 1, "fold": [1], "code": ENDED}] * 2
+    assert committed(tmp_path) == [f"checkpoint_{number}" for number in range(4)]
