@@ -21,6 +21,7 @@ _DATA = re.compile(rf"__(\d{{1,9}})_\d+{re.escape(DATA_SUFFIX)}")
 _TRASH = re.compile(r"(?P<name>.+)\.trash-(?P<id>[0-9a-f]{8,32})")
 _ASIDE = re.compile(rf"{_INCOMPLETE.pattern}\.exchange")
 _DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
+_SHARED = re.compile(r"shared-(\d{5,9})\.json")
 _PROBE = re.compile(r"\.probe-[0-9a-z_]{8,16}")
 
 
@@ -97,6 +98,17 @@ def is_probe(name: str) -> bool:
 def rank_name(rank: int) -> str:
     """File with the per-rank items of `rank`: `rank-00000.json`."""
     return f"rank-{rank:05d}.json"
+
+
+def shared_name(rank: int) -> str:
+    """File with shared items that `rank` has and the coordinator has not: `shared-00001.json`."""
+    return f"shared-{rank:05d}.json"
+
+
+def shared_rank(path: str) -> int | None:
+    """The rank whose shared items are in the file at `path`, or None if that is not the name of one."""
+    match = _SHARED.fullmatch(path)
+    return None if match is None else int(match[1])
 
 
 def local_name(rank: int) -> str:

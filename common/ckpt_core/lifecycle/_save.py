@@ -11,7 +11,7 @@ from typing import assert_never, final
 
 from ckpt_core.commit import abandon, begin
 from ckpt_core.coordination import Coordinator, failure_text
-from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, SaveError
+from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, DivergenceError, SaveError
 from ckpt_core.lifecycle._background import Background
 from ckpt_core.lifecycle._handle import SaveHandle, fulfil, reject
 from ckpt_core.lifecycle._memory import WriteMemory
@@ -36,6 +36,7 @@ from ckpt_core.lifecycle._reducer import (
     Written,
     reduce,
 )
+from ckpt_core.lifecycle._replicas import Judge
 from ckpt_core.lifecycle._write import commit_all, write_rank
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -59,6 +60,8 @@ class SaveContext:
         check: called on the coordinator before anything is written, and before the commit; raises to refuse.
         make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
+        judge: compares what ranks hold under one name, on the coordinator.
+        diverged: called on every rank when that was found to differ, and refused.
     """
 
     storage: Storage
@@ -69,6 +72,8 @@ class SaveContext:
     check: Callable[[], None]
     make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
+    judge: Judge
+    diverged: Callable[[], None]
 
 
 @final
@@ -235,8 +240,8 @@ class SaveRun:
                 raise late
             self._beat(_COMMITTING)
             self._context.check()
-            check = self._context.check
-            info = commit_all(self._storage, self._prepared, reports, self._memory, check=check)
+            check, judge = self._context.check, self._context.judge
+            info = commit_all(self._storage, self._prepared, reports, self._memory, check=check, judge=judge)
             return json.dumps(asdict(info)).encode()
 
         name = f"save/{request.name}/{assignment.save_id}"
@@ -257,6 +262,8 @@ class SaveRun:
 
     def _fail(self, error: CheckpointError) -> None:
         in_doubt = isinstance(error, SaveError) and error.in_doubt
+        if isinstance(error, DivergenceError):
+            self._context.diverged()
         if self._coordinator.is_coordinator and self._opened and not in_doubt:
             self._beat("removing what was written")
             self._abandon()

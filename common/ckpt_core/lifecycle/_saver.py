@@ -18,6 +18,7 @@ from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans
 from ckpt_core.lifecycle._prepare import PreparedSave, Workshop, prepare, warm_up
 from ckpt_core.lifecycle._prune import prune
+from ckpt_core.lifecycle._replicas import Judge
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._room import Room
 from ckpt_core.lifecycle._save import SaveContext, SaveRun
@@ -48,7 +49,7 @@ class Saver:
         self._options = options
         self._telemetry = telemetry
         self._workshop = Workshop(
-            plans=AgreedPlans(),
+            plans=AgreedPlans(options.on_divergence),
             stager=Stager(Arenas(options.arenas, options.staging_memory_bytes)),
             overlapped=options.staging == "overlapped",
         )
@@ -66,6 +67,8 @@ class Saver:
             check=self._ownership.check,
             make_room=self._room.make,
             committed=self._committed,
+            judge=Judge(options.on_divergence),
+            diverged=self._workshop.plans.distrust,
         )
         self._flight = Flight(
             coordinator,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from ckpt_core.dcp import ShardWriter
 from ckpt_core.errors import SaveError
 from ckpt_core.lifecycle._memory import RankReport, WriteMemory
 from ckpt_core.lifecycle._prepare import Assignment, PreparedSave
+from ckpt_core.lifecycle._replicas import Judge
 from ckpt_core.lifecycle._stage import StagedParts
 from ckpt_core.names import METADATA, chunks_name
 from ckpt_core.storage import Storage
@@ -59,7 +61,9 @@ def write_rank(
     for directory in _directories(prepared.assignment, files):
         beat(f"writing {directory}")
         storage.sync_directory(directory)
-    return memory.report(files, entries).encode()
+    report = memory.report(files, entries)
+    evidence = prepared.evidence
+    return replace(report, evidence=None if evidence is None else evidence.message()).encode()
 
 
 def _next_slot(staged: StagedParts, part: str, beat: Callable[[str], None], slot: int) -> None:
@@ -93,12 +97,22 @@ def commit_all(
     memory: WriteMemory,
     *,
     check: Callable[[], None] = lambda: None,
+    judge: Judge | None = None,
 ) -> CheckpointInfo:
     """Turn the ranks' files into a checkpoint; on the coordinator only, when all ranks have reported.
 
-    For `check` and what is raised see `commit`.
+    For `check` see `commit`; `judge` compares what ranks hold under one name.
+
+    Raises:
+        DivergenceError: it differs, and that is refused.
+        CheckpointError: see `commit`.
     """
     reports = [RankReport.decode(message) for message in messages]
+    shown = [report.evidence for report in reports if report.evidence is not None]
+    if judge is not None and len(shown) == len(reports):
+        judge.judge(
+            shown, prepared.replicas, generation=prepared.extras.generation, step=prepared.request.step
+        )
     memory.take(reports)
     working, request = prepared.assignment.working, prepared.request
     files = [entry for report in reports for entry in report.entries()]

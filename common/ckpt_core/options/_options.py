@@ -21,6 +21,7 @@ BackPressure = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
 Staging = Literal["blocking", "overlapped"]
 Verify = Literal["full", "read", "off"]
+OnDivergence = Literal["refuse", "warn", "keep-each"]
 
 SECTION = "checkpoint"
 """The top-level key under which a file that also holds other things keeps our options."""
@@ -53,6 +54,9 @@ class CheckpointOptions:
             the optimizers' steps may change them until the handle's `staged` is done or `wait_staged` of
             the manager has returned.
         on_error: whether a failed background save stops the training or is only reported.
+        on_divergence: what a save does when ranks hold different values under one name: it fails on all ranks
+            (`refuse`); it saves the lowest rank's values, all of them, and says so once (`warn`); or it saves
+            every rank's own, for a resume on as many ranks (`keep-each`), which takes the room of all.
         verify: what is compared with its checksums before anything live changes: the bytes that will be
             used and, on a local filesystem, those around them (`read`), all of the checkpoint (`full`), or
             nothing but the small files (`off`). True means `read`, False means `off`, which is what YAML
@@ -74,6 +78,7 @@ class CheckpointOptions:
     headroom: float | str | None = None
     staging: Staging = "blocking"
     on_error: OnError = "raise"
+    on_divergence: OnDivergence = "refuse"
     verify: Verify | bool = "read"
     read_once: bool = True
     allow_pickle: bool = False
@@ -92,6 +97,7 @@ class CheckpointOptions:
             _headroom(self.headroom),
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
+            one_of("on_divergence", self.on_divergence, get_args(OnDivergence)),
             _verify(self.verify),
             boolean("read_once", self.read_once),
             boolean("allow_pickle", self.allow_pickle),

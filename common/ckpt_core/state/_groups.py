@@ -19,6 +19,8 @@ def arrange(
     names: Sequence[Sequence[str]],
     saved: Sequence[Mapping[str, Any]],
     resolve: Callable[[str], str],
+    *,
+    partial: bool = False,
 ) -> list[dict[str, Any]]:
     """The saved hyperparameters, one dict (without `params`) for each live group.
 
@@ -27,12 +29,13 @@ def arrange(
         names: names of the parameters of each live group.
         saved: the saved groups; their `params` are names.
         resolve: the live name of a saved name (a tied parameter has several).
+        partial: whether the saved groups may hold more, which other ranks train.
 
     Raises:
         IncompatibleCheckpointError: the groups hold other parameters, or a live group mixes parameters
             that were saved with different hyperparameters.
     """
-    owner = check_members(names, saved, resolve)
+    owner = check_members(names, saved, resolve, partial=partial)
     empty = [index for index, group in enumerate(saved) if not group.get("params")]
     arranged: list[dict[str, Any]] = []
     for index, (group, members) in enumerate(zip(live, names, strict=True)):
@@ -43,7 +46,11 @@ def arrange(
 
 
 def check_members(
-    names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], resolve: Callable[[str], str]
+    names: Sequence[Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+    resolve: Callable[[str], str],
+    *,
+    partial: bool = False,
 ) -> dict[str, int]:
     """Live name of every parameter -> index of the saved group that holds it; arguments as in `arrange`.
 
@@ -51,12 +58,12 @@ def check_members(
         IncompatibleCheckpointError: the groups hold other parameters.
     """
     owner = {resolve(name): index for index, group in enumerate(saved) for name in group.get("params", ())}
-    _check_names({name for group in names for name in group}, set(owner))
+    _check_names({name for group in names for name in group}, set(owner), partial=partial)
     return owner
 
 
-def _check_names(live: set[str], saved: set[str]) -> None:
-    missing, unexpected = sorted(live - saved), sorted(saved - live)
+def _check_names(live: set[str], saved: set[str], *, partial: bool) -> None:
+    missing, unexpected = sorted(live - saved), sorted(saved - live) if not partial else []
     if missing or unexpected:
         raise IncompatibleCheckpointError(
             "the checkpoint's optimizer trained other parameters: "

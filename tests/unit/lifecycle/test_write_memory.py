@@ -44,9 +44,10 @@ class Job:
         self.step = 0
 
     def plan(self) -> None:
-        plans, self.metadata[""] = decide([part.local_plan() for part in self.parts])
-        for part, plan in zip(self.parts, plans, strict=True):
-            part.accept(plan)
+        decided = decide([part.local_plan() for part in self.parts])
+        self.metadata[""] = decided.metadata
+        for rank, (part, task) in enumerate(zip(self.parts, decided.tasks, strict=True)):
+            part.accept(task, rank)
         self.generation += 1
 
     def write(self) -> tuple[list[PreparedSave], list[bytes]]:
