@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from ckpt_core.errors import ConfigError
 
 OWN_NAMES: Final = (
-    "Give tensors that differ, such as those of the stages of a pipeline or of experts, names of their own on "
-    "each rank, for example TrainState(model={'stage1': module})"
+    "Give tensors that differ, such as those of the stages of a pipeline or of experts, names of their own, "
+    "for example TrainState(model={'stage1': module}) on the ranks of that stage"
 )
 """What to do about tensors that have one name and are not the same."""
 
@@ -174,7 +174,7 @@ def _check_alike(chunk: _Chunk, item: WriteItem, rank: int) -> None:
 
 
 def _check_meshes(chunks: _Chunks, meshes: Sequence[Meshes], uneven: Collection[str]) -> None:
-    """Refuse what cannot be copies of one tensor: spread over ranks here, and otherwise or not at all there."""
+    """Refuse what cannot be copies of one tensor: spread over ranks here, otherwise or not at all there."""
     if not any(meshes):
         return
     for name, of_name in chunks.items():
@@ -182,7 +182,7 @@ def _check_meshes(chunks: _Chunks, meshes: Sequence[Meshes], uneven: Collection[
         found = {meshes[rank].get(name) for rank in holders}
         if name in uneven or len(found) == 1:
             continue
-        # Copies on meshes without a common rank may be of one tensor: that is for the values to say.
+        # Copies on meshes without a common rank may be of one tensor: that is for their values to say.
         on = {mesh: [rank for rank in range(len(meshes)) if meshes[rank].get(name) == mesh] for mesh in found}
         if None in found or any(mesh and mesh[0] != len(on[mesh]) for mesh in found):
             told = "; ".join(

@@ -1,7 +1,7 @@
 """Lists of parameter groups that differ between ranks, numbered so that none takes another's place.
 
-The stages of a pipeline each have an optimizer with groups 0, 1, … of other parameters. A checkpoint is of all
-of them: it has every group once, and each rank writes under the number of its own.
+The stages of a pipeline each have an optimizer with groups 0, 1, … of other parameters. A checkpoint is of
+all of them: it has every group once, and each rank writes under the number of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether what several ranks hold under one name is the same: shown by its values, not by its name.
 
 In the first save of a plan every rank takes a fingerprint of every byte that it holds beside other ranks; in
-each later one, of a few elements of a few tensors, others in each save. They travel with the rank's report, and
-the coordinator compares them before it commits.
+each later one, of a few elements of a few tensors, others in each save. They travel with the rank's report,
+and the coordinator compares them before it commits.
 """
 
 from __future__ import annotations
