@@ -179,7 +179,7 @@ def _check_meshes(chunks: _Chunks, meshes: Sequence[Meshes], uneven: Collection[
         return
     for name, of_name in chunks.items():
         holders = sorted({rank for chunk in of_name.values() for rank in chunk.ranks})
-        found = {meshes[rank].get(name) for rank in holders}
+        found = list(dict.fromkeys(meshes[rank].get(name) for rank in holders))
         if name in uneven or len(found) == 1:
             continue
         # Copies on meshes without a common rank may be of one tensor: that is for their values to say.
@@ -187,7 +187,7 @@ def _check_meshes(chunks: _Chunks, meshes: Sequence[Meshes], uneven: Collection[
         if None in found or any(mesh and mesh[0] != len(on[mesh]) for mesh in found):
             told = "; ".join(
                 f"ranks {[each for each in ranks if mesh or each in holders]} have "
-                f"{'a plain tensor' if mesh is None else f'a DTensor on a mesh of {mesh[0]} ranks'}"
+                f"{'a plain tensor' if mesh is None else f'a DTensor on a mesh of {mesh[0]} rank(s)'}"
                 for mesh, ranks in on.items()
             )
             raise ConfigError(f"{name} cannot be the same tensor on all ranks: {told}. {OWN_NAMES}")
