@@ -8,7 +8,8 @@ device before the fingerprints are asked for.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -23,6 +24,14 @@ _PLAIN: Final = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A tensor whose CRC-32 need not be computed: it is known once the slot of the data file is written."""
+
+    slot: int
+
+
+@final
 class Fingerprints:
     """Fingerprints of live tensors and plain values, taken when it is made.
 
@@ -33,8 +42,11 @@ class Fingerprints:
         self._numbers: list[int] = []
         self._events: list[torch.cuda.Event] = []
         pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        self._written: list[tuple[int, int]] = []
         devices: list[str] = []
         for at, value in enumerate(values):
+            if isinstance(value, Written):
+                self._written.append((at, value.slot))
             on_host = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
             devices.append("cpu" if on_host else value.device.type)
             self._numbers.append(_of_host(value) if on_host else 0)
@@ -46,8 +58,14 @@ class Fingerprints:
             for found in pending.values()
         ]
 
-    def encode(self) -> bytes:
-        """Four bytes that tell how the fingerprints were computed, then four for each value."""
+    def encode(self, written: Sequence[int] = ()) -> bytes:
+        """Four bytes that tell how the fingerprints were computed, then four for each value.
+
+        Args:
+            written: the CRC-32 of every slot of the data file.
+        """
+        for at, slot in self._written:
+            self._numbers[at] = written[slot]
         for event in self._events:
             event.synchronize()
         for places, numbers in self._pending:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_core.checksums import crc32
 from ckpt_core.dcp._dedup import Meshes, Replicas, assign
+from ckpt_core.dcp._fingerprints import Written
 from ckpt_core.dcp._global import describe
 from ckpt_core.dcp._image import ShardSpec
 from ckpt_core.dcp._kept import kept_name, kept_path
@@ -29,6 +30,9 @@ Share: TypeAlias = tuple[int, ...] | None
 
 _Item: TypeAlias = tuple[int, MetadataIndex, MetadataIndex]
 """Which leaf, the index of the shard in it, and the index under which it is written."""
+
+_Replica: TypeAlias = tuple[int, MetadataIndex, int | None]
+"""Which leaf, the index of the shard in it, and in which slot of the data file this rank writes it."""
 
 
 @final
@@ -87,7 +91,7 @@ class Part:
         self._plan = SavePlan([])
         self._shard_items: list[_Item] = []
         self._value_items: list[_Item] = []
-        self._replicas: dict[int, list[tuple[int, MetadataIndex]]] = {}
+        self._replicas: dict[int, list[_Replica]] = {}
         self._serialised: dict[MetadataIndex, tuple[str, bytes]] = {}
         self.specs: list[ShardSpec] = []
         self.value_indices: list[MetadataIndex] = []
@@ -148,8 +152,12 @@ class Part:
         byte_io = WriteItemType.BYTE_IO
         self._shard_items = [(at, own, new.index) for at, own, new in items if new.type != byte_io]
         self._value_items = [(at, own, new.index) for at, own, new in items if new.type == byte_io]
+        slots = [place for place, new in written if new.type != byte_io]
+        slot_of = {place: slot for slot, place in enumerate(slots)}
         self._replicas = {
-            group: [(position[plan[place].index.fqn], plan[place].index) for place in places]
+            group: [
+                (position[plan[place].index.fqn], plan[place].index, slot_of.get(place)) for place in places
+            ]
             for group, places in task.replicas.items()
         }
         self._serialised, self._plan = {}, SavePlan([])
@@ -166,13 +174,23 @@ class Part:
         """The byte entries that this rank is to write, serialised now, as DCP does it."""
         return [self._serialise(self._leaves[at], new) for at, _, new in self._value_items]
 
-    def replicas(self, choose: Callable[[int], Iterable[int]]) -> dict[int, list[Any]]:
-        """Live values that other ranks hold, too: of each group of n those that `choose(n)` names."""
-        leaves = self._leaves
+    def replicas(self, choose: Callable[[int], Iterable[int]], *, whole: bool) -> dict[int, list[Any]]:
+        """Live values that other ranks hold, too: of each group of n those that `choose(n)` names.
+
+        With `whole`, for a tensor in host memory that this rank writes, only where it is written.
+        """
         return {
-            group: [_value(leaves[at], index) for at, index in (items[i] for i in choose(len(items)))]
+            group: [self._replica(*items[place], whole=whole) for place in choose(len(items))]
             for group, items in self._replicas.items()
         }
+
+    def _replica(self, at: int, index: MetadataIndex, slot: int | None, *, whole: bool) -> Any:
+        value = self._leaves[at]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if whole and slot is not None and value.device.type == "cpu":
+            return Written(slot)
+        return _local(value, index)
 
     def forget(self) -> None:
         """Let go of the live state, lest it be kept alive until the next save."""
@@ -272,10 +290,6 @@ def _set_up(tree: Mapping[str, Any]) -> DefaultSavePlanner:
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tree), None, is_coordinator=False)
     return planner
-
-
-def _value(value: Any, index: MetadataIndex) -> Any:
-    return _local(value, index) if isinstance(value, torch.Tensor) else value
 
 
 def _local(value: Any, index: MetadataIndex) -> torch.Tensor:

@@ -45,15 +45,19 @@ class Evidence:
         self._found = {
             name: {
                 group: Fingerprints(values if turn == 0 else [sample(value, turn) for value in values])
-                for group, values in part.replicas(lambda count: chosen(turn, count)).items()
+                for group, values in part.replicas(lambda count: chosen(turn, count), whole=turn == 0).items()
             }
             for name, part in parts.items()
         }
 
-    def message(self) -> Message:
-        """What to tell the coordinator: plain values, small unless it is the first save of a plan."""
+    def message(self, written: Mapping[str, Sequence[int]]) -> Message:
+        """What to tell the coordinator: plain values, small unless it is the first save of a plan.
+
+        Args:
+            written: part -> CRC-32 of every slot of this rank's data file.
+        """
         groups = {
-            part: {str(group): prints.encode().hex() for group, prints in found.items()}
+            part: {str(group): prints.encode(written[part]).hex() for group, prints in found.items()}
             for part, found in self._found.items()
             if found
         }

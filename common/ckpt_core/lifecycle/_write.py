@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -61,9 +62,11 @@ def write_rank(
     for directory in _directories(prepared.assignment, files):
         beat(f"writing {directory}")
         storage.sync_directory(directory)
-    report = memory.report(files, entries)
-    evidence = prepared.evidence
-    return replace(report, evidence=None if evidence is None else evidence.message()).encode()
+    report = replace(memory.report(files, entries), place=(storage.url, platform.node()))
+    if prepared.evidence is not None:
+        written = {part: image.chunk_crcs for part, image in staged.images.items()}
+        report = replace(report, evidence=prepared.evidence.message(written))
+    return report.encode()
 
 
 def _next_slot(staged: StagedParts, part: str, beat: Callable[[str], None], slot: int) -> None:
@@ -132,7 +135,27 @@ def commit_all(
         num_chunks=sum(report.num_chunks for report in reports),
         files=tuple(sorted(files, key=lambda entry: entry.path)),
     )
-    return commit(storage, working, request.name, manifest, replace=request.replace, check=check)
+    try:
+        return commit(storage, working, request.name, manifest, replace=request.replace, check=check)
+    except SaveError as error:
+        if error.in_doubt or not (hint := _apart([report.place for report in reports])):
+            raise
+        raise error.retold(f"{error}. {hint}") from error
+
+
+def _apart(places: Sequence[tuple[str, str]]) -> str:
+    """What may have kept the coordinator from seeing the files of other ranks; empty if nothing is known."""
+    roots = {root: rank for rank, (root, _) in reversed(list(enumerate(places)))}
+    if len(roots) > 1:
+        told = ", ".join(f"rank {rank} to {root}" for root, rank in sorted(roots.items(), key=itemgetter(1)))
+        return f"The ranks do not write to the same root: {told}; give all of them one that all can see"
+    machines = {machine for _, machine in places}
+    if len(machines) > 1:
+        return (
+            f"The ranks run on {len(machines)} machines: {places[0][0]} must be the same directory on all of "
+            "them, not one on a disk of each"
+        )
+    return ""
 
 
 def _producer() -> dict[str, Any]:
