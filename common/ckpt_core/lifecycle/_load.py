@@ -224,7 +224,8 @@ class _Load:
                 continue
             metadata = opened.contents[part].metadata if part in opened.contents else Metadata({})
             load = PartLoad.of(part, target, metadata, allow_pickle=self._request.allow_pickle)
-            load.leave(misfits.compare(load.entries, metadata, part=part, cast=selection.cast))
+            misfit = misfits.compare(load.entries, metadata, part=part, paths=load.paths, cast=selection.cast)
+            load.leave(misfit)
             if opened.keeps and not (selection.include or selection.rename):
                 load.prefer_kept(self._coordinator.rank)
             parts[part] = load

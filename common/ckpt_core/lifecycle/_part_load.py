@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast, final
@@ -70,6 +70,11 @@ class PartLoad:
     def entries(self) -> dict[str, Any]:
         """The live entries by DCP's flattened names."""
         return self._planner.state_dict
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Where the live entries are in the target."""
+        return self._planner.mappings
 
     def leave(self, keys: Collection[str]) -> None:
         """Do not load these entries; plain values among them are taken out of the target."""

@@ -6,8 +6,9 @@ names which nobody wants is a statement of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
 import torch
@@ -18,6 +19,7 @@ from ckpt_core.errors import IncompatibleCheckpointError
 
 _SHOWN = 8
 _Item: TypeAlias = tuple[str, str]
+Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
 
 
 @final
@@ -39,7 +41,13 @@ class Misfits:
     partial: bool = False
 
     def compare(
-        self, target: Mapping[str, Any], metadata: Metadata, *, part: str = "", cast: bool = False
+        self,
+        target: Mapping[str, Any],
+        metadata: Metadata,
+        *,
+        part: str = "",
+        paths: Paths = MappingProxyType({}),
+        cast: bool = False,
     ) -> list[str]:
         """Note what differs between flattened live entries and what one part of the checkpoint holds.
 
@@ -47,6 +55,7 @@ class Misfits:
             target: the live entries.
             metadata: of the part.
             part: its name.
+            paths: of the live entries in the nested state, for those that the checkpoint lacks.
             cast: whether another dtype is no misfit.
 
         Returns:
@@ -60,7 +69,9 @@ class Misfits:
         mismatched = {key: problem for key, problem in problems.items() if problem is not None}
         self.missing += missing
         self.mismatched += [f"{key}: {problem}" for key, problem in mismatched.items()]
-        self.foreign |= {(part, item): names for item, names in _foreign(target, metadata).items()}
+        known: Paths = metadata.planner_data or {}
+        loaded = {str((known.get(key) or paths.get(key, (key,)))[0]) for key in target}
+        self.foreign |= {(part, item): names for item, names in _foreign(target, loaded, metadata).items()}
         return [*missing, *mismatched]
 
     @property
@@ -130,12 +141,10 @@ def _mismatch(value: Any, saved: object, *, cast: bool) -> str | None:
     return None
 
 
-def _foreign(target: Mapping[str, Any], metadata: Metadata) -> dict[str, list[str]]:
+def _foreign(target: Mapping[str, Any], items: Collection[str], metadata: Metadata) -> dict[str, list[str]]:
     """Saved entries of items that are being loaded; items not asked for at all are nobody's business."""
-    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
-    found: dict[str, list[str]] = {
-        str(paths.get(key, (key,))[0]): [] for key in target if key in metadata.state_dict_metadata
-    }
+    paths: Paths = metadata.planner_data or {}
+    found: dict[str, list[str]] = {item: [] for item in items}
     for key in metadata.state_dict_metadata:
         names = found.get(str(paths.get(key, (key,))[0]))
         if names is not None and key not in target:
