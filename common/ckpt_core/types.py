@@ -125,8 +125,7 @@ class SavedState:
         name: the checkpoint's directory name under its root.
         strict: whether everything wanted must fit; else what does not is left as it is.
         include: patterns of what is wanted, see `wants`; everything if empty.
-        partial: whether it holds more than this rank has, because other ranks have the rest, or because what
-            does not fit is left as it is.
+        partial: whether it holds more than this rank has, because other ranks have the rest.
         left: what was left as it is because it does not fit, in words, after a load that was not strict.
     """
 

@@ -103,7 +103,7 @@ def _of_host(value: Any) -> int:
         return crc32(repr(value).encode()) if _is_plain(value) else 0
     plain = _plain_bytes(value)
     size = plain.numel() * plain.element_size()
-    if not size:
+    if not size or not plain.data_ptr():  # memory that was freed is told of where it is copied
         return 0
     # A numpy view costs ten times as much, which counts where tensors are many and small.
     return crc32(memoryview((ctypes.c_char * size).from_address(plain.data_ptr())))

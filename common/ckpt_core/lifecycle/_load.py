@@ -187,7 +187,7 @@ class _Load:
         strict = self._request.selection.strict
         if strict:
             misfits.raise_if_any(self._place)  # of the same names on every rank
-        saved = replace(opened.saved, left=misfits.lines, partial=misfits.partial or not strict)
+        saved = replace(opened.saved, left=misfits.lines, partial=misfits.partial)
         return replace(opened, saved=saved), parts
 
     def _span(self, name: str) -> AbstractContextManager[object]:

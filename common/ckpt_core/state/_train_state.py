@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import torch
 from torch import distributed as dist
@@ -206,7 +206,7 @@ class TrainState:
             self.begin(loaded, saved)
         tree, notes = loaded.get(_PART, {}), self._end()
         for name, optimizer in self._loaded_optimizers(tree, saved):
-            load_optimizer_state(self._model, optimizer, get(tree, _path(name)), partial=saved.partial)
+            load_optimizer_state(self._model, optimizer, get(tree, _path(name)), fit=_fit(saved))
         if self._with_model:
             load_model_state(self._model, tree["model"], strict=not saved.include)
         for name, item in self._items.items():
@@ -239,7 +239,7 @@ class TrainState:
         tree = loaded.get(_PART, {})
         try:
             for name, optimizer in self._loaded_optimizers(tree, saved):
-                check_groups(self._model, optimizer, get(tree, _path(name)), partial=saved.partial)
+                check_groups(self._model, optimizer, get(tree, _path(name)), fit=_fit(saved))
             notes = [*self._apply_shared(tree, saved, undo), *self._apply_dataloaders(saved)]
         except BaseException:
             take_back()
@@ -281,6 +281,12 @@ class TrainState:
                 load_dataloader_state(loader, saved.per_rank[name])
             else:
                 yield f"the checkpoint has no position of {name}; it is left where it is"
+
+
+def _fit(saved: SavedState) -> Literal["same", "part", "any"]:
+    if not saved.strict:
+        return "any"
+    return "part" if saved.partial else "same"
 
 
 def _undo(name: str, item: Any) -> Callable[[], None]:
