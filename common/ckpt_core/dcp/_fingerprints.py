@@ -134,7 +134,7 @@ def _of_device(tensor: torch.Tensor) -> torch.Tensor:
     words = octets[:whole]
     if words.storage_offset() % 8:
         words = words.clone()
-    for piece in (*words.view(torch.int64).split(_PIECE_WORDS), tail):
+    for piece in (*torch.split(words.view(torch.int64), _PIECE_WORDS), tail):
         factors = torch.arange(1, piece.numel() + 1, dtype=torch.int64, device=tensor.device)
         total = total * _FACTOR + (piece * (factors * _FACTOR | 1)).sum()
     return total

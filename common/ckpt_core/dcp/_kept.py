@@ -25,7 +25,7 @@ def kept_path(rank: int, name: str) -> tuple[str, str, str]:
 def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a live tensor on this rank; empty if it has no part of it, or several."""
     if isinstance(tensor, DTensor):
-        return tensor.detach().to_local()
+        return tensor.to_local().detach()
     if isinstance(tensor, ShardedTensor):
         shards = tensor.local_shards()
         return shards[0].tensor if len(shards) == 1 else torch.empty(0)
