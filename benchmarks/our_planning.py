@@ -21,7 +21,7 @@ from ckpt_core.commit import begin
 from ckpt_core.dcp import ImageLayout
 from ckpt_core.lifecycle._local import LocalValues
 from ckpt_core.lifecycle._memory import WriteMemory
-from ckpt_core.lifecycle._plans import AgreedPlans, Keeping, _Proposal
+from ckpt_core.lifecycle._plans import AgreedPlans, Keeping, Offer, _Proposal
 from ckpt_core.lifecycle._prepare import Assignment, PreparedSave
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._stage import NOTHING_STAGED
@@ -78,7 +78,7 @@ class OurPlanning(Planning):
         gathered, proposals = 0, []
         for rank in range(self.workload.world_size):
             plan = replace(local_plan(self.workload, rank), storage_data=None)
-            proposal = _Proposal(plans={"": plan}, uneven=frozenset(), files=frozenset({rank_name(rank)}))
+            proposal = _Proposal(plans={"": plan}, offer=Offer(files=frozenset({rank_name(rank)})))
             content = pickle.dumps({"value": proposal})
             gathered += len(content)
             with clock:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import BackPressure, CheckpointOptions, OnError, Staging, Verify
+from ckpt_core.options import BackPressure, CheckpointOptions, OnDivergence, OnError, Staging, Verify
 from ckpt_core.retention import AllOf, AnyOf, KeepBest, RetentionPolicy
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
@@ -93,6 +93,8 @@ class Configured:
         staging: whether training waits for the copy (`blocking`), or only the next optimizer step does
             (`overlapped`): then no hook may change weights during the batch after a save.
         on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
+        on_divergence: what a save does when ranks hold different values under one name: fail (`refuse`), save
+            the lowest rank's (`warn`) or every rank's own (`keep-each`).
         verify: what is compared with its checksums before a load changes anything: `read` (what will be
             used), `full` (all of it) or `off`.
         read_once: whether bytes that several ranks need are read by one of them, which passes them on.
@@ -120,6 +122,7 @@ class Configured:
         headroom: float | str | None = None,
         staging: Staging = "blocking",
         on_error: OnError = "raise",
+        on_divergence: OnDivergence = "refuse",
         verify: Verify | bool = "read",
         read_once: bool = True,
         allow_pickle: bool = False,
@@ -139,6 +142,7 @@ class Configured:
             "headroom": headroom,
             "staging": staging,
             "on_error": on_error,
+            "on_divergence": on_divergence,
             "verify": verify,
             "read_once": read_once,
             "allow_pickle": allow_pickle,

@@ -9,7 +9,8 @@ CheckpointError(Exception)
 ├─ IncompatibleCheckpointError                     foreign or newer format, or another model's checkpoint
 ├─ UnsafeCheckpointError                           loading it would need pickle, which was not allowed
 ├─ SaveError                                       a save failed; the last committed checkpoint is untouched
-│  └─ NoRoomError                                  it would not have fitted on the disk; nothing was written
+│  ├─ NoRoomError                                  it would not have fitted on the disk; nothing was written
+│  └─ DivergenceError                              ranks hold different values under one name
 ├─ StagingMemoryError(…, MemoryError)              the copy of the state would not fit into host memory
 ├─ LoadError                                       a load failed for a reason that is none of the above
 └─ CoordinationError                               ranks could not agree
@@ -141,6 +142,17 @@ class NoRoomError(SaveError):
     headroom_bytes: int = 0
     needed_files: int = 0
     free_files: int | None = None
+
+
+class DivergenceError(SaveError):
+    """Ranks hold different values under one name, so that nobody can tell which is the training's.
+
+    Attributes:
+        differing: name -> the ranks whose value is not that of the lowest rank that has one; after the first
+            save, of the names that were compared.
+    """
+
+    differing: Mapping[str, Sequence[int]] = {}
 
 
 class StagingMemoryError(CheckpointError, MemoryError):

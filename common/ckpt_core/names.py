@@ -26,6 +26,7 @@ _RESERVED = re.compile(
 _FORMER = re.compile(r"(?P<name>.+)\.(?P<kind>incomplete|trash|corrupt)-(?P<id>[0-9a-f]{8,32})", re.DOTALL)
 _FORMER_ASIDE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})\.exchange", re.DOTALL)
 _DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
+_SHARED = re.compile(r"shared-(\d{5,9})\.json")
 _PROBE = re.compile(r"\.probe-[0-9a-z_]{8,16}")
 
 
@@ -131,6 +132,17 @@ def is_probe(name: str) -> bool:
 def rank_name(rank: int) -> str:
     """File with the per-rank items of `rank`: `rank-00000.json`."""
     return f"rank-{rank:05d}.json"
+
+
+def shared_name(rank: int) -> str:
+    """File with shared items that `rank` has and the coordinator has not: `shared-00001.json`."""
+    return f"shared-{rank:05d}.json"
+
+
+def shared_rank(path: str) -> int | None:
+    """The rank whose shared items are in the file at `path`, or None if that is not the name of one."""
+    match = _SHARED.fullmatch(path)
+    return None if match is None else int(match[1])
 
 
 def local_name(rank: int) -> str:

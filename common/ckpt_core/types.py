@@ -117,7 +117,10 @@ class CapturedState:
         sharded: DCP part directory (POSIX-relative, "" for the checkpoint directory itself) -> nested state
             dict whose tensors are the live ones; they are copied by staging, not here.
         per_rank: item -> value, one per rank, never merged (RNG, data position).
-        shared: item -> value, the same on every rank; the coordinator's is written.
+        shared: item -> value, the same on every rank that has it; the lowest rank's is written.
+        alike: the items of `shared` whose values are compared, as they must not differ between ranks.
+        groups: (part, path) of lists of parameter groups that the source finds again by the names in them, so
+            that ranks may have different ones.
         files: name -> content, extra files of a host framework; when ranks name the same file, the lowest
             rank's is written.
         local: (part, DCP's flattened key) -> live tensor that is also in `sharded`, of a kind that nothing
@@ -131,6 +134,8 @@ class CapturedState:
     sharded: Mapping[str, StateDict] = field(default_factory=dict[str, StateDict])
     per_rank: Mapping[str, Any] = field(default_factory=dict[str, Any])
     shared: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    alike: Collection[str] = ()
+    groups: Collection[tuple[str, tuple[str, ...]]] = ()
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     local: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     stable: Sequence[Any] = ()
@@ -162,6 +167,7 @@ class SavedState:
         name: the checkpoint's directory name under its root.
         strict: whether everything wanted must fit; else what does not is left as it is.
         include: patterns of what is wanted, see `wants`; everything if empty.
+        partial: whether it holds more than this rank has, because other ranks have the rest.
         left: what was left as it is because it does not fit, in words, after a load that was not strict.
     """
 
@@ -173,6 +179,7 @@ class SavedState:
     name: str = ""
     strict: bool = True
     include: tuple[str, ...] = ()
+    partial: bool = False
     left: Sequence[str] = ()
 
     def wants(self, path: tuple[str | int, ...]) -> bool:

@@ -189,3 +189,32 @@ def test_another_dtype_is_cast_only_if_asked_for(tmp_path):
 def test_wrong_arguments_are_named(load, options, words):
     with pytest.raises(ConfigError, match=words):
         load(Run(2).state, **options)
+
+
+def test_without_strict_an_optimizer_takes_what_there_is_and_the_rest_starts_afresh(tmp_path):
+    saved = nn.ModuleDict({"a": nn.Linear(2, 2), "old": nn.Linear(2, 2)})
+    live = nn.ModuleDict({"a": nn.Linear(2, 2), "new": nn.Linear(2, 2)})
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=lr) for net, lr in ((saved, 0.5), (live, 0.1))]
+    for parameter in saved.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    before = live["new"].weight.detach().clone()
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, TrainState(model=saved, optimizer=optimizers[0])).result()
+        state = TrainState(model=live, optimizer=optimizers[1])
+        with pytest.raises(IncompatibleCheckpointError, match=r"strict=False"):
+            checkpoints.load(state)
+        checkpoints.load(state, strict=False)
+    assert torch.equal(live["a"].weight, saved["a"].weight)
+    assert torch.equal(live["new"].weight, before)
+    assert len(optimizers[1].state) == 2
+    assert optimizers[1].param_groups[0]["lr"] == 0.5
+
+
+def test_without_strict_an_optimizer_that_was_not_saved_is_left(tmp_path):
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, TrainState(model=nn.Linear(2, 2))).result()
+        checkpoints.load(TrainState(model=net, optimizer=optimizer), strict=False)
+    assert optimizer.param_groups[0]["lr"] == 0.1

@@ -1,38 +1,52 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
 from ckpt_core.dcp._consistency import check_metadata
+from ckpt_core.dcp._dedup import OWN_NAMES, Meshes, Replicas
+from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
+from ckpt_core.dcp._kept import KEPT, held_by_this_rank, kept_name
 from ckpt_core.dcp._landing import Landing
 from ckpt_core.dcp._metadata import entries, load_metadata
 from ckpt_core.dcp._needs import Need
+from ckpt_core.dcp._numbering import GroupNames
 from ckpt_core.dcp._places import Place, Places
-from ckpt_core.dcp._plan import Part, Share, decide
+from ckpt_core.dcp._plan import Decision, Part, Task, decide
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
 __all__ = [
+    "KEPT",
+    "OWN_NAMES",
+    "Decision",
+    "Fingerprints",
+    "GroupNames",
     "Image",
     "ImageLayout",
     "Landing",
+    "Meshes",
     "Need",
     "Pace",
     "Part",
     "Place",
     "Places",
+    "Replicas",
     "SafeLoadPlanner",
     "ShardReader",
     "ShardSpec",
     "ShardWriter",
-    "Share",
+    "Task",
     "check_metadata",
     "checked_zip",
     "decide",
     "encode_metadata",
     "entries",
+    "held_by_this_rank",
+    "kept_name",
     "load_chunk",
     "load_metadata",
     "load_value",
     "places_in",
+    "sample",
     "spec_of",
 ]

@@ -2,6 +2,9 @@
 
 DCP's own choice counts a shard as the whole tensor's bytes, and takes tensors in the order in which they
 come, so that a large one at the end lands on top of an even load.
+
+That several ranks hold a chunk under one name does not yet mean that it is the same: who holds what is kept,
+so that the values can be compared.
 """
 
 from __future__ import annotations
@@ -13,12 +16,18 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 from operator import attrgetter
-from typing import Any, TypeAlias, cast, final
+from typing import Any, Final, TypeAlias, cast, final
 
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
 from ckpt_core.errors import ConfigError
+
+OWN_NAMES: Final = (
+    "Give tensors that differ, such as those of the stages of a pipeline or of experts, names of their own, "
+    "for example TrainState(model={'stage1': module}) on the ranks of that stage"
+)
+"""What to do about tensors that have one name and are not the same."""
 
 ENTRY_BYTES = 4096
 """Nominal bytes of an entry beside its payload; of a byte entry, whose size is not known yet, all of them."""
@@ -31,20 +40,63 @@ _places = cast("Callable[[WriteItem], _Place]", attrgetter("index.offset"))
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Chunk:
-    """A chunk as the lowest of its holders describes it; `ranks` grows while the plans are read."""
+    """A chunk as the lowest of its holders describes it; `ranks` grows while the plans are read.
+
+    `group` and `at` are its place among the replicas, if it has been given one.
+    """
 
     item: WriteItem
     size_bytes: int
     ranks: list[int]
+    group: int = -1
+    at: int = -1
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicas:
+    """Chunks that the same ranks hold, each of them its own copy.
+
+    Attributes:
+        ranks: the holders.
+        items: the chunks, as the lowest holder describes them.
+    """
+
+    ranks: tuple[int, ...]
+    items: list[WriteItem]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """Who writes what, and who else holds it.
+
+    Attributes:
+        plans: what each rank writes.
+        groups: what several ranks hold and nothing but the name says to be the same.
+        places: for each rank, group -> where the chunks of the group are in its local plan.
+    """
+
+    plans: list[SavePlan]
+    groups: list[Replicas]
+    places: list[dict[int, list[int]]]
 
 
 _Chunks: TypeAlias = dict[str, dict[_Place, _Chunk]]
 _Writers: TypeAlias = Mapping[str, Mapping[_Place, int]]
+Meshes: TypeAlias = Mapping[str, tuple[int, int]]
+"""Name of a DTensor -> how many ranks its mesh has, and a number that tells meshes apart."""
 
 
-def assign(plans: Sequence[SavePlan], uneven: Collection[str]) -> list[SavePlan]:
+def assign(
+    plans: Sequence[SavePlan],
+    uneven: Collection[str],
+    *,
+    meshes: Sequence[Meshes] = (),
+    spread: bool = True,
+) -> Division:
     """Leave every chunk that several ranks hold to exactly one of them.
 
     Largest first, each goes to the one of its holders that has the fewest bytes to write so far, what it
@@ -53,24 +105,33 @@ def assign(plans: Sequence[SavePlan], uneven: Collection[str]) -> list[SavePlan]
     Args:
         plans: every rank's local plan, by rank; they are not changed.
         uneven: names of entries whose replicas may differ: the lowest rank that has them writes them.
+        meshes: over which ranks each rank's DTensors are spread.
+        spread: whether replicas may be written by any of their holders; else the lowest writes all of them,
+            so that what is written is of one replica even if they differ.
 
     Returns:
-        The plans by rank. A rank that keeps all its entries keeps its plan as it is.
+        The plans by rank, and what is replicated. A rank that keeps all its entries keeps its plan as it is.
 
     Raises:
-        ConfigError: ranks hold one entry with different dtypes or shapes.
+        ConfigError: ranks hold one entry with different dtypes, shapes or kinds.
     """
     doubtful = _repeated_names(plans)
     if not doubtful:
-        return list(plans)
+        return Division(plans=list(plans), groups=[], places=[{} for _ in plans])
     uneven = frozenset(uneven)
     chunks: _Chunks = {name: {} for name in doubtful}
     loads = [0] * len(plans)
     for rank, plan in enumerate(plans):
         loads[rank] = sum(_size_bytes(item) for item in plan.items if item.index.fqn not in chunks)
         _gather(rank, plan, chunks, uneven)
-    writers = _choose(chunks, loads, uneven)
-    return [_keep(rank, plan, writers) for rank, plan in enumerate(plans)]
+    _check_meshes(chunks, meshes, uneven)
+    writers = _choose(chunks, loads, uneven if spread else chunks)
+    groups = _group(chunks, uneven)
+    return Division(
+        plans=[_keep(rank, plan, writers) for rank, plan in enumerate(plans)],
+        groups=groups,
+        places=[_find(rank, plan, chunks, groups) for rank, plan in enumerate(plans)],
+    )
 
 
 def _repeated_names(plans: Sequence[SavePlan]) -> list[str]:
@@ -108,8 +169,60 @@ def _check_alike(chunk: _Chunk, item: WriteItem, rank: int) -> None:
     if _form(item) != _form(chunk.item):
         raise ConfigError(
             f"rank {rank} has {_told(item)} as {item.index.fqn}, rank {chunk.ranks[0]} {_told(chunk.item)}; "
-            "an entry must be alike on all ranks that have it: put the rank into the name of each rank's own"
+            f"an entry must be alike on all ranks that have it. {OWN_NAMES}"
         )
+
+
+def _check_meshes(chunks: _Chunks, meshes: Sequence[Meshes], uneven: Collection[str]) -> None:
+    """Refuse what cannot be copies of one tensor: spread over ranks here, otherwise or not at all there."""
+    if not any(meshes):
+        return
+    for name, of_name in chunks.items():
+        holders = sorted({rank for chunk in of_name.values() for rank in chunk.ranks})
+        found = list(dict.fromkeys(meshes[rank].get(name) for rank in holders))
+        if name in uneven or len(found) == 1:
+            continue
+        # Copies on meshes without a common rank may be of one tensor: that is for their values to say.
+        on = {mesh: [rank for rank in range(len(meshes)) if meshes[rank].get(name) == mesh] for mesh in found}
+        if None in found or any(mesh and mesh[0] != len(on[mesh]) for mesh in found):
+            told = "; ".join(
+                f"ranks {[each for each in ranks if mesh or each in holders]} have "
+                f"{'a plain tensor' if mesh is None else f'a DTensor on a mesh of {mesh[0]} rank(s)'}"
+                for mesh, ranks in on.items()
+            )
+            raise ConfigError(f"{name} cannot be the same tensor on all ranks: {told}. {OWN_NAMES}")
+
+
+def _group(chunks: _Chunks, uneven: Collection[str]) -> list[Replicas]:
+    """Chunks that more than one rank holds, by who holds them."""
+    found: dict[tuple[int, ...], int] = {}
+    groups: list[Replicas] = []
+    for name, of_name in chunks.items():
+        for chunk in of_name.values():
+            if name in uneven or len(chunk.ranks) == 1:
+                continue
+            ranks = tuple(chunk.ranks)
+            chunk.group = found.setdefault(ranks, len(groups))
+            if chunk.group == len(groups):
+                groups.append(Replicas(ranks=ranks, items=[]))
+            chunk.at = len(groups[chunk.group].items)
+            groups[chunk.group].items.append(chunk.item)
+    return groups
+
+
+def _find(rank: int, plan: SavePlan, chunks: _Chunks, groups: Sequence[Replicas]) -> dict[int, list[int]]:
+    """Where a rank's replicas are in its plan, group by group."""
+    found = {
+        number: [0] * len(group.items) for number, group in enumerate(groups) if rank in set(group.ranks)
+    }
+    if not found:
+        return found
+    for position, (name, place) in enumerate(
+        zip(map(_names, plan.items), map(_places, plan.items), strict=True)
+    ):
+        if name in chunks and (chunk := chunks[name][place]).group >= 0:
+            found[chunk.group][chunk.at] = position
+    return found
 
 
 def _choose(chunks: _Chunks, loads: list[int], uneven: Collection[str]) -> _Writers:

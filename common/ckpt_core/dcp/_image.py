@@ -198,6 +198,11 @@ class Image:
             position = end
         sums.file = crc32(content[position : layout.slots[last - 1].end], sums.file)
 
+    @property
+    def chunk_crcs(self) -> Sequence[int]:
+        """CRC-32 of every slot's payload; valid after `pieces` has ended."""
+        return self._sums.chunks
+
     def file_entry(self, path: str) -> FileEntry:
         """What the manifest promises of the file; valid after `pieces` has ended."""
         return FileEntry(path=path, size_bytes=self.layout.size_bytes, checksum=crc32_text(self._sums.file))

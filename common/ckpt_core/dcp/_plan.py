@@ -3,26 +3,71 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias, cast, final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor
 
-from ckpt_core.dcp._dedup import assign
+from ckpt_core.checksums import crc32
+from ckpt_core.dcp._dedup import Meshes, Replicas, assign
+from ckpt_core.dcp._fingerprints import Written
 from ckpt_core.dcp._global import describe
 from ckpt_core.dcp._image import ShardSpec
+from ckpt_core.dcp._kept import kept_name, kept_path
 from ckpt_core.dcp._kinds import check_kind
 from ckpt_core.dcp._leaves import PLAIN, Kinds, Leaves
+from ckpt_core.dcp._numbering import GroupNames, renumber
 
 Share: TypeAlias = tuple[int, ...] | None
 """The items of its plan that a rank writes, by their places in it; None for all of them."""
 
-_Item: TypeAlias = tuple[int, MetadataIndex]
+_Item: TypeAlias = tuple[int, MetadataIndex, MetadataIndex]
+"""Which leaf, the index of the shard in it, and the index under which it is written."""
+
+_Replica: TypeAlias = tuple[int, MetadataIndex, int | None]
+"""Which leaf, the index of the shard in it, and in which slot of the data file this rank writes it."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What one rank is to do about one part.
+
+    Attributes:
+        share: what it writes.
+        kept: places in its plan of entries that it writes under a name of its own, as another rank writes the
+            entry itself.
+        replicas: group -> places in its plan of what the ranks of that group hold, too.
+        renamed: its names -> the names in the checkpoint, where they differ.
+    """
+
+    share: Share = None
+    kept: Sequence[int] = ()
+    replicas: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What is written of one part, by whom.
+
+    Attributes:
+        tasks: by rank.
+        metadata: DCP's, of all that is written.
+        replicas: what several ranks hold under one name.
+    """
+
+    tasks: list[Task]
+    metadata: Metadata
+    replicas: list[Replicas]
 
 
 @final
@@ -46,6 +91,7 @@ class Part:
         self._plan = SavePlan([])
         self._shard_items: list[_Item] = []
         self._value_items: list[_Item] = []
+        self._replicas: dict[int, list[_Replica]] = {}
         self._serialised: dict[MetadataIndex, tuple[str, bytes]] = {}
         self.specs: list[ShardSpec] = []
         self.value_indices: list[MetadataIndex] = []
@@ -75,8 +121,21 @@ class Part:
         self._plan = planner.create_local_plan()
         return self._plan
 
-    def accept(self, share: Share) -> None:
-        """Take over this rank's share of the last local plan.
+    def meshes(self) -> Meshes:
+        """What the DTensors of the last local plan are spread over."""
+        known: dict[int, tuple[int, int]] = {}
+        found: dict[str, tuple[int, int]] = {}
+        for name, value in _set_up(self._tree).state_dict.items():
+            if isinstance(value, DTensor):
+                mesh = value.device_mesh
+                if id(mesh) not in known:
+                    ranks: list[int] = mesh.mesh.flatten().tolist()
+                    known[id(mesh)] = len(ranks), crc32(repr(sorted(ranks)).encode())
+                found[name] = known[id(mesh)]
+        return found
+
+    def accept(self, task: Task, rank: int = 0) -> None:
+        """Take over what `rank`, this one, is to do about the last local plan.
 
         Raises:
             ValueError: DCP sees other leaves than we do.
@@ -85,24 +144,53 @@ class Part:
         if len(names) != len(self._leaves):
             raise ValueError(f"DCP sees {len(names)} entries where there are {len(self._leaves)}")
         position = {name: at for at, name in enumerate(names)}
-        chosen = self._plan.items if share is None else [self._plan.items[place] for place in share]
-        items = [(position[item.index.fqn], item) for item in chosen]
+        plan, share = self._plan.items, task.share
+        under = [_renamed(item, task.renamed) for item in plan]
+        written = [(place, under[place]) for place in (range(len(plan)) if share is None else share)]
+        written += [(place, kept_item(rank, under[place])) for place in task.kept]
+        items = [(position[plan[place].index.fqn], plan[place].index, new) for place, new in written]
         byte_io = WriteItemType.BYTE_IO
-        self._shard_items = [(at, item.index) for at, item in items if item.type != byte_io]
-        self._value_items = [(at, item.index) for at, item in items if item.type == byte_io]
+        self._shard_items = [(at, own, new.index) for at, own, new in items if new.type != byte_io]
+        self._value_items = [(at, own, new.index) for at, own, new in items if new.type == byte_io]
+        slots = [place for place, new in written if new.type != byte_io]
+        slot_of = {place: slot for slot, place in enumerate(slots)}
+        self._replicas = {
+            group: [
+                (position[plan[place].index.fqn], plan[place].index, slot_of.get(place)) for place in places
+            ]
+            for group, places in task.replicas.items()
+        }
         self._serialised, self._plan = {}, SavePlan([])
-        shapes = [(index, shard) for (_, index), shard in zip(self._shard_items, self.shards(), strict=True)]
+        shapes = [(new, shard) for (_, _, new), shard in zip(self._shard_items, self.shards(), strict=True)]
         self.specs = [(index, shard.dtype, tuple(shard.shape)) for index, shard in shapes]
-        self.value_indices = [index for _, index in self._value_items]
+        self.value_indices = [new for _, _, new in self._value_items]
 
     def shards(self) -> list[torch.Tensor]:
         """The live local tensors that this rank is to write."""
         leaves = self._leaves
-        return [_local(leaves[at], index) for at, index in self._shard_items]
+        return [_local(leaves[at], index) for at, index, _ in self._shard_items]
 
     def values(self) -> list[bytes]:
         """The byte entries that this rank is to write, serialised now, as DCP does it."""
-        return [self._serialise(self._leaves[at], index) for at, index in self._value_items]
+        return [self._serialise(self._leaves[at], new) for at, _, new in self._value_items]
+
+    def replicas(self, choose: Callable[[int], Iterable[int]], *, whole: bool) -> dict[int, list[Any]]:
+        """Live values that other ranks hold, too: of each group of n those that `choose(n)` names.
+
+        With `whole`, for a tensor in host memory that this rank writes, only where it is written.
+        """
+        return {
+            group: [self._replica(*items[place], whole=whole) for place in choose(len(items))]
+            for group, items in self._replicas.items()
+        }
+
+    def _replica(self, at: int, index: MetadataIndex, slot: int | None, *, whole: bool) -> Any:
+        value = self._leaves[at]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if whole and slot is not None and value.device.type == "cpu":
+            return Written(slot)
+        return _local(value, index)
 
     def forget(self) -> None:
         """Let go of the live state, lest it be kept alive until the next save."""
@@ -125,23 +213,70 @@ _SCALARS = frozenset({bool, int, float, str, type(None)})
 """Types whose `repr` tells every two values apart, whatever went before."""
 
 
-def decide(plans: Sequence[SavePlan], uneven: Collection[str] = ()) -> tuple[list[Share], Metadata]:
+def decide(
+    plans: Sequence[SavePlan],
+    uneven: Collection[str] = (),
+    *,
+    meshes: Sequence[Meshes] = (),
+    groups: Sequence[GroupNames] = (),
+    replicas: Literal["spread", "lowest", "kept"] = "spread",
+) -> Decision:
     """Leave every chunk to one rank and build the metadata. Coordinator only.
 
     Args:
         plans: every rank's local plan, by rank.
         uneven: names of entries whose replicas may differ: the lowest rank that has them writes them.
-
-    Returns:
-        What each rank writes of its plan, and DCP's metadata of all of it.
+        meshes: what each rank's DTensors are spread over.
+        groups: each rank's parameter groups, as far as they are told apart by the names in them.
+        replicas: whether replicas are written by any of their holders, all by the lowest, or by each of them:
+            the lowest under their name, the others under names of their own.
 
     Raises:
-        ConfigError: replicas differ in dtype or shape.
+        ConfigError: replicas differ in dtype, shape or kind.
         ValueError: the ranks' shards overlap or leave holes.
     """
-    chosen = assign(plans, uneven)
-    metadata = describe(chosen)
-    return [_share(plan, kept) for plan, kept in zip(plans, chosen, strict=True)], metadata
+    named, renamed = renumber(plans, groups) if any(groups) else (list(plans), [{} for _ in plans])
+    division = assign(named, uneven, meshes=meshes, spread=replicas == "spread")
+    shares = [_share(plan, chosen) for plan, chosen in zip(named, division.plans, strict=True)]
+    kept: list[list[int]] = [[] for _ in plans]
+    written = division.plans
+    if replicas == "kept":
+        for rank, places in enumerate(division.places):
+            for group, own in places.items():
+                kept[rank] += own if division.groups[group].ranks[0] != rank else []
+        written = [
+            _with_kept(rank, *each) for rank, each in enumerate(zip(named, written, kept, strict=True))
+        ]
+    tasks = [
+        Task(share=share, kept=own, replicas=places, renamed=names)
+        for share, own, places, names in zip(shares, kept, division.places, renamed, strict=True)
+    ]
+    return Decision(tasks=tasks, metadata=describe(written), replicas=division.groups)
+
+
+def kept_item(rank: int, item: WriteItem) -> WriteItem:
+    """The same as an entry of `rank` alone, as which it is whole."""
+    fqn, data = kept_name(rank, item.index.fqn), item.tensor_data
+    if data is None:
+        return replace(item, index=MetadataIndex(fqn))
+    start = torch.Size([0] * len(data.chunk.sizes))
+    whole = replace(data, chunk=replace(data.chunk, offsets=start), size=data.chunk.sizes)
+    return replace(item, index=MetadataIndex(fqn, start), tensor_data=whole)
+
+
+def _with_kept(rank: int, plan: SavePlan, written: SavePlan, places: Sequence[int]) -> SavePlan:
+    items = [plan.items[place] for place in places]
+    paths = {kept_name(rank, item.index.fqn): kept_path(rank, item.index.fqn) for item in items}
+    return replace(
+        written,
+        items=[*written.items, *(kept_item(rank, item) for item in items)],
+        planner_data={**(written.planner_data or {}), **paths},
+    )
+
+
+def _renamed(item: WriteItem, names: Mapping[str, str]) -> WriteItem:
+    name = names.get(item.index.fqn)
+    return item if name is None else replace(item, index=replace(item.index, fqn=name))
 
 
 def _share(plan: SavePlan, kept: SavePlan) -> Share:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import TypeVar, cast, final
 
 from ckpt_core.coordination import Coordinator, failure_text
 from ckpt_core.errors import (
@@ -17,6 +17,7 @@ from ckpt_core.errors import (
 )
 
 T = TypeVar("T")
+N = TypeVar("N")
 _SOON_SECONDS = 5.0
 
 
@@ -27,6 +28,7 @@ class _Outcome:
 
     error: CheckpointError | None
     text: str
+    note: object = None
 
 
 def everywhere(
@@ -46,8 +48,19 @@ def everywhere(
         CheckpointError: the first rank's.
         LoadError: a rank failed otherwise.
     """
+    return everywhere_told(coordinator, lambda: (act(), None), consequence, what=what)[0]
+
+
+def everywhere_told(
+    coordinator: Coordinator, act: Callable[[], tuple[T, N]], consequence: str, *, what: str
+) -> tuple[T, list[N]]:
+    """Run one phase on every rank, as `everywhere`; each also leaves a short note for all. Collective.
+
+    Returns:
+        What this rank's phase gave, and the notes of all ranks, which must be picklable.
+    """
     try:
-        result = act()
+        result, note = act()
     except Exception as error:
         own = _Outcome(error if isinstance(error, CheckpointError) else None, failure_text(error))
         # A rank that was waited for in vain just now need not be waited for as long again.
@@ -55,9 +68,10 @@ def everywhere(
         outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=soon)
         _raise_worst(outcomes, consequence, error)
         raise
-    outcomes = _gathered(coordinator, _Outcome(None, ""), consequence, what=what, deadline_seconds=None)
+    own = _Outcome(None, "", note)
+    outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=None)
     _raise_worst(outcomes, consequence, None)
-    return result
+    return result, [cast("N", outcome.note) for outcome in outcomes]
 
 
 def _gathered(

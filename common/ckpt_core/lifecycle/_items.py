@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ckpt_core.checksums import crc32
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.names import FORMAT_VERSION
 from ckpt_core.state import NotEncodableError, decode, encode
@@ -23,10 +24,30 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedItems:
-    """A file's content, and what had to be left out of it, as `torch.save` bytes by item."""
+    """Items as JSON can hold them, and what it cannot hold, as `torch.save` bytes by item."""
 
-    content: bytes
+    plain: Mapping[str, Any]
     pickled: Mapping[str, bytes]
+
+    @property
+    def content(self) -> bytes:
+        """A file of all items."""
+        return self.content_of({*self.plain, *self.pickled})
+
+    def content_of(self, names: Collection[str]) -> bytes:
+        """A file of some of the items."""
+        document = {
+            "format_version": FORMAT_VERSION,
+            "items": {name: value for name, value in self.plain.items() if name in names},
+            PICKLED: sorted(name for name in self.pickled if name in names),
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    def digest(self, name: str) -> int:
+        """A number by which ranks tell whether they have the same item; 0 of what went through pickle."""
+        if name not in self.plain:
+            return 0
+        return crc32(json.dumps(self.plain[name], sort_keys=True).encode())
 
 
 def encode_items(values: Mapping[str, Any]) -> EncodedItems:
@@ -41,8 +62,7 @@ def encode_items(values: Mapping[str, Any]) -> EncodedItems:
             buffer = io.BytesIO()
             torch.save(value, buffer)
             pickled[name] = buffer.getvalue()
-    document = {"format_version": FORMAT_VERSION, "items": plain, PICKLED: sorted(pickled)}
-    return EncodedItems(content=json.dumps(document, separators=(",", ":")).encode(), pickled=pickled)
+    return EncodedItems(plain=plain, pickled=pickled)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,7 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
     LoadError,
 )
-from ckpt_core.lifecycle._everywhere import everywhere
+from ckpt_core.lifecycle._everywhere import everywhere, everywhere_told
 from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._frames import frame_failures
 from ckpt_core.lifecycle._local import put_local
@@ -151,9 +151,7 @@ class _Load:
             f"{self._place}: reading failed half-way and the live state is partly overwritten; "
             "load another checkpoint before training goes on"
         )
-        opened, parts = everywhere(
-            self._coordinator, self._open_and_plan, untouched, what="opening a checkpoint"
-        )
+        opened, parts = self._opened(untouched)
         reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
         with self._span("load.verify"):
             everywhere(
@@ -170,15 +168,34 @@ class _Load:
                 half_way,
                 what="reading a checkpoint",
             )
+        if opened.forgoes:
+            _logger.warning(
+                "%s: each of its %s ranks had values of its own; loaded were the lowest rank's",
+                self._place,
+                opened.saved.world_size,
+            )
         for line in opened.saved.left:
             _logger.warning("%s: left as it is: %s", self._place, line)
         return opened.saved
+
+    def _opened(self, untouched: str) -> tuple[Opened, Mapping[str, PartLoad]]:
+        (opened, parts, misfits), foreign = everywhere_told(
+            self._coordinator, self._open_and_plan, untouched, what="opening a checkpoint"
+        )
+        if any(foreign):
+            misfits.settle(self._coordinator)
+        strict = self._request.selection.strict
+        if strict:
+            misfits.raise_if_any(self._place)  # of the same names on every rank
+        saved = replace(opened.saved, left=misfits.lines, partial=misfits.partial)
+        return replace(opened, saved=saved), parts
 
     def _span(self, name: str) -> AbstractContextManager[object]:
         attributes = {"name": self._request.directory, "rank": self._coordinator.rank}
         return self._telemetry.span(name, **attributes)
 
-    def _open_and_plan(self) -> tuple[Opened, Mapping[str, PartLoad]]:
+    def _open_and_plan(self) -> tuple[tuple[Opened, Mapping[str, PartLoad], Misfits], bool]:
+        """What is planned here, and whether the checkpoint has names that this rank does not have."""
         request = self._request
         opened = open_checkpoint(
             self._storage,
@@ -189,13 +206,12 @@ class _Load:
             committed=request.committed is not None,
         )
         parts, misfits = self._targets(opened)
-        if request.selection.strict:
+        if request.selection.strict and (misfits.missing or misfits.mismatched):
             misfits.raise_if_any(self._place)
-        opened = replace(opened, saved=replace(opened.saved, left=misfits.lines))
         for part, load in parts.items():
             if part in opened.contents:  # of others nothing fits, which was told if the load is strict
                 load.plan(opened.contents[part], request.selection)
-        return opened, parts
+        return (opened, parts, misfits), bool(misfits.unexpected)
 
     def _targets(self, opened: Opened) -> tuple[dict[str, PartLoad], Misfits]:
         selection, misfits = self._request.selection, Misfits()
@@ -208,7 +224,10 @@ class _Load:
                 continue
             metadata = opened.contents[part].metadata if part in opened.contents else Metadata({})
             load = PartLoad.of(part, target, metadata, allow_pickle=self._request.allow_pickle)
-            load.leave(misfits.compare(load.entries, metadata, cast=selection.cast))
+            misfit = misfits.compare(load.entries, metadata, part=part, paths=load.paths, cast=selection.cast)
+            load.leave(misfit)
+            if opened.keeps and not (selection.include or selection.rename):
+                load.prefer_kept(self._coordinator.rank)
             parts[part] = load
         return parts, misfits
 
@@ -218,7 +237,7 @@ class _Load:
         except IncompatibleCheckpointError as error:
             raise IncompatibleCheckpointError(
                 f"{self._place} does not fit the training state, and nothing was loaded: {error}. "
-                "Check the configuration, or load only what fits with items= or strict=False",
+                "Check the configuration, or load only what fits with items=",
                 missing=error.missing,
                 unexpected=error.unexpected,
                 mismatched=error.mismatched,

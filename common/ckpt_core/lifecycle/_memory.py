@@ -38,15 +38,21 @@ class RankReport:
         num_chunks: in all data files.
         table: the chunk table, with zeros for checksums, if it is not laid out like that of the last report
             that ended in a commit.
+        evidence: what the rank has to show of what others hold, too; None if nobody is to compare it.
+        place: the root that it wrote to, and the machine.
     """
 
     files: Sequence[Any]
     num_chunks: int
     table: bytes | None
+    evidence: Mapping[str, Any] | None = None
+    place: tuple[str, str] = ("", "")
 
     def encode(self) -> bytes:
         """The message: a line of JSON, then the compressed table if there is one."""
-        head = json.dumps([self.num_chunks, *self.files], separators=(",", ":")).encode()
+        head = json.dumps(
+            [self.place, self.evidence, self.num_chunks, *self.files], separators=(",", ":")
+        ).encode()
         return head if self.table is None else head + _END_OF_HEAD + zlib.compress(self.table, level=1)
 
     def entries(self) -> Iterator[FileEntry]:
@@ -59,8 +65,14 @@ class RankReport:
     def decode(cls, message: bytes) -> RankReport:
         """Read a message."""
         head, found, table = message.partition(_END_OF_HEAD)
-        num_chunks, *files = json.loads(head)
-        return cls(files=files, num_chunks=num_chunks, table=zlib.decompress(table) if found else None)
+        (root, machine), evidence, num_chunks, *files = json.loads(head)
+        return cls(
+            files=files,
+            num_chunks=num_chunks,
+            table=zlib.decompress(table) if found else None,
+            evidence=evidence,
+            place=(root, machine),
+        )
 
 
 @final

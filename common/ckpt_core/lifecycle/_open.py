@@ -13,6 +13,7 @@ from ckpt_core.checksums import crc32
 from ckpt_core.commit import Catalog
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
+    KEPT,
     Place,
     Places,
     check_metadata,
@@ -27,7 +28,7 @@ from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._items import PICKLED, decode_items, pickled_key
 from ckpt_core.lifecycle._local import LocalKey, decode_local
 from ckpt_core.lifecycle._selection import Narrowed, Selection
-from ckpt_core.names import MARKER, METADATA, SHARED, local_name, rank_name
+from ckpt_core.names import MARKER, METADATA, SHARED, local_name, rank_name, shared_name, shared_rank
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedState
 
@@ -92,12 +93,20 @@ class Contents:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """An opened checkpoint: where everything large is, and everything small."""
+    """An opened checkpoint: where everything large is, and everything small.
+
+    Attributes:
+        local: buffers in which this rank differed.
+        keeps: whether values that this rank kept for itself are to be loaded.
+        forgoes: whether ranks kept values for themselves, and there are not as many ranks now.
+    """
 
     files: Files
     contents: Mapping[str, Contents]
     saved: SavedState
     local: Mapping[LocalKey, Any]
+    keeps: bool = False
+    forgoes: bool = False
 
 
 def open_checkpoint(
@@ -141,26 +150,46 @@ def open_checkpoint(
 
     whole = contents("", Narrowed.everything(metadata[""])) if "" in metadata else None
     items = _Items(files, whole, allow_pickle=allow_pickle)
+    same_ranks = manifest is not None and manifest.world_size == coordinator.world_size
     wanted = selection.of_metadata(metadata, files.url)
     saved = SavedState(
         sharded={
-            part: {path: entry for path, entry in entries(of_part.metadata).items() if path[0] != PICKLED}
+            part: {
+                path: entry
+                for path, entry in entries(of_part.metadata).items()
+                if path[0] not in {PICKLED, KEPT}
+            }
             for part, of_part in wanted.items()
         },
         per_rank=items.read(rank_name(coordinator.rank)),
-        shared=items.read(SHARED),
+        shared=_shared(files, items, coordinator.rank if same_ranks else None),
         world_size=None if manifest is None else manifest.world_size,
         step=None if manifest is None else manifest.step,
         name=directory,
     )
     local = local_name(coordinator.rank)
-    has_local = saved.world_size == coordinator.world_size and files.has(local)
+    has_local = same_ranks and files.has(local)
     return Opened(
         files=files,
         contents={part: contents(part, of_part) for part, of_part in wanted.items()},
         saved=selection.of_state(saved),
         local=decode_local(files.read(local), local) if has_local else {},
+        keeps=same_ranks,
+        forgoes=not same_ranks and any(map(_has_kept, metadata.values())),
     )
+
+
+def _shared(files: Files, items: _Items, rank: int | None) -> dict[str, Any]:
+    """Shared items: the coordinator's, what only other ranks had, and first what `rank` kept for itself."""
+    ranks = sorted(found for path in files.paths if (found := shared_rank(path)) is not None)
+    shared: dict[str, Any] = items.read(shared_name(rank)) if rank in ranks and rank is not None else {}
+    for name in (SHARED, *map(shared_name, ranks)):
+        shared = {**items.read(name), **shared}
+    return shared
+
+
+def _has_kept(metadata: Metadata) -> bool:
+    return any(name.startswith(f"{KEPT}.") for name in metadata.state_dict_metadata)
 
 
 def _read_metadata(files: Files, part: str) -> Metadata:
@@ -225,7 +254,7 @@ class _Items:
         if not self._files.has(name):
             return {}
         items = decode_items(self._files.read(name), f"{self._files.url}/{name}")
-        scope = "shared" if name == SHARED else name
+        scope = "shared" if name == SHARED or shared_rank(name) is not None else name
         return {**items.values, **{item: self._unpickle(scope, item) for item in items.pickled}}
 
     def _unpickle(self, scope: str, item: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast, final
@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from ckpt_core.dcp import Landing, Need, Place, SafeLoadPlanner
+from ckpt_core.dcp import Landing, Need, Place, SafeLoadPlanner, held_by_this_rank, kept_name
 from ckpt_core.lifecycle._open import Contents
 from ckpt_core.lifecycle._selection import Selection
 from ckpt_core.lifecycle._sharing import Boxes, Layouts, StoredTensor
@@ -56,6 +56,7 @@ class PartLoad:
         self._contents: Contents | None = None
         self._places: dict[MetadataIndex, Place] = {}
         self._odd: list[_OddChunk] = []
+        self._kept: set[str] = set()
 
     @classmethod
     def of(cls, part: str, target: StateDict, metadata: Metadata, *, allow_pickle: bool) -> PartLoad:
@@ -70,11 +71,33 @@ class PartLoad:
         """The live entries by DCP's flattened names."""
         return self._planner.state_dict
 
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Where the live entries are in the target."""
+        return self._planner.mappings
+
     def leave(self, keys: Collection[str]) -> None:
         """Do not load these entries; plain values among them are taken out of the target."""
         for key in keys:
             if not isinstance(self._planner.state_dict.pop(key), torch.Tensor):
                 _remove(self.target, self._planner.mappings[key])
+
+    def prefer_kept(self, rank: int) -> None:
+        """Load what `rank` kept for itself where it did, instead of what the lowest rank had."""
+        saved, live = self._metadata.state_dict_metadata, self._planner.state_dict
+        for key in list(live):
+            own = kept_name(rank, key)
+            if own not in saved:
+                continue
+            value = live[key]
+            if isinstance(value, torch.Tensor):
+                value = held_by_this_rank(value)
+                if value.shape != cast("TensorStorageMetadata", saved[own]).size:
+                    continue  # this rank holds another part now
+            del live[key]
+            live[own] = value
+            self._planner.mappings[own] = self._planner.mappings[key]
+            self._kept.add(own)
 
     def plan(self, contents: Contents, selection: Selection) -> None:
         """Find what is needed, and read the plain values.
@@ -115,7 +138,7 @@ class PartLoad:
         """The tensors that ranks may read for one another."""
         by_key: dict[str, list[MetadataIndex]] = {}
         for index, place in self._places.items():
-            if place.dtype is not None:
+            if place.dtype is not None and index.fqn not in self._kept:
                 by_key.setdefault(index.fqn, []).append(index)
         for key, indices in by_key.items():
             boxes = layouts.boxes_of(self.entries[key])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,15 +17,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import working_name
 from ckpt_core.coordination import Coordinator
+from ckpt_core.dcp import GroupNames, Replicas
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError, SaveError
-from ckpt_core.lifecycle._items import PICKLED, encode_items, pickled_key
+from ckpt_core.lifecycle._items import PICKLED, EncodedItems, encode_items, pickled_key
 from ckpt_core.lifecycle._local import LocalValues
 from ckpt_core.lifecycle._ownership import Ownership
-from ckpt_core.lifecycle._plans import AgreedPlans, Keeping
+from ckpt_core.lifecycle._plans import AgreedPlans, Keeping, Offer
+from ckpt_core.lifecycle._replicas import Evidence
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._stage import NOTHING_STAGED, StagedParts, Stager
 from ckpt_core.lifecycle._volume import NO_EXTRAS, Extras
-from ckpt_core.names import SHARED, rank_name
+from ckpt_core.names import SHARED, rank_name, shared_name
+from ckpt_core.state import get
 from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState, Lineage
 
@@ -66,6 +69,8 @@ class PreparedSave:
         lineage: the line of saves that it belongs to; on the coordinator only.
         error: what kept this rank from staging; it takes the error to the meeting instead of files.
         extras: what ranks write beside tensors, at most.
+        evidence: what this rank has to show of what others hold, too.
+        replicas: part -> what several ranks hold under one name; on the coordinator only.
     """
 
     request: SaveRequest
@@ -82,6 +87,8 @@ class PreparedSave:
     lineage: Lineage = field(default_factory=Lineage)
     error: BaseException | None = None
     extras: Extras = NO_EXTRAS
+    evidence: Evidence | None = None
+    replicas: Mapping[str, Sequence[Replicas]] = field(default_factory=dict[str, Sequence[Replicas]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +112,7 @@ class _Survey:
 
     state: CapturedState
     files: Mapping[str, bytes]
+    shared: EncodedItems
     changed: bool
     extra_bytes: int
     extra_files: int
@@ -162,7 +170,10 @@ def prepare(
             working=working_name(storage, request.name, save_id),
             created=verdict.created,
         ),
-        files={name: content for name, content in survey.files.items() if name in plans.files},
+        files={
+            **{name: content for name, content in survey.files.items() if name in plans.files},
+            **_shared_file(survey.shared, plans.shared, coordinator),
+        },
         metadata=plans.metadata,
         items=_kinds(survey.state),
         buffers=frozenset(survey.state.local),
@@ -178,8 +189,18 @@ def prepare(
             rank_bytes=verdict.most_extra_bytes,
             rank_files=verdict.most_extra_files,
         ),
+        replicas=plans.replicas,
     )
-    return _stage(prepared, survey.state, workshop)
+    return _stage(prepared, survey, workshop)
+
+
+def _shared_file(
+    items: EncodedItems, names: Collection[str], coordinator: Coordinator
+) -> Mapping[str, bytes]:
+    """The file of the shared items that this rank writes; ranks but the coordinator rarely have one."""
+    if coordinator.is_coordinator:
+        return {SHARED: items.content_of(names)}
+    return {shared_name(coordinator.rank): items.content_of(names)} if names else {}
 
 
 def warm_up(
@@ -224,24 +245,38 @@ def _try_survey(
 def _survey(state: CapturedState, coordinator: Coordinator, plans: AgreedPlans) -> _Survey:
     scope = rank_name(coordinator.rank)
     per_rank = encode_items(state.per_rank)
-    shared = encode_items(state.shared if coordinator.is_coordinator else {})
+    shared = encode_items(state.shared)
     files = {**state.files, scope: per_rank.content}
-    if coordinator.is_coordinator:
-        files[SHARED] = shared.content
     sharded: dict[str, Mapping[str, Any]] = dict(state.sharded)
     pickled = {pickled_key(scope, name): content for name, content in per_rank.pickled.items()}
     pickled |= {pickled_key("shared", name): content for name, content in shared.pickled.items()}
     if pickled:
         sharded[""] = {**sharded.get("", {}), PICKLED: pickled}
-    changed = plans.look(sharded, state.local, files)
+    changed = plans.look(sharded, _offer(state, files, several=coordinator.world_size > 1))
     small = [len(content) for name, content in files.items() if changed or name in plans.files]
+    if coordinator.is_coordinator or changed or plans.shared:
+        small.append(len(shared.content))
     own = sum(tensor.nbytes for tensor in state.local.values()) if coordinator.world_size > 1 else 0
     return _Survey(
         state=state,
         files=files,
+        shared=shared,
         changed=changed,
         extra_bytes=sum(small) + sum(map(len, pickled.values())) + own * _IN_JSON,
         extra_files=len(small) + _FILES_PER_PART * len(sharded) + _OTHER_FILES,
+    )
+
+
+def _offer(state: CapturedState, files: Collection[str], *, several: bool) -> Offer:
+    groups: dict[str, GroupNames] = {}
+    for part, path in state.groups if several else ():
+        lists = get(state.sharded[part], path) or ()
+        groups[part] = {**groups.get(part, {}), path: [tuple(each["params"]) for each in lists]}
+    return Offer(
+        uneven=frozenset(state.local),
+        files=frozenset(files),
+        shared=frozenset(state.shared),
+        groups=groups,
     )
 
 
@@ -303,10 +338,13 @@ def _settle(
     return survey, request
 
 
-def _stage(prepared: PreparedSave, state: CapturedState, workshop: Workshop) -> PreparedSave:
-    plans = workshop.plans
+def _stage(prepared: PreparedSave, survey: _Survey, workshop: Workshop) -> PreparedSave:
+    plans, state = workshop.plans, survey.state
     try:
         plans.check()
+        if prepared.extras.ranks > 1:
+            alike = {name: survey.shared.digest(name) for name in state.alike}
+            prepared = replace(prepared, evidence=plans.show(alike))
         if plans.keeping is not Keeping.NEVER or (prepared.rank == 0 and state.local):
             prepared = replace(prepared, local=LocalValues(state.local))
         stable = state.stable if workshop.overlapped and state.optimizers else None

@@ -11,7 +11,7 @@ from typing import assert_never, final
 
 from ckpt_core.commit import abandon, begin
 from ckpt_core.coordination import Coordinator, failure_text
-from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, SaveError
+from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, DivergenceError, SaveError
 from ckpt_core.lifecycle._background import Background
 from ckpt_core.lifecycle._finite import refuse_non_finite
 from ckpt_core.lifecycle._handle import SaveHandle, fulfil, reject
@@ -37,6 +37,7 @@ from ckpt_core.lifecycle._reducer import (
     Written,
     reduce,
 )
+from ckpt_core.lifecycle._replicas import Judge
 from ckpt_core.lifecycle._write import commit_all, write_rank
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -61,6 +62,8 @@ class SaveContext:
         make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
         reject_non_finite: whether NaN and infinities in staged weights make the save fail.
+        judge: compares what ranks hold under one name, on the coordinator.
+        diverged: called on every rank when that was found to differ, and refused.
     """
 
     storage: Storage
@@ -71,6 +74,8 @@ class SaveContext:
     check: Callable[[], None]
     make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
+    judge: Judge
+    diverged: Callable[[], None]
     reject_non_finite: bool = False
 
 
@@ -240,8 +245,8 @@ class SaveRun:
                 raise late
             self._beat(_COMMITTING)
             self._context.check()
-            check = self._context.check
-            info = commit_all(self._storage, self._prepared, reports, self._memory, check=check)
+            check, judge = self._context.check, self._context.judge
+            info = commit_all(self._storage, self._prepared, reports, self._memory, check=check, judge=judge)
             return json.dumps(asdict(info)).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
@@ -262,6 +267,8 @@ class SaveRun:
 
     def _fail(self, error: CheckpointError) -> None:
         in_doubt = isinstance(error, SaveError) and error.in_doubt
+        if isinstance(error, DivergenceError):
+            self._context.diverged()
         if self._coordinator.is_coordinator and self._opened and not in_doubt:
             self._beat("removing what was written")
             self._abandon()

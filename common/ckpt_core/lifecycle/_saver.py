@@ -20,6 +20,7 @@ from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans
 from ckpt_core.lifecycle._prepare import PreparedSave, Workshop, prepare, warm_up
 from ckpt_core.lifecycle._prune import Pruner
+from ckpt_core.lifecycle._replicas import Judge
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._room import Room
 from ckpt_core.lifecycle._save import SaveContext, SaveRun
@@ -53,7 +54,7 @@ class Saver:
         self._options = options
         self._telemetry = telemetry
         self._workshop = Workshop(
-            plans=AgreedPlans(),
+            plans=AgreedPlans(options.on_divergence),
             stager=Stager(Arenas(options.arenas, options.staging_memory_bytes)),
             overlapped=options.staging == "overlapped",
         )
@@ -75,6 +76,8 @@ class Saver:
             make_room=self._room.make,
             reject_non_finite=options.reject_non_finite,
             committed=self._committed,
+            judge=Judge(options.on_divergence),
+            diverged=self._workshop.plans.distrust,
         )
         self._flight = Flight(
             coordinator,

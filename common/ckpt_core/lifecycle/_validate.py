@@ -1,34 +1,61 @@
-"""Whether a checkpoint fits the live state, told in full before anything is read."""
+"""Whether a checkpoint fits the live state, told in full before anything is read.
+
+A rank needs only the names that it has, as a stage of a pipeline has only its own: that a checkpoint holds
+names which nobody wants is a statement of all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from types import MappingProxyType
+from typing import Any, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import IncompatibleCheckpointError
 
 _SHOWN = 8
+_Item: TypeAlias = tuple[str, str]
+Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
 
 
 @final
 @dataclass(slots=True)
 class Misfits:
-    """Everything that does not fit, over all parts of a checkpoint."""
+    """Everything that does not fit, over all parts of a checkpoint.
+
+    Attributes:
+        missing: live names that the checkpoint lacks.
+        mismatched: names that differ in shape or dtype, and how.
+        foreign: (part, item) that is loaded -> names in the checkpoint that this rank does not have; after
+            `settle`, that no rank has.
+        partial: whether other ranks have some of the names that this one lacks.
+    """
 
     missing: list[str] = field(default_factory=list[str])
-    unexpected: list[str] = field(default_factory=list[str])
     mismatched: list[str] = field(default_factory=list[str])
+    foreign: dict[_Item, list[str]] = field(default_factory=dict[_Item, list[str]])
+    partial: bool = False
 
-    def compare(self, target: Mapping[str, Any], metadata: Metadata, *, cast: bool = False) -> list[str]:
+    def compare(
+        self,
+        target: Mapping[str, Any],
+        metadata: Metadata,
+        *,
+        part: str = "",
+        paths: Paths = MappingProxyType({}),
+        cast: bool = False,
+    ) -> list[str]:
         """Note what differs between flattened live entries and what one part of the checkpoint holds.
 
         Args:
             target: the live entries.
             metadata: of the part.
+            part: its name.
+            paths: of the live entries in the nested state, for those that the checkpoint lacks.
             cast: whether another dtype is no misfit.
 
         Returns:
@@ -42,8 +69,21 @@ class Misfits:
         mismatched = {key: problem for key, problem in problems.items() if problem is not None}
         self.missing += missing
         self.mismatched += [f"{key}: {problem}" for key, problem in mismatched.items()]
-        self.unexpected += _unexpected(target, metadata)
+        known: Paths = metadata.planner_data or {}
+        loaded = {str((known.get(key) or paths.get(key, (key,)))[0]) for key in target}
+        self.foreign |= {(part, item): names for item, names in _foreign(target, loaded, metadata).items()}
         return [*missing, *mismatched]
+
+    @property
+    def unexpected(self) -> list[str]:
+        """Names in the checkpoint, of items that are loaded, which are not in the live state."""
+        return [name for names in self.foreign.values() for name in names]
+
+    def settle(self, coordinator: Coordinator) -> None:
+        """Keep of the foreign names those that no rank has. Collective."""
+        nobody = coordinator.exchange(self.foreign, _nobodys, what="comparing the names of all ranks")
+        self.partial = len(self.unexpected) > sum(map(len, nobody.values()))
+        self.foreign = nobody
 
     @property
     def lines(self) -> list[str]:
@@ -78,6 +118,16 @@ class Misfits:
         )
 
 
+def _nobodys(foreign: list[dict[_Item, list[str]]]) -> list[dict[_Item, list[str]]]:
+    """For every rank, what all ranks that load an item find foreign in it."""
+    found: dict[_Item, list[str]] = {}
+    for own in foreign:
+        for item, names in own.items():
+            known = set(names)
+            found[item] = [name for name in found.get(item, names) if name in known]
+    return [found] * len(foreign)
+
+
 def _mismatch(value: Any, saved: object, *, cast: bool) -> str | None:
     tensor_like = hasattr(value, "size") and hasattr(value, "dtype")
     if not isinstance(saved, TensorStorageMetadata):
@@ -91,17 +141,17 @@ def _mismatch(value: Any, saved: object, *, cast: bool) -> str | None:
     return None
 
 
-def _unexpected(target: Mapping[str, Any], metadata: Metadata) -> Iterator[str]:
+def _foreign(target: Mapping[str, Any], items: Collection[str], metadata: Metadata) -> dict[str, list[str]]:
     """Saved entries of items that are being loaded; items not asked for at all are nobody's business."""
-    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
-    items = {paths.get(key, (key,))[0] for key in target if key in metadata.state_dict_metadata}
-    return (
-        key
-        for key in metadata.state_dict_metadata
-        if key not in target and paths.get(key, (key,))[0] in items
-    )
+    paths: Paths = metadata.planner_data or {}
+    found: dict[str, list[str]] = {item: [] for item in items}
+    for key in metadata.state_dict_metadata:
+        names = found.get(str(paths.get(key, (key,))[0]))
+        if names is not None and key not in target:
+            names.append(key)
+    return found
 
 
-def _shorten(keys: list[str]) -> str:
+def _shorten(keys: Sequence[str]) -> str:
     more = f", … and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more

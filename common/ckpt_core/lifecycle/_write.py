@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,7 @@ from ckpt_core.dcp import ShardWriter
 from ckpt_core.errors import SaveError
 from ckpt_core.lifecycle._memory import RankReport, WriteMemory
 from ckpt_core.lifecycle._prepare import Assignment, PreparedSave
+from ckpt_core.lifecycle._replicas import Judge
 from ckpt_core.lifecycle._stage import StagedParts
 from ckpt_core.names import METADATA, chunks_name, is_own_file
 from ckpt_core.storage import Storage
@@ -58,7 +61,11 @@ def write_rank(
     for directory in _directories(prepared.assignment, files):
         beat(f"writing {directory}")
         storage.sync_directory(directory)
-    return memory.report(files, entries).encode()
+    report = replace(memory.report(files, entries), place=(storage.url, platform.node()))
+    if prepared.evidence is not None:
+        written = {part: image.chunk_crcs for part, image in staged.images.items()}
+        report = replace(report, evidence=prepared.evidence.message(written))
+    return report.encode()
 
 
 def _table(
@@ -100,12 +107,22 @@ def commit_all(
     memory: WriteMemory,
     *,
     check: Callable[[], None] = lambda: None,
+    judge: Judge | None = None,
 ) -> CheckpointInfo:
     """Turn the ranks' files into a checkpoint; on the coordinator only, when all ranks have reported.
 
-    For `check` and what is raised see `commit`.
+    For `check` see `commit`; `judge` compares what ranks hold under one name.
+
+    Raises:
+        DivergenceError: it differs, and that is refused.
+        CheckpointError: see `commit`.
     """
     reports = [RankReport.decode(message) for message in messages]
+    shown = [report.evidence for report in reports if report.evidence is not None]
+    if judge is not None and len(shown) == len(reports):
+        judge.judge(
+            shown, prepared.replicas, generation=prepared.extras.generation, step=prepared.request.step
+        )
     memory.take(reports)
     working, request = prepared.assignment.working, prepared.request
     files = [entry for report in reports for entry in report.entries()]
@@ -126,7 +143,27 @@ def commit_all(
         lineage=prepared.lineage,
         files=tuple(sorted(files, key=lambda entry: entry.path)),
     )
-    return commit(storage, working, request.name, manifest, replace=request.replace, check=check)
+    try:
+        return commit(storage, working, request.name, manifest, replace=request.replace, check=check)
+    except SaveError as error:
+        if error.in_doubt or not (hint := _apart([report.place for report in reports])):
+            raise
+        raise error.retold(f"{error}. {hint}") from error
+
+
+def _apart(places: Sequence[tuple[str, str]]) -> str:
+    """What may have kept the coordinator from seeing the files of other ranks; empty if nothing is known."""
+    roots = {root: rank for rank, (root, _) in reversed(list(enumerate(places)))}
+    if len(roots) > 1:
+        told = ", ".join(f"rank {rank} to {root}" for root, rank in sorted(roots.items(), key=itemgetter(1)))
+        return f"The ranks do not write to the same root: {told}; give all of them one that all can see"
+    machines = {machine for _, machine in places}
+    if len(machines) > 1:
+        return (
+            f"The ranks run on {len(machines)} machines: {places[0][0]} must be the same directory on all of "
+            "them, not one on a disk of each"
+        )
+    return ""
 
 
 def _producer() -> dict[str, Any]:

@@ -8,7 +8,15 @@ A policy is written as a mapping whose entries are joined by "or"; `any`, `all_o
 
 from __future__ import annotations
 
-from ckpt_core.options._options import SECTION, BackPressure, CheckpointOptions, OnError, Staging, Verify
+from ckpt_core.options._options import (
+    SECTION,
+    BackPressure,
+    CheckpointOptions,
+    OnDivergence,
+    OnError,
+    Staging,
+    Verify,
+)
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sizes import Headroom, bytes_text
 
@@ -17,6 +25,7 @@ __all__ = [
     "BackPressure",
     "CheckpointOptions",
     "Headroom",
+    "OnDivergence",
     "OnError",
     "Staging",
     "Verify",

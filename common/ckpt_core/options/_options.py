@@ -21,6 +21,7 @@ BackPressure = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
 Staging = Literal["blocking", "overlapped"]
 Verify = Literal["full", "read", "off"]
+OnDivergence = Literal["refuse", "warn", "keep-each"]
 
 SECTION = "checkpoint"
 """The top-level key under which a file that also holds other things keeps our options."""
@@ -59,6 +60,9 @@ class CheckpointOptions:
             state that it would commit, or the metric `loss`, is NaN or infinite. Module buffers may be. With
             `on_error="warn"` training goes on, and what is committed stays the last that was fine.
         on_error: whether a failed background save stops the training or is only reported.
+        on_divergence: what a save does when ranks hold different values under one name: it fails on all ranks
+            (`refuse`); it saves the lowest rank's values, all of them, and says so once (`warn`); or it saves
+            every rank's own, for a resume on as many ranks (`keep-each`), which takes the room of all.
         verify: what is compared with its checksums before anything live changes: the bytes that will be
             used and, on a local filesystem, those around them (`read`), all of the checkpoint (`full`), or
             nothing but the small files (`off`). True means `read`, False means `off`, which is what YAML
@@ -82,6 +86,7 @@ class CheckpointOptions:
     staging: Staging = "blocking"
     reject_non_finite: bool = False
     on_error: OnError = "raise"
+    on_divergence: OnDivergence = "refuse"
     verify: Verify | bool = "read"
     read_once: bool = True
     allow_pickle: bool = False
@@ -101,6 +106,7 @@ class CheckpointOptions:
             _headroom(self.headroom),
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
+            one_of("on_divergence", self.on_divergence, get_args(OnDivergence)),
             _verify(self.verify),
             boolean("reject_non_finite", self.reject_non_finite),
             boolean("read_once", self.read_once),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from ckpt_core.state._items import is_stateful, load_item
 from ckpt_core.state._nested import get, is_leaf, under
@@ -58,9 +59,17 @@ def _targets(value: Any, saved: SavedEntries, *prefix: str | int) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): _targets(each, saved, *prefix, str(key)) for key, each in value.items()}
+    if isinstance(value, nn.Module):
+        return _own(value.state_dict(), under(saved, *prefix))
     if is_stateful(value):
         return template(value.state_dict(), under(saved, *prefix))
     return None if is_leaf(value) else [_targets(each, saved, *prefix, i) for i, each in enumerate(value)]
+
+
+def _own(live: Mapping[str, Any], saved: SavedEntries) -> dict[str, Any]:
+    """What to load a module into: its own names, for those of other ranks' stages are beside them."""
+    found = {path: entry for path, entry in saved.items() if path[0] in live}
+    return {**dict.fromkeys(live), **template(live, found)}
 
 
 def _apply(live: Any, loaded: Any, name: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state._probe import probe
+
+Fit: TypeAlias = Literal["same", "part", "any"]
+"""Whether saved groups must hold the parameters of the live ones and no others, may hold more of them, which
+other ranks train, or may hold whichever they do: then what is not there starts afresh."""
 
 # How a step is computed, not what it computes: the live optimizer's own choice stands, because it depends
 # on the device, the strategy and the torch version at hand.
@@ -21,6 +25,8 @@ def arrange(
     names: Sequence[Sequence[str]],
     saved: Sequence[Mapping[str, Any]],
     resolve: Callable[[str], str],
+    *,
+    fit: Fit = "same",
 ) -> list[dict[str, Any]]:
     """The saved hyperparameters, one dict (without `params`) for each live group.
 
@@ -29,16 +35,17 @@ def arrange(
         names: names of the parameters of each live group.
         saved: the saved groups; their `params` are names.
         resolve: the live name of a saved name (a tied parameter has several).
+        fit: which other parameters the groups may hold.
 
     Raises:
         IncompatibleCheckpointError: the groups hold other parameters, or a live group mixes parameters
             that were saved with different hyperparameters.
     """
-    owner = check_members(names, saved, resolve)
+    owner = check_members(names, saved, resolve, fit=fit)
     empty = [index for index, group in enumerate(saved) if not group.get("params")]
     arranged: list[dict[str, Any]] = []
     for index, (group, members) in enumerate(zip(live, names, strict=True)):
-        sources = sorted({owner[name] for name in members}) or empty[:1]
+        sources = sorted({owner[name] for name in members if name in owner}) or empty[:1]
         _check_agreement(index, members, [(source, saved[source]) for source in sources], owner)
         arranged.append(_merge(group, saved[sources[0]] if sources else {}))
     return arranged
@@ -81,7 +88,11 @@ def _state_names(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def check_members(
-    names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], resolve: Callable[[str], str]
+    names: Sequence[Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+    resolve: Callable[[str], str],
+    *,
+    fit: Fit = "same",
 ) -> dict[str, int]:
     """Live name of every parameter -> index of the saved group that holds it; arguments as in `arrange`.
 
@@ -89,12 +100,13 @@ def check_members(
         IncompatibleCheckpointError: the groups hold other parameters.
     """
     owner = {resolve(name): index for index, group in enumerate(saved) for name in group.get("params", ())}
-    _check_names({name for group in names for name in group}, set(owner))
+    _check_names({name for group in names for name in group}, set(owner), fit)
     return owner
 
 
-def _check_names(live: set[str], saved: set[str]) -> None:
-    missing, unexpected = sorted(live - saved), sorted(saved - live)
+def _check_names(live: set[str], saved: set[str], fit: Fit) -> None:
+    missing = sorted(live - saved) if fit != "any" else []
+    unexpected = sorted(saved - live) if fit == "same" else []
     if missing or unexpected:
         raise IncompatibleCheckpointError(
             "the checkpoint's optimizer trained other parameters: "
@@ -122,7 +134,8 @@ def _check_agreement(
         )
         if differing:
             example = [
-                next(name for name in members if owner[name] == each) for each in (first_index, other_index)
+                next(name for name in members if owner.get(name) == each)
+                for each in (first_index, other_index)
             ]
             raise IncompatibleCheckpointError(
                 f"parameter group {index} of the live optimizer holds parameters that were saved in groups "

@@ -81,13 +81,13 @@ def local_buffers(
 def model_target(model: nn.Module, saved: SavedEntries, of: SavedState | None = None) -> dict[str, Any]:
     """What to load the saved model into: the live tensors that are wanted, and None for plain values.
 
+    Whether the checkpoint has these names, and whether another rank has the rest of its names, is compared
+    where all ranks are known.
+
     Args:
         model: the live model.
         saved: what the checkpoint holds of it, by name.
         of: the checkpoint, which says what of it is wanted; None if everything is.
-
-    Raises:
-        IncompatibleCheckpointError: the checkpoint is of a model with other names.
     """
     live = model_state(model)
     if of is not None:
@@ -97,29 +97,11 @@ def model_target(model: nn.Module, saved: SavedEntries, of: SavedState | None = 
     for name in extra & set(live):
         # What a module keeps as extra state may have another structure than the one that was saved.
         target[str(name)] = template({name: live[str(name)]}, _only(saved, name))[str(name)]
-    if of is None or of.strict:
-        _check_names(set(target), {str(path[0]) for path in saved})
     return target
 
 
 def _only(saved: SavedEntries, name: str | int) -> SavedEntries:
     return {path: entry for path, entry in saved.items() if path[0] == name}
-
-
-def _check_names(live: set[str], saved: set[str]) -> None:
-    missing, unexpected = sorted(live - saved), sorted(saved - live)
-    if not missing and not unexpected:
-        return
-    raise IncompatibleCheckpointError(
-        f"the checkpoint is of another model: {len(missing)} of the model's names are not in it "
-        f"{_some(missing)}, {len(unexpected)} of its names are not in the model {_some(unexpected)}",
-        missing=missing,
-        unexpected=unexpected,
-    )
-
-
-def _some(names: list[str]) -> str:
-    return "(" + ", ".join(names[:5]) + (", …" if len(names) > 5 else "") + ")"
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:

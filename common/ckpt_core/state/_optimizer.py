@@ -90,12 +90,14 @@ def _with_own_groups(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "param_groups": groups}
 
 
-def load_optimizer_state(model: nn.Module, optimizer: Any, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(
+    model: nn.Module, optimizer: Any, state: Mapping[str, Any], *, fit: _groups.Fit = "same"
+) -> None:
     """Put a loaded state back, in the nested form of `optimizer_state` or in torch's flattened one.
 
     Goes through `optimizer.load_state_dict`, so that its hooks run; what that casts to the parameter's dtype
-    is put back as it was loaded. Groups are matched by their parameters. State that the checkpoint does not
-    hold is dropped.
+    is put back as it was loaded. Groups are matched by their parameters; `fit` tells which others the saved
+    ones may hold. State that the checkpoint does not hold is dropped.
 
     Raises:
         IncompatibleCheckpointError: the groups do not fit; the optimizer is unchanged then.
@@ -104,9 +106,9 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, state: Mapping[str, A
     if is_flat(state):
         state = nested(state)
     indexed = (
-        _fsdp1_index_form(model, optimizer, state)
+        _fsdp1_index_form(model, optimizer, state, fit=fit)
         if _fsdp1.is_fsdp1(model)
-        else _index_form(model, optimizer, state)
+        else _index_form(model, optimizer, state, fit=fit)
     )
     try:
         optimizer.load_state_dict(indexed)
@@ -117,8 +119,12 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, state: Mapping[str, A
     _undo_casts(optimizer, indexed["state"])
 
 
-def check_groups(model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None) -> None:
-    """Whether a loaded state is of the parameters that the optimizer trains; its tensors are not looked at.
+def check_groups(
+    model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *, fit: _groups.Fit = "same"
+) -> None:
+    """Check that a loaded state is of the parameters that the optimizer trains, as far as `fit` asks.
+
+    Its tensors are not looked at.
 
     Raises:
         IncompatibleCheckpointError: it is of others.
@@ -128,15 +134,16 @@ def check_groups(model: nn.Module, optimizer: Any, state: Mapping[str, Any] | No
         return  # `load_optimizer_state` tells; under FSDP1 to find out is a collective
     names = ParameterNames.of(model)
     groups = (nested(state) if is_flat(state) else state).get("param_groups", ())
-    _groups.check_members(names.of_groups(optimizer), groups, names.resolve)
+    _groups.check_members(names.of_groups(optimizer), groups, names.resolve, fit=fit)
 
 
 def _index_form(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, fit: _groups.Fit
 ) -> dict[str, Any]:
     names = ParameterNames.of(model)
     members = names.of_groups(optimizer)
-    groups = _groups.arrange(optimizer.param_groups, members, state.get("param_groups", ()), names.resolve)
+    saved = state.get("param_groups", ())
+    groups = _groups.arrange(optimizer.param_groups, members, saved, names.resolve, fit=fit)
     index_of = {name: index for index, name in enumerate(name for own in members for name in own)}
     group_of = {name: index for index, own in enumerate(members) for name in own}
 
@@ -166,10 +173,11 @@ def _with_own_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gr
 
 
 def _fsdp1_index_form(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, fit: _groups.Fit
 ) -> dict[str, Any]:
     members = _fsdp1.group_names(model, optimizer)
-    groups = _groups.arrange(optimizer.param_groups, members, state.get("param_groups", ()), str)
+    saved = state.get("param_groups", ())
+    groups = _groups.arrange(optimizer.param_groups, members, saved, str, fit=fit)
     named = {
         "state": {name: dict(values) for name, values in state.get("state", {}).items()},
         "param_groups": [{**group, "params": own} for group, own in zip(groups, members, strict=True)],

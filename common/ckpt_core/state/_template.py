@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import _flat, _fsdp1, _groups
 from ckpt_core.state._model import model_state
 from ckpt_core.state._names import ParameterNames
@@ -26,28 +25,18 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
 
     A saved tensor goes into the live one where that fits, else into fresh memory of the saved dtype with the
     parameter's placement; nothing of the live optimizer changes. `saved` has paths relative to the optimizer.
+    State of parameters that it does not train is left out: another rank may train them.
 
     Raises:
         ConfigError: the optimizer trains parameters that the model does not hold.
-        IncompatibleCheckpointError: the checkpoint has state of parameters that the optimizer does not train,
-            or is of another kind of optimizer.
+        IncompatibleCheckpointError: the checkpoint is of another kind of optimizer.
     """
     optimizer = unwrap_optimizer(optimizer)
     made = _Template.of(model, optimizer)
-    strangers: set[str] = set()
     tree: dict[str, Any] = {}
     for path, entry in saved.items():
-        place = made.place(path)
-        if place is None:
-            strangers.add(str(path[1] if path[0] == "state" else path[0]))
-        else:
+        if (place := made.place(path)) is not None:
             put(tree, path, None if entry is None else made.tensor(place, entry))
-    if strangers:
-        raise IncompatibleCheckpointError(
-            f"the checkpoint has optimizer state of parameters that the live optimizer does not train: "
-            f"{', '.join(sorted(strangers)[:5])}",
-            unexpected=sorted(strangers),
-        )
     _groups.check_kind(
         optimizer,
         options={str(path[2]) for path in saved if path[0] == "param_groups" and len(path) > 2},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import torch
 from torch import distributed as dist
@@ -150,6 +150,8 @@ class TrainState:
             sharded={_PART: tree},
             per_rank=per_rank,
             shared=shared,
+            alike=[name for name in (*self._shared, *self._items) if name in shared],
+            groups=[(_PART, (*_path(name), "param_groups")) for name in self._optimizers],
             local=local_buffers(self._model, tree["model"], names=names) if self._with_model else {},
             stable=stable_tensors(self._model, self.optimizers),
             optimizers=self.optimizers,
@@ -159,7 +161,7 @@ class TrainState:
         """What to load into; see `StateSource`.
 
         Raises:
-            IncompatibleCheckpointError: the checkpoint lacks an item, or is of another model or optimizer.
+            IncompatibleCheckpointError: the checkpoint lacks an item.
         """
         entries = saved.sharded.get(_PART, {})
         if saved.strict:
@@ -203,8 +205,8 @@ class TrainState:
         if self._begun is None or self._begun[0] is not saved:
             self.begin(loaded, saved)
         tree, notes = loaded.get(_PART, {}), self._end()
-        for name, optimizer in self._optimizers.items():
-            load_optimizer_state(self._model, optimizer, get(tree, _path(name)))
+        for name, optimizer in self._loaded_optimizers(tree, saved):
+            load_optimizer_state(self._model, optimizer, get(tree, _path(name)), fit=_fit(saved))
         if self._with_model:
             load_model_state(self._model, tree["model"], strict=not saved.include)
         for name, item in self._items.items():
@@ -236,14 +238,20 @@ class TrainState:
 
         tree = loaded.get(_PART, {})
         try:
-            for name, optimizer in self._optimizers.items():
-                check_groups(self._model, optimizer, get(tree, _path(name)))
+            for name, optimizer in self._loaded_optimizers(tree, saved):
+                check_groups(self._model, optimizer, get(tree, _path(name)), fit=_fit(saved))
             notes = [*self._apply_shared(tree, saved, undo), *self._apply_dataloaders(saved)]
         except BaseException:
             take_back()
             raise
         self._begun = saved, notes
         return take_back
+
+    def _loaded_optimizers(
+        self, tree: Mapping[str, Any], saved: SavedState
+    ) -> list[tuple[str, torch.optim.Optimizer]]:
+        """The optimizers to be loaded: without `strict`, one that was not saved is left as it is."""
+        return [each for each in self._optimizers.items() if saved.strict or get(tree, _path(each[0]))]
 
     def _end(self) -> list[str]:
         _, notes = self._begun or (None, [])
@@ -273,6 +281,12 @@ class TrainState:
                 load_dataloader_state(loader, saved.per_rank[name])
             else:
                 yield f"the checkpoint has no position of {name}; it is left where it is"
+
+
+def _fit(saved: SavedState) -> Literal["same", "part", "any"]:
+    if not saved.strict:
+        return "any"
+    return "part" if saved.partial else "same"
 
 
 def _undo(name: str, item: Any) -> Callable[[], None]:

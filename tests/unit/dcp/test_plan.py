@@ -27,8 +27,8 @@ def part_of(tree: dict[str, Any]) -> Part:
 def planned(tree: dict[str, Any]) -> Part:
     """A part whose plan is agreed, on one rank."""
     part = part_of(tree)
-    (plan,), _ = decide([part.local_plan()])
-    part.accept(plan)
+    (task,) = decide([part.local_plan()]).tasks
+    part.accept(task)
     return part
 
 
@@ -39,7 +39,7 @@ def plans_of(*trees: dict[str, Any]):
 def shared_out(trees: Sequence[dict[str, Any]], uneven: Collection[str] = ()) -> list[list[str]]:
     """What each rank is to write, by name."""
     plans = plans_of(*trees)
-    shares, _ = decide(plans, uneven)
+    shares = [task.share for task in decide(plans, uneven).tasks]
     return [
         sorted(plan.items[at].index.fqn for at in (range(len(plan.items)) if share is None else share))
         for plan, share in zip(plans, shares, strict=True)
@@ -76,7 +76,7 @@ def test_replicas_are_written_once_and_shared_out():
 
 def test_entries_of_one_rank_only_are_kept_beside_those_of_all():
     trees = [{"a": torch.ones(1), "x": 1}, {"a": torch.ones(1), "y": 2}]
-    _, metadata = decide(plans_of(*trees))
+    metadata = decide(plans_of(*trees)).metadata
     assert sorted(metadata.state_dict_metadata) == ["a", "x", "y"]
     assert metadata.planner_data == {"a": ("a",), "x": ("x",), "y": ("y",)}
     first, second = shared_out(trees)
@@ -95,12 +95,12 @@ def test_the_lowest_rank_writes_uneven_keys_even_where_the_load_would_be_balance
 
 
 def test_a_rank_that_writes_all_it_has_is_told_in_one_word():
-    assert decide(plans_of({"a": torch.ones(1)}, {"b": 1}))[0] == [None, None]
+    assert all(task.share is None for task in decide(plans_of({"a": torch.ones(1)}, {"b": 1})).tasks)
 
 
 def test_the_paths_of_leaves_survive_the_choice_of_ranks():
     tree = {"deep": {"a.b": torch.ones(1)}}
-    _, metadata = decide(plans_of(tree, tree), {"deep.a.b"})
+    metadata = decide(plans_of(tree, tree), {"deep.a.b"}).metadata
     assert metadata.planner_data == {"deep.a.b": ("deep", "a.b")}
 
 

@@ -9,7 +9,7 @@ import torch
 from ckpt_core import CheckpointManager
 from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.errors import CoordinationError
-from ckpt_core.lifecycle._plans import AgreedPlans, Keeping, _keepings
+from ckpt_core.lifecycle._plans import AgreedPlans, Keeping, Offer, _keepings
 
 
 @final
@@ -44,7 +44,7 @@ class Counting(Coordinator):
 
 
 def look(plans: AgreedPlans, *, uneven: Any = (), files: Any = (), **tree: Any) -> bool:
-    return plans.look({"": tree}, uneven, files)
+    return plans.look({"": tree}, Offer(uneven=frozenset(uneven), files=frozenset(files)))
 
 
 def save(plans: AgreedPlans, coordinator: Counting, **state: Any) -> None:

@@ -27,8 +27,8 @@ class Saves:
         if not all(alike) or not self.generation:
             self.generation += 1
             for part in self.parts.values():
-                (plan,), _ = decide([part.local_plan()])
-                part.accept(plan)
+                (task,) = decide([part.local_plan()]).tasks
+                part.accept(task)
         return self.stager.stage(self.parts, self.generation)
 
 

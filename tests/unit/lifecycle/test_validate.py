@@ -15,7 +15,7 @@ from ckpt_core.storage import MemoryStorage
 def metadata(tree: dict[str, Any]):
     part = Part()
     part.look(tree)
-    return decide([part.local_plan()])[1]
+    return decide([part.local_plan()]).metadata
 
 
 SAVED = {

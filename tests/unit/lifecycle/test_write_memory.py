@@ -44,9 +44,10 @@ class Job:
         self.step = 0
 
     def plan(self) -> None:
-        plans, self.metadata[""] = decide([part.local_plan() for part in self.parts])
-        for part, plan in zip(self.parts, plans, strict=True):
-            part.accept(plan)
+        decided = decide([part.local_plan() for part in self.parts])
+        self.metadata[""] = decided.metadata
+        for rank, (part, task) in enumerate(zip(self.parts, decided.tasks, strict=True)):
+            part.accept(task, rank)
         self.generation += 1
 
     def write(self) -> tuple[list[PreparedSave], list[bytes]]:
@@ -203,7 +204,7 @@ def test_a_coordinator_that_was_never_told_does_not_commit(job):
 def test_a_report_reads_back_as_it_was_sent():
     report = RankReport(files=["a\nb", 3, "crc32:00"], num_chunks=7, table=b"{}\n")
     assert RankReport.decode(report.encode()) == report
-    assert json.loads(replace(report, table=None).encode()) == [7, "a\nb", 3, "crc32:00"]
+    assert json.loads(replace(report, table=None).encode()) == [["", ""], None, 7, "a\nb", 3, "crc32:00"]
 
 
 def test_tensors_are_written_no_faster_than_the_cap(job):

@@ -1,0 +1,140 @@
+"""Short numbers by which ranks tell whether they hold the same values.
+
+On the CPU a tensor's fingerprint is the CRC-32 of its bytes. On a device it is computed there, for its bytes
+would take long to come to the host: a sum of its words, each times a factor of its own. Nothing waits for the
+device before the fingerprints are asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+
+from ckpt_core.checksums import crc32
+
+SAMPLE_ELEMENTS: Final = 1024
+_PIECE_WORDS: Final = 1 << 24
+_FACTOR: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Odd, so that no word is lost by it: the golden ratio's fraction, as a signed integer of 64 bits."""
+_PLAIN: Final = (bool, int, float, complex, str, type(None), torch.dtype)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A tensor whose CRC-32 need not be computed: it is known once the slot of the data file is written."""
+
+    slot: int
+
+
+@final
+class Fingerprints:
+    """Fingerprints of live tensors and plain values, taken when it is made.
+
+    Concurrency: made on the main thread; `encode` may be called on another.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._numbers: list[int] = []
+        self._events: list[torch.cuda.Event] = []
+        pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        self._written: list[tuple[int, int]] = []
+        devices: list[str] = []
+        for at, value in enumerate(values):
+            if isinstance(value, Written):
+                self._written.append((at, value.slot))
+            on_host = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+            devices.append("cpu" if on_host else value.device.type)
+            self._numbers.append(_of_host(value) if on_host else 0)
+            if not on_host:
+                pending.setdefault(value.device, []).append((at, _of_device(value)))
+        self._kinds = crc32(",".join(devices).encode())
+        self._pending = [
+            ([at for at, _ in found], self._fetch(torch.stack([number for _, number in found])))
+            for found in pending.values()
+        ]
+
+    def encode(self, written: Sequence[int] = ()) -> bytes:
+        """Four bytes that tell how the fingerprints were computed, then four for each value.
+
+        Args:
+            written: the CRC-32 of every slot of the data file.
+        """
+        for at, slot in self._written:
+            self._numbers[at] = written[slot]
+        for event in self._events:
+            event.synchronize()
+        for places, numbers in self._pending:
+            for at, number in zip(places, numbers.tolist(), strict=True):
+                self._numbers[at] = (number ^ (number >> 32)) & 0xFFFFFFFF
+        self._pending = []
+        return b"".join(number.to_bytes(4, "little") for number in (self._kinds, *self._numbers))
+
+    def _fetch(self, numbers: torch.Tensor) -> torch.Tensor:
+        if not numbers.is_cuda:
+            return numbers.cpu()
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        self._events.append(torch.cuda.current_stream(numbers.device).record_event())
+        return host
+
+
+def sample(value: Any, turn: int) -> Any:
+    """A few of a tensor's elements, others at every turn; which, depends on its shape alone."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    part = value.detach()
+    while part.numel() > SAMPLE_ELEMENTS:
+        rows = part.shape[0]
+        if part.dim() == 1:
+            start = (turn * SAMPLE_ELEMENTS) % (rows - SAMPLE_ELEMENTS + 1)
+            part = part[start : start + SAMPLE_ELEMENTS]
+        else:
+            part = part[turn % rows]
+    return part
+
+
+def _of_host(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        return crc32(repr(value).encode()) if _is_plain(value) else 0
+    plain = _plain_bytes(value)
+    size = plain.numel() * plain.element_size()
+    if not size or not plain.data_ptr():  # memory that was freed is told of where it is copied
+        return 0
+    # A numpy view costs ten times as much, which counts where tensors are many and small.
+    return crc32(memoryview((ctypes.c_char * size).from_address(plain.data_ptr())))
+
+
+def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain if plain.is_contiguous() else plain.contiguous()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `repr` tells two values apart, and does not tell apart what is equal."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _of_device(tensor: torch.Tensor) -> torch.Tensor:
+    flat = _plain_bytes(tensor).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if not flat.numel():
+        return total
+    octets = flat.view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    tail = octets[whole:].to(torch.int64)
+    words = octets[:whole]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    for piece in (*torch.split(words.view(torch.int64), _PIECE_WORDS), tail):
+        factors = torch.arange(1, piece.numel() + 1, dtype=torch.int64, device=tensor.device)
+        total = total * _FACTOR + (piece * (factors * _FACTOR | 1)).sum()
+    return total

@@ -1,0 +1,171 @@
+"""Whether what several ranks hold under one name is the same: shown by its values, not by its name.
+
+In the first save of a plan every rank takes a fingerprint of every byte that it holds beside other ranks; in
+each later one, of a few elements of a few tensors, others in each save. They travel with the rank's report,
+and the coordinator compares them before it commits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, final
+
+from ckpt_core.dcp import OWN_NAMES, Fingerprints, Part, Replicas, sample
+from ckpt_core.errors import DivergenceError
+from ckpt_core.options import OnDivergence
+
+SAMPLED: Final = 16
+"""Tensors of each group of ranks that are compared in a save which is not the first of its plan."""
+_WIDTH: Final = 4
+_TOLD: Final = 5
+
+Message: TypeAlias = dict[str, Any]
+_Groups: TypeAlias = Mapping[str, Sequence[Replicas]]
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class Evidence:
+    """What one rank has to show of the values that others hold, too.
+
+    Live values are looked at when it is made.
+
+    Args:
+        parts: what this rank holds, part by part.
+        turn: how many saves of the same plans came before; everything is looked at in the first.
+        shared: digests of the shared items that are to be the same everywhere.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], turn: int, shared: Mapping[str, int]) -> None:
+        self._turn = turn
+        self._shared = shared
+        self._found = {
+            name: {
+                group: Fingerprints(values if turn == 0 else [sample(value, turn) for value in values])
+                for group, values in part.replicas(lambda count: chosen(turn, count), whole=turn == 0).items()
+            }
+            for name, part in parts.items()
+        }
+
+    def message(self, written: Mapping[str, Sequence[int]]) -> Message:
+        """What to tell the coordinator: plain values, small unless it is the first save of a plan.
+
+        Args:
+            written: part -> CRC-32 of every slot of this rank's data file.
+        """
+        groups = {
+            part: {str(group): prints.encode(written[part]).hex() for group, prints in found.items()}
+            for part, found in self._found.items()
+            if found
+        }
+        return {"turn": self._turn, "groups": groups, "shared": dict(self._shared)}
+
+
+def chosen(turn: int, count: int) -> Sequence[int]:
+    """Which of `count` replicas are looked at in a save."""
+    if turn == 0 or count <= SAMPLED:
+        return range(count)
+    start = (turn - 1) * SAMPLED
+    return [(start + at) % count for at in range(SAMPLED)]
+
+
+@final
+@dataclass(slots=True)
+class Judge:
+    """Compares what the ranks have shown, and refuses or reports what differs. Coordinator only.
+
+    Concurrency: used by one save at a time.
+
+    Attributes:
+        policy: what follows.
+        found: generation of the plans -> how their replicas differ, in words.
+    """
+
+    policy: OnDivergence
+    found: dict[int, str] = field(default_factory=dict[int, str])
+
+    def judge(self, messages: Sequence[Message], replicas: _Groups, *, generation: int, step: int) -> None:
+        """Compare.
+
+        Args:
+            messages: of all ranks, by rank.
+            replicas: part -> what several ranks hold.
+            generation: of the plans.
+            step: that is being saved.
+
+        Raises:
+            DivergenceError: ranks hold different values under one name, and that is refused.
+        """
+        if self.policy == "keep-each":
+            return
+        differing = dict(_differing(messages, replicas))
+        told = self.found.get(generation)
+        if differing and told is None:
+            told = _told(differing)
+            self.found = {generation: told}
+            if self.policy == "warn":
+                _logger.warning("step %d: %s; the lowest rank's values are saved. %s", step, told, OWN_NAMES)
+        if told is not None and self.policy == "refuse":
+            raise DivergenceError(
+                f"step {step} was not saved: {told}. If they should be equal, the training has gone wrong: "
+                "look for what is not synchronised. "
+                f"{OWN_NAMES}. Or choose on_divergence='warn' (the lowest rank's values are saved) or "
+                "'keep-each' (every rank's own are)",
+                step=step,
+                phase="commit",
+                differing=differing,
+            )
+
+
+def _differing(messages: Sequence[Message], replicas: _Groups) -> Iterator[tuple[str, list[int]]]:
+    """Every name whose value is not the same on all its ranks, with the ranks that differ from the first."""
+    for part, groups in replicas.items():
+        for number, group in enumerate(groups):
+            found = {rank: bytes.fromhex(messages[rank]["groups"][part][str(number)]) for rank in group.ranks}
+            places = chosen(messages[group.ranks[0]]["turn"], len(group.items))
+            yield from _unlike(found, [group.items[place].index.fqn for place in places])
+    for name in dict.fromkeys(name for message in messages for name in message["shared"]):
+        having = {
+            rank: message["shared"][name]
+            for rank, message in enumerate(messages)
+            if name in message["shared"]
+        }
+        first = next(iter(having.values()))
+        if others := [rank for rank, digest in having.items() if digest != first]:
+            yield name, others
+
+
+def _unlike(found: Mapping[int, bytes], names: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+    first = next(iter(found.values()))
+    others = [
+        (rank, each)
+        for rank, each in found.items()
+        # Of tensors that are on other devices there, nothing can be said.
+        if each != first and each[:_WIDTH] == first[:_WIDTH]
+    ]
+    if not others:
+        return
+    for at, name in enumerate(names, start=1):
+        place = slice(at * _WIDTH, (at + 1) * _WIDTH)
+        ranks = [rank for rank, each in others if each[place] != first[place]]
+        if ranks:
+            yield name, ranks
+
+
+def _told(differing: Mapping[str, Sequence[int]]) -> str:
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in differing.items():
+        by_ranks.setdefault(tuple(ranks), []).append(name)
+    return "ranks hold different values under the same name: " + "; ".join(
+        f"{_ranks(ranks)} in {', '.join(names[:_TOLD])}"
+        + (f" and {len(names) - _TOLD} more" if len(names) > _TOLD else "")
+        for ranks, names in list(by_ranks.items())[:_TOLD]
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:_TOLD])) + (", …" if len(ranks) > _TOLD else "")
+    return f"rank {listed} differs" if len(ranks) == 1 else f"ranks {listed} differ"
