@@ -13,6 +13,7 @@ from ckpt_core.lifecycle._background import Background, within
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._guard import StepGuard
 from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._loadable import LoadNotes
 from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans
@@ -50,6 +51,7 @@ class Saver:
         self._workshop = Workshop(
             plans=AgreedPlans(),
             stager=Stager(Arenas(options.arenas, options.staging_memory_bytes)),
+            notes=LoadNotes(allow_pickle=options.allow_pickle),
             overlapped=options.staging == "overlapped",
         )
         self._guard = StepGuard()

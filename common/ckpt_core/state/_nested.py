@@ -102,6 +102,17 @@ def _in_kind_of(like: Mapping[Any, Any], values: dict[Any, Any]) -> dict[Any, An
     return values
 
 
+def with_empties(loaded: Any, like: Any) -> Any:
+    """`loaded` with the mappings of `like` that it lacks, which were empty when they were saved."""
+    if isinstance(loaded, dict) and isinstance(like, Mapping):
+        for key, value in like.items():
+            if key in loaded:
+                loaded[key] = with_empties(loaded[key], value)
+            elif isinstance(value, Mapping):
+                loaded[key] = _in_kind_of(value, {})
+    return loaded
+
+
 def under(entries: SavedEntries, *prefix: str | int) -> SavedEntries:
     """The entries below `prefix`, with paths relative to it."""
     depth = len(prefix)

@@ -117,9 +117,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, state: Mapping[str, A
     if is_flat(state):
         state = nested(state)
     indexed = (
-        _fsdp1_index_form(model, inner, state)
-        if _fsdp1.is_fsdp1(model)
-        else _index_form(model, inner, state)
+        _fsdp1_index_form(model, inner, state) if _fsdp1.is_fsdp1(model) else _index_form(model, inner, state)
     )
     beside = {key: value for key, value in state.items() if key not in PACKED}
     try:

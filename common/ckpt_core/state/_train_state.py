@@ -212,7 +212,7 @@ class TrainState:
             load_model_state(self._model, tree["model"], strict=not saved.include)
         for name, item in self._items.items():
             if (state := get(tree, ("items", name))) is not None:
-                load_item(name, item, state)
+                load_item(name, item, state, of_tree=True)
         if self._with_rng:
             # Last: making the iterator of a loader draws from the global generator.
             notes += _apply_rng(saved)
