@@ -1,6 +1,6 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
-from ckpt_core.dcp._consistency import check_metadata
+from ckpt_core.consistency import check_metadata
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._kinds import is_expanded
 from ckpt_core.dcp._landing import Landing

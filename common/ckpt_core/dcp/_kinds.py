@@ -98,9 +98,9 @@ def _expanded(tensor: torch.Tensor) -> str | None:
     if not is_expanded(tensor):
         return None
     return (
-        f"expanded: strides {tensor.stride()} for shape {tuple(tensor.shape)} make several elements one place "
-        "in memory, into which nothing can be loaded; keep a copy of its own (contiguous() or clone()), "
-        "or make it anew and leave it out of the state (register_buffer(..., persistent=False))"
+        f"expanded: strides {tensor.stride()} for shape {tuple(tensor.shape)} make several elements one "
+        "place in memory, into which nothing can be loaded; keep a copy (contiguous() or clone()), or leave "
+        "it out of the state (register_buffer(..., persistent=False))"
     )
 
 

@@ -29,7 +29,7 @@ def packed_state(optimizer: Any, inner: torch.optim.Optimizer) -> Mapping[str, A
         ConfigError: some of the state has no place in a checkpoint by parameter names.
     """
     packed = speaker(optimizer, inner).state_dict()
-    if not isinstance(packed, Mapping) or not PACKED <= packed.keys() or not _same_groups(packed, inner):
+    if not isinstance(packed, Mapping) or not packed.keys() >= PACKED or not _same_groups(packed, inner):
         keys = ", ".join(map(str, packed)) if isinstance(packed, Mapping) else type(packed).__name__
         raise ConfigError(
             f"{type(optimizer).__name__}.state_dict() is not in torch's form of state and param_groups "
