@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ckpt_core import CheckpointManager
+from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.dcp import is_expanded
 from ckpt_core.errors import ConfigError, SaveError
 from ckpt_core.state import TrainState
@@ -118,6 +120,8 @@ def flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield f"{path}#", f"{type(value).__name__} {len(value)}"
         for index, each in enumerate(value):
             yield from flat(each, f"{path}.{index}")
+    elif isinstance(value, set | frozenset):
+        yield path, f"{type(value).__name__} {sorted(value)}"
     elif callable(value):
         yield path, "a function"
     else:
@@ -139,7 +143,7 @@ class Warned(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def save_one(name: str, wrap: Wrap, root: Path) -> Seen:
+def save_one(name: str, wrap: Wrap, root: Path, ranks: Coordinator) -> Seen:
     try:
         made = make(name, wrap, seed=0)
         for step in range(STEPS):
@@ -149,11 +153,11 @@ def save_one(name: str, wrap: Wrap, root: Path) -> Seen:
     warned = Warned()
     logging.getLogger("ckpt_core").addHandler(warned)
     try:
-        with CheckpointManager(root) as checkpoints:
+        with CheckpointManager(root, coordinator=ranks) as checkpoints:
             checkpoints.save(STEPS, source(made))
             checkpoints.wait()
             state = digest(made)
-            failures = checkpoints.verify()
+            failures = checkpoints.verify() if ranks.world_size == 1 else []
     except (SaveError, ConfigError) as error:
         return Seen(refused=f"{type(error).__name__}: {error}")
     except Exception as error:
@@ -164,32 +168,39 @@ def save_one(name: str, wrap: Wrap, root: Path) -> Seen:
     return Seen(state=state, later=going_on(made), said="\n".join(warned.lines))
 
 
-def load_one(name: str, wrap: Wrap, root: Path) -> Seen:
+def load_one(name: str, wrap: Wrap, root: Path, ranks: Coordinator) -> Seen:
     made = make(name, wrap, seed=1)
     fresh = digest(made)
     try:
-        with CheckpointManager(root, allow_pickle=name in PICKLED) as checkpoints:
+        with CheckpointManager(root, coordinator=ranks, allow_pickle=name in PICKLED) as checkpoints:
             assert checkpoints.resume(source(made)) == STEPS
+        return Seen(fresh=fresh, state=digest(made), later=going_on(made))
     except Exception as error:
         return Seen(error=f"{type(error).__name__}: {error}")
-    return Seen(fresh=fresh, state=digest(made), later=going_on(made))
 
 
 def save_all(column: str, root: str) -> dict[str, Seen]:
-    quiet()
-    return {name: save_one(name, WRAPS[column], place(root, at)) for at, name in enumerate(SHAPES)}
+    with one_coordinator() as ranks:
+        return {name: save_one(name, WRAPS[column], place(root, at), ranks) for at, name in enumerate(SHAPES)}
 
 
 def load_all(column: str, root: str, names: list[str]) -> dict[str, Seen]:
-    quiet()
     places = {name: place(root, at) for at, name in enumerate(SHAPES)}
-    return {name: load_one(name, WRAPS[column], places[name]) for name in names}
+    with one_coordinator() as ranks:
+        return {name: load_one(name, WRAPS[column], places[name], ranks) for name in names}
 
 
 def place(root: str, at: int) -> Path:
     return Path(root) / f"shape-{at:03d}"
 
 
-def quiet() -> None:
+@contextmanager
+def one_coordinator() -> Generator[Coordinator]:
+    """For all managers of a process: to make one takes longer than to save."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    ranks = coordinator_for_job(deadline_seconds=60)
+    try:
+        yield ranks
+    finally:
+        ranks.close()

@@ -72,6 +72,11 @@ class Shape:
 SHAPES: dict[str, Callable[[Wrap], Shape]] = {}
 REFUSED: dict[str, str] = {}
 """Name -> what the refusal says."""
+REFUSED_SHARDED: dict[str, str] = {
+    "optimizer, wrapper with slow weights, as an item": "sharded state",
+    "optimizer, wrapper with another form, as an item": "sharded state",
+}
+"""The same under FSDP2 only."""
 PICKLED: dict[str, str] = {}
 """Name -> the item of which the save must say that it needs pickle."""
 
@@ -245,9 +250,13 @@ def holds(name: str, make: Callable[[], dict[str, Any]], **marks: str) -> None:
 
 
 for dtype in all_dtypes():
-    holds(f"buffer of {dtype}", lambda dtype=dtype: {"b": seeded(filled(dtype, (3, 2)))})
     holds(
-        f"buffer of {dtype}, 0-dim", lambda dtype=dtype: {"b": filled(dtype, ()), "c": seeded(torch.zeros(2))}
+        f"buffer of {dtype}",
+        lambda dtype=dtype: {
+            "b": seeded(filled(dtype, (3, 2))),
+            "s": seeded(filled(dtype, ())),
+            "n": seeded(torch.zeros(2)),
+        },
     )
 
 
@@ -439,19 +448,15 @@ for cls_name in sorted(
         )
         continue
     stepped_by(cls_name, lambda model, cls=cls: cls(model.parameters(), lr=0.01))
-    stepped_by(
-        f"{cls_name}, maximize", lambda model, cls=cls: cls(model.parameters(), lr=0.01, maximize=True)
-    )
-    if cls_name != "Adafactor":
-        stepped_by(
-            f"{cls_name}, foreach", lambda model, cls=cls: cls(model.parameters(), lr=0.01, foreach=True)
-        )
 
 VARIANTS: dict[str, Callable[[Any], Any]] = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
     "Adam, fused": lambda p: torch.optim.Adam(p, fused=True),
     "Adagrad, fused": lambda p: torch.optim.Adagrad(p, fused=True),
     "SGD, fused": lambda p: torch.optim.SGD(p, momentum=0.9, fused=True),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "ASGD, foreach": lambda p: torch.optim.ASGD(p, foreach=True),
+    "RAdam, maximize": lambda p: torch.optim.RAdam(p, maximize=True),
     "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
     "AdamW, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.02)),
     "AdamW, tensor lr and betas": lambda p: torch.optim.Adam(

@@ -10,7 +10,7 @@ import pytest
 from ckpt_core.testing import run_ranks
 from tests.guarantees import loading_jobs
 from tests.guarantees.loading_jobs import Seen
-from tests.guarantees.state_shapes import PICKLED, REFUSED, SHAPES
+from tests.guarantees.state_shapes import PICKLED, REFUSED, REFUSED_SHARDED, SHAPES
 
 COLUMNS = {"plain": 1, "ddp": 2, "fsdp2": 2}
 FEWEST = {"plain": 150, "ddp": 150, "fsdp2": 150}
@@ -43,13 +43,14 @@ def column(request, tmp_path_factory) -> str:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_loads_bit_for_bit_in_a_fresh_process_or_the_save_says_no(column, shape):
     saved, loaded = _found[column]
+    refused = REFUSED | (REFUSED_SHARDED if column == "fsdp2" else {})
     for rank, seen in enumerate(each[shape] for each in saved):
         assert not seen.error, f"rank {rank}: {seen.error}"
         if seen.outside:
             pytest.skip(f"torch itself: {seen.outside}")
-        assert bool(seen.refused) == (shape in REFUSED), f"rank {rank}: {seen.refused or 'not refused'}"
-        if shape in REFUSED:
-            assert re.search(REFUSED[shape], seen.refused), seen.refused
+        assert bool(seen.refused) == (shape in refused), f"rank {rank}: {seen.refused or 'not refused'}"
+        if shape in refused:
+            assert re.search(refused[shape], seen.refused), seen.refused
             assert {each[shape].refused for each in saved} == {seen.refused}, (
                 "ranks were told different things"
             )

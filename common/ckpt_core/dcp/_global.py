@@ -84,6 +84,8 @@ def _told_apart(item: WriteItem, data: TensorWriteData, entry: Any) -> str:
 
 def _flaws(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> list[str]:
     """What is wrong with the chunks of a tensor."""
+    if len(chunks) == 1 and chunks[0].sizes == size and not any(chunks[0].offsets):
+        return []
     if len(size) == 0:
         return [] if len(chunks) == 1 else [f"{name} is one value and is written {len(chunks)} times"]
     starts = np.array([chunk.offsets for chunk in chunks], dtype=np.int64).reshape(-1, len(size))

@@ -231,7 +231,11 @@ def _survey(state: CapturedState, coordinator: Coordinator, plans: AgreedPlans) 
         sharded[""] = {**sharded.get("", {}), PICKLED: pickled}
     changed = plans.look(sharded, state.local, files)
     small = [len(content) for name, content in files.items() if changed or name in plans.files]
-    own = sum(tensor.nbytes for tensor in state.local.values()) if coordinator.world_size > 1 else 0
+    own = (
+        sum(tensor.numel() * tensor.element_size() for tensor in state.local.values())
+        if coordinator.world_size > 1
+        else 0
+    )
     return _Survey(
         state=state,
         files=files,

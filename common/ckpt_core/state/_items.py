@@ -48,6 +48,21 @@ def check_stateful(name: str, value: Any) -> None:
         )
 
 
+def check_placed(name: str, item: Any, state: Any) -> None:
+    """Refuse the sharded state of an optimizer that is saved as an item.
+
+    One that has made no step yet has nothing that tells a load how its state is placed.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if isinstance(item, torch.optim.Optimizer) and any(is_sharded(value) for _, value in leaves(state)):
+        raise ConfigError(
+            f"{name} is a {type(item).__name__} with sharded state, which cannot be put back from an item: "
+            "give it, or the optimizer inside it, as TrainState(optimizer=...)"
+        )
+
+
 def is_large(state: Any) -> bool:
     """Whether an item's state belongs into the sharded data: it is sharded itself, or big."""
     values = [value for _, value in leaves(state)]

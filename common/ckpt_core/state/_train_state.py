@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
-from ckpt_core.state._items import check_stateful, function_free, is_large, load_item
+from ckpt_core.state._items import check_placed, check_stateful, function_free, is_large, load_item
 from ckpt_core.state._model import (
     Models,
     as_module,
@@ -139,6 +139,7 @@ class TrainState:
         }
         for name, item in self._items.items():
             state = item.state_dict()
+            check_placed(name, item, state)
             if is_large(state):
                 put(tree, ("items", name), state)
             else:
