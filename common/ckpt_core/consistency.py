@@ -134,7 +134,8 @@ def _check_tensor(key: str, entry: _Tensor, places: _Places) -> int:
 
 def _volume(key: str, chunk: _Chunk, shape: Sequence[int]) -> int:
     """Number of elements; they must lie inside the tensor."""
-    offsets, lengths = chunk.offsets, chunk.sizes
+    offsets: tuple[int, ...] = chunk.offsets
+    lengths: tuple[int, ...] = chunk.sizes
     if not len(offsets) == len(lengths) == len(shape):
         raise _ImpossibleError(f"a chunk of {key!r:.200} has other dimensions than its shape {tuple(shape)}")
     volume = prod(lengths)

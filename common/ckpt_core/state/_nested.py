@@ -97,9 +97,9 @@ def rekeyed(loaded: Any, like: Any) -> Any:
 def _in_kind_of(like: Mapping[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
     if type(like) is defaultdict:
         return defaultdict(like.default_factory, values)
-    if type(like) in {OrderedDict, Counter}:
-        return type(like)(values)  # type: ignore[call-arg]
-    return values
+    if type(like) is OrderedDict:
+        return OrderedDict(values)
+    return Counter(values) if type(like) is Counter else values
 
 
 def with_empties(loaded: Any, like: Any) -> Any:
