@@ -1,10 +1,11 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
-from ckpt_core.dcp._consistency import check_metadata
+from ckpt_core.consistency import check_metadata
 from ckpt_core.dcp._dedup import OWN_NAMES, Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._kept import KEPT, held_by_this_rank, kept_name
+from ckpt_core.dcp._kinds import is_expanded
 from ckpt_core.dcp._landing import Landing
 from ckpt_core.dcp._metadata import entries, load_metadata
 from ckpt_core.dcp._needs import Need
@@ -42,6 +43,7 @@ __all__ = [
     "encode_metadata",
     "entries",
     "held_by_this_rank",
+    "is_expanded",
     "kept_name",
     "load_chunk",
     "load_metadata",

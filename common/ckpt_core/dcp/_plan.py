@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, cast, final
+from typing import Any, Final, Literal, TypeAlias, cast, final
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -192,6 +192,15 @@ class Part:
             return Written(slot)
         return _local(value, index)
 
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        """The live state, until `forget`."""
+        return self._tree
+
+    def odd_values(self) -> list[MetadataIndex]:
+        """The entries of `values` that may need more than plain types to be read back."""
+        return [new for at, _, new in self._value_items if not _is_plain(self._leaves[at])]
+
     def forget(self) -> None:
         """Let go of the live state, lest it be kept alive until the next save."""
         self._leaves, self._tree = (), {}
@@ -211,6 +220,18 @@ class Part:
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 """Types whose `repr` tells every two values apart, whatever went before."""
+
+
+_PLAIN: Final = _SCALARS | {bytes, torch.Size, torch.dtype}
+_MOST_PLAIN: Final = 100_000
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in _PLAIN:
+        return True
+    if type(value) not in {list, tuple} or len(value) > _MOST_PLAIN:
+        return False
+    return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
 
 
 def decide(

@@ -20,6 +20,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import GroupNames, Replicas
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._items import PICKLED, EncodedItems, encode_items, pickled_key
+from ckpt_core.lifecycle._loadable import LoadNotes
 from ckpt_core.lifecycle._local import LocalValues
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans, Keeping, Offer
@@ -100,6 +101,7 @@ class Workshop:
 
     plans: AgreedPlans
     stager: Stager
+    notes: LoadNotes
     overlapped: bool = False
 
 
@@ -191,7 +193,7 @@ def prepare(
         ),
         replicas=plans.replicas,
     )
-    return _stage(prepared, survey, workshop)
+    return _stage(prepared, survey, workshop, storage.url)
 
 
 def _shared_file(
@@ -256,7 +258,11 @@ def _survey(state: CapturedState, coordinator: Coordinator, plans: AgreedPlans) 
     small = [len(content) for name, content in files.items() if changed or name in plans.files]
     if coordinator.is_coordinator or changed or plans.shared:
         small.append(len(shared.content))
-    own = sum(tensor.nbytes for tensor in state.local.values()) if coordinator.world_size > 1 else 0
+    own = (
+        sum(tensor.numel() * tensor.element_size() for tensor in state.local.values())
+        if coordinator.world_size > 1
+        else 0
+    )
     return _Survey(
         state=state,
         files=files,
@@ -338,7 +344,7 @@ def _settle(
     return survey, request
 
 
-def _stage(prepared: PreparedSave, survey: _Survey, workshop: Workshop) -> PreparedSave:
+def _stage(prepared: PreparedSave, survey: _Survey, workshop: Workshop, url: str) -> PreparedSave:
     plans, state = workshop.plans, survey.state
     try:
         plans.check()
@@ -350,6 +356,7 @@ def _stage(prepared: PreparedSave, survey: _Survey, workshop: Workshop) -> Prepa
         stable = state.stable if workshop.overlapped and state.optimizers else None
         # Last: from here on the memory is taken, and only the prepared save knows to give it back.
         staged = workshop.stager.stage(plans.parts, plans.generation, stable=stable)
+        workshop.notes.tell(state, plans, staged, url)
         return replace(prepared, staged=staged, extras=prepared.extras.with_values(staged.values.values()))
     except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
         return replace(prepared, error=SaveError(f"while staging: {type(caught).__name__}: {caught}"))

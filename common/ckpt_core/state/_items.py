@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
-from ckpt_core.state._nested import leaves, rekeyed
+from ckpt_core.state._nested import leaves, rekeyed, with_empties
+from ckpt_core.state._packed import PACKED
 from ckpt_core.state._tensors import is_sharded, local_bytes
 
 MAX_SHARED_BYTES = 1 << 20
@@ -47,6 +48,21 @@ def check_stateful(name: str, value: Any) -> None:
         )
 
 
+def check_placed(name: str, item: Any, state: Any) -> None:
+    """Refuse the sharded state of an optimizer that is saved as an item.
+
+    One that has made no step yet has nothing that tells a load how its state is placed.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if isinstance(item, torch.optim.Optimizer) and any(is_sharded(value) for _, value in leaves(state)):
+        raise ConfigError(
+            f"{name} is a {type(item).__name__} with sharded state, which cannot be put back from an item: "
+            "give it, or the optimizer inside it, as TrainState(optimizer=...)"
+        )
+
+
 def is_large(state: Any) -> bool:
     """Whether an item's state belongs into the sharded data: it is sharded itself, or big."""
     values = [value for _, value in leaves(state)]
@@ -61,21 +77,29 @@ def function_free(state: Mapping[str, Any]) -> dict[str, Any]:
 def _keys(item: Any) -> Any:
     """A state with the keys that `item` expects."""
     state = item.state_dict()
-    if isinstance(item, torch.optim.Optimizer):
+    if isinstance(item, torch.optim.Optimizer) and state.keys() >= PACKED:
         # One that has made no step yet has no state to take the keys from.
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         return {**state, "state": {number: state["state"].get(number) for number in numbers}}
     return state
 
 
-def load_item(name: str, item: Any, state: Any) -> None:
+def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> None:
     """Give an object its saved state.
+
+    Args:
+        name: for errors.
+        item: the object.
+        state: what `item.state_dict()` returned at the save.
+        of_tree: whether it was in the sharded data, where empty mappings leave no trace.
 
     Raises:
         IncompatibleCheckpointError: it refuses.
     """
     try:
-        item.load_state_dict(rekeyed(state, _keys(item)))
+        live = _keys(item)
+        state = rekeyed(state, live)
+        item.load_state_dict(with_empties(state, live) if of_tree else state)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise IncompatibleCheckpointError(
             f"{name} ({type(item).__name__}) refused its saved state: {type(error).__name__}: {error}"
