@@ -16,16 +16,16 @@ from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
 __all__ = [
-    "KEPT",
-    "OWN_NAMES",
     "Decision",
     "Fingerprints",
     "GroupNames",
     "Image",
     "ImageLayout",
+    "KEPT",
     "Landing",
     "Meshes",
     "Need",
+    "OWN_NAMES",
     "Pace",
     "Part",
     "Place",

@@ -167,16 +167,19 @@ def open_checkpoint(
         step=None if manifest is None else manifest.step,
         name=directory,
     )
-    local = local_name(coordinator.rank)
-    has_local = same_ranks and files.has(local)
     return Opened(
         files=files,
         contents={part: contents(part, of_part) for part, of_part in wanted.items()},
         saved=selection.of_state(saved),
-        local=decode_local(files.read(local), local) if has_local else {},
+        local=_local(files, coordinator.rank) if same_ranks else {},
         keeps=same_ranks,
         forgoes=not same_ranks and any(map(_has_kept, metadata.values())),
     )
+
+
+def _local(files: Files, rank: int) -> dict[LocalKey, Any]:
+    name = local_name(rank)
+    return decode_local(files.read(name), name) if files.has(name) else {}
 
 
 def _shared(files: Files, items: _Items, rank: int | None) -> dict[str, Any]:
