@@ -13,7 +13,6 @@ from ckpt_core.checksums import crc32
 from ckpt_core.commit import Catalog
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
-    KEPT,
     Place,
     Places,
     check_metadata,
@@ -28,7 +27,7 @@ from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._items import PICKLED, decode_items, pickled_key
 from ckpt_core.lifecycle._local import LocalKey, decode_local
 from ckpt_core.lifecycle._selection import Narrowed, Selection
-from ckpt_core.names import MARKER, METADATA, SHARED, local_name, rank_name, shared_name, shared_rank
+from ckpt_core.names import KEPT, MARKER, METADATA, SHARED, local_name, rank_name, shared_name, shared_rank
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedState
 
