@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 
 class CheckpointError(Exception):
@@ -153,6 +153,13 @@ class DivergenceError(SaveError):
     """
 
     differing: Mapping[str, Sequence[int]] = {}
+
+
+OWN_NAMES: Final = (
+    "Give tensors that differ, such as those of the stages of a pipeline or of experts, names of their own, "
+    "for example TrainState(model={'stage1': module}) on the ranks of that stage"
+)
+"""What to do about tensors that have one name and are not the same."""
 
 
 class StagingMemoryError(CheckpointError, MemoryError):

@@ -1,10 +1,10 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
 from ckpt_core.consistency import check_metadata
-from ckpt_core.dcp._dedup import OWN_NAMES, Meshes, Replicas
+from ckpt_core.dcp._dedup import Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
-from ckpt_core.dcp._kept import KEPT, held_by_this_rank, kept_name
+from ckpt_core.dcp._kept import held_by_this_rank, kept_name
 from ckpt_core.dcp._kinds import is_expanded
 from ckpt_core.dcp._landing import Landing
 from ckpt_core.dcp._metadata import entries, load_metadata
@@ -17,8 +17,6 @@ from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
 __all__ = [
-    "KEPT",
-    "OWN_NAMES",
     "Decision",
     "Fingerprints",
     "GroupNames",

@@ -16,18 +16,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 from operator import attrgetter
-from typing import Any, Final, TypeAlias, cast, final
+from typing import Any, TypeAlias, cast, final
 
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
-from ckpt_core.errors import ConfigError
-
-OWN_NAMES: Final = (
-    "Give tensors that differ, such as those of the stages of a pipeline or of experts, names of their own, "
-    "for example TrainState(model={'stage1': module}) on the ranks of that stage"
-)
-"""What to do about tensors that have one name and are not the same."""
+from ckpt_core.errors import OWN_NAMES, ConfigError
 
 ENTRY_BYTES = 4096
 """Nominal bytes of an entry beside its payload; of a byte entry, whose size is not known yet, all of them."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-KEPT: Final = "kept_by_rank"
-"""Top-level key of such values."""
+from ckpt_core.names import KEPT
 
 
 def kept_name(rank: int, name: str) -> str:

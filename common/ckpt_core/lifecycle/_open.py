@@ -13,7 +13,6 @@ from ckpt_core.checksums import crc32
 from ckpt_core.commit import Catalog
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
-    KEPT,
     Place,
     Places,
     check_metadata,
@@ -28,7 +27,7 @@ from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._items import PICKLED, decode_items, pickled_key
 from ckpt_core.lifecycle._local import LocalKey, decode_local
 from ckpt_core.lifecycle._selection import Narrowed, Selection
-from ckpt_core.names import MARKER, METADATA, SHARED, local_name, rank_name, shared_name, shared_rank
+from ckpt_core.names import KEPT, MARKER, METADATA, SHARED, local_name, rank_name, shared_name, shared_rank
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedState
 
@@ -167,16 +166,19 @@ def open_checkpoint(
         step=None if manifest is None else manifest.step,
         name=directory,
     )
-    local = local_name(coordinator.rank)
-    has_local = same_ranks and files.has(local)
     return Opened(
         files=files,
         contents={part: contents(part, of_part) for part, of_part in wanted.items()},
         saved=selection.of_state(saved),
-        local=decode_local(files.read(local), local) if has_local else {},
+        local=_local(files, coordinator.rank) if same_ranks else {},
         keeps=same_ranks,
         forgoes=not same_ranks and any(map(_has_kept, metadata.values())),
     )
+
+
+def _local(files: Files, rank: int) -> dict[LocalKey, Any]:
+    name = local_name(rank)
+    return decode_local(files.read(name), name) if files.has(name) else {}
 
 
 def _shared(files: Files, items: _Items, rank: int | None) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
-from ckpt_core.dcp import OWN_NAMES, Fingerprints, Part, Replicas, sample
-from ckpt_core.errors import DivergenceError
+from ckpt_core.dcp import Fingerprints, Part, Replicas, sample
+from ckpt_core.errors import OWN_NAMES, DivergenceError
 from ckpt_core.options import OnDivergence
 
 SAMPLED: Final = 16
