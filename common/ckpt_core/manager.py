@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.coordination import Coordinator, coordinator_for_job
+from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.lifecycle import (
     CadenceKeeper,
@@ -40,6 +40,7 @@ class CheckpointManager:
     """Saves, finds, loads and prunes the checkpoints of one run.
 
     - Threads: all methods on the thread that trains; saves end on one background thread.
+    - Processes: a forked child cannot use its parent's manager; it is told so at once.
     - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `prune`, `pin`, `unpin` and `close` are
       collective over the default process group: every rank calls them in the same order. The others are not.
     - Jobs: one job writes to a root at a time, the next is refused; any number may read.
@@ -47,8 +48,9 @@ class CheckpointManager:
     Args:
         root: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run.
         options: everything else as one value; see `CheckpointOptions`.
-        coordinator: how ranks agree; by default made for the job as it runs now. One that is given may be
-            shared by several managers, and is closed by whoever made it.
+        coordinator: how ranks agree; by default that of the default process group, which may be made later,
+            but before the first save or resume. One that is given may be shared by several managers, and is
+            closed by whoever made it.
         sinks: receivers of telemetry events.
         **overrides: fields of `CheckpointOptions`, e.g. `save=EverySteps(500)`, as values or plain mappings.
 
@@ -69,6 +71,7 @@ class CheckpointManager:
             raise ConfigError(
                 f"give either options= or single options, not both: {', '.join(sorted(overrides))}"
             )
+        self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
         deadline = self.options.deadline_seconds
         self.storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
@@ -97,7 +100,7 @@ class CheckpointManager:
         every arena was in flight: at the first step at which an arena is free on every rank. While one is
         pending, and only then, each call combines one number over the ranks.
         """
-        _refuse(closed=self._closed)
+        self._check()
         if step is None:
             return self._cadence.look()
         reason = self._cadence.due(step, total_steps)
@@ -147,7 +150,7 @@ class CheckpointManager:
             RootBusyError: another job writes to this root.
             ConfigError: the root cannot be written, or the arguments are not what they should be.
         """
-        _refuse(closed=self._closed)
+        self._bind()
         require("save", integer("step", step, minimum=0))
         request = SaveRequest(
             step=step,
@@ -173,7 +176,7 @@ class CheckpointManager:
             SaveError: the state cannot be planned; the same on every rank.
             StagingMemoryError: this rank's share does not fit into its memory; other ranks may have room.
         """
-        _refuse(closed=self._closed)
+        self._bind()
         return self._saver.prewarm(lambda: as_captured(state))
 
     @property
@@ -192,7 +195,7 @@ class CheckpointManager:
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
         """
-        _refuse(closed=self._closed)
+        self._bind()
         self._saver.rewound()
         self._saver.own_root()
         request = LoadRequest.of(self.options, Selection())
@@ -239,7 +242,8 @@ class CheckpointManager:
             UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
             ConfigError: `include` or `rename` has a name that is not in the checkpoint; nothing was touched.
         """
-        _refuse(closed=self._closed)
+        self._check()
+        self._coordinator.check()
         selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
         self._saver.rewound()
         source, selection = narrowed(state, selection)
@@ -257,6 +261,7 @@ class CheckpointManager:
         Raises:
             SaveError: one failed; the failure of another behind it is told at the next call.
         """
+        require_same_process(self._pid)
         self._saver.wait()
 
     def wait_staged(self) -> None:
@@ -267,6 +272,7 @@ class CheckpointManager:
         afterwards comes after the copies; the host does not wait. Not collective, and cheap when nothing is
         being copied. A save that has failed is not told here.
         """
+        require_same_process(self._pid)
         self._saver.wait_staged()
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -290,7 +296,7 @@ class CheckpointManager:
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
         """Remove what the retention policy does not keep; with `dry_run`, only tell."""
-        _refuse(closed=self._closed)
+        self._bind()
         self._saver.wait()
         policy = self.options.keep or KeepAll()
         if not dry_run:
@@ -302,21 +308,21 @@ class CheckpointManager:
 
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""
-        _refuse(closed=self._closed)
+        self._bind()
         self._coordinator.once(lambda: self._catalog.pin(step, reason))
 
     def unpin(self, step: int) -> None:
         """Take the protection of a step away."""
-        _refuse(closed=self._closed)
+        self._bind()
         self._coordinator.once(lambda: self._catalog.unpin(step))
 
     def close(self) -> None:
-        """Wait for the save in flight and give the root back; harmless when repeated.
+        """Wait for the save in flight and give the root back; harmless when repeated, or in a forked child.
 
         Raises:
             SaveError: the save in flight failed.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         try:
@@ -339,7 +345,12 @@ class CheckpointManager:
                 raise
             error.add_note(f"while closing the checkpoint manager: {failure}")
 
+    def _check(self) -> None:
+        require_same_process(self._pid)
+        if self._closed:
+            raise ConfigError("this CheckpointManager is closed; make a new one")
 
-def _refuse(*, closed: bool) -> None:
-    if closed:
-        raise ConfigError("this CheckpointManager is closed; make a new one")
+    def _bind(self) -> None:
+        """Stay with the ranks that there are, for something is to be planned for them."""
+        self._check()
+        self._coordinator.bind()

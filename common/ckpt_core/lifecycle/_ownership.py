@@ -12,6 +12,7 @@ from typing import final
 from ckpt_core.commit import Catalog, Lease, collect_orphans, is_name, quarantine, require_free
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CheckpointError, ConfigError, CorruptCheckpointError, RootBusyError
+from ckpt_core.lifecycle._same_root import require_same_root
 from ckpt_core.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -38,12 +39,26 @@ class Ownership:
         """Claim the root, unless it is claimed already, and clear away what crashed saves left.
 
         Raises:
-            ConfigError: the root cannot be written.
+            ConfigError: the root cannot be written, or is not the same for all ranks.
             RootBusyError: another live job writes to it.
         """
-        if not self._taken:
-            self._prefix = self._coordinator.once(self._acquire, what="taking the root")
-            self._taken, self._given_back = True, False
+        if self._taken:
+            return
+
+        def acquire(urls: list[str]) -> list[tuple[str, str, list[str]]]:
+            prefix = self._acquire()
+            owner_id = "" if self._lease is None else self._lease.owner.id
+            return [(prefix, owner_id, urls)] * len(urls)
+
+        self._prefix, owner_id, urls = self._coordinator.exchange(
+            self._storage.url, acquire, what="taking the root"
+        )
+        try:
+            require_same_root(self._storage, self._coordinator, owner_id, urls)
+        except ConfigError:
+            self.release()
+            raise
+        self._taken, self._given_back = True, False
 
     def id_at(self, moment: int) -> str:
         """The id of the save agreed on at a moment, in microseconds: the same on every rank.
