@@ -1,4 +1,4 @@
-"""The process group is what it is at the save: made late, lost, made again, inherited, or not there at all."""
+"""The process group is what it is at the save: made late, lost, made again, inherited, or not there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _groups = itertools.count()
 
 
 def make_group() -> None:
-    """Make the default group. Over a store that an older group used, torch itself would meet stale addresses."""
+    """Make the default group, over keys of its own: torch would meet the addresses of the last one."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     server = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"group {next(_groups)}", server)

@@ -44,14 +44,14 @@ class Coordinator(ABC):
         """Whether this rank decides and commits for all."""
         return self.rank == 0
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - most coordinators have one set of ranks for good
         """Refuse to go on if the ranks are not those that there were; collective, as `agree`.
 
         Raises:
             ConfigError: they are others, or this is another process; the message says what to do.
         """
 
-    def bind(self) -> None:
+    def bind(self) -> None:  # noqa: B027 - see `check`
         """Stay with these ranks: from now on something depends on how many there are; collective.
 
         Raises:

@@ -65,8 +65,8 @@ class JobCoordinator(Coordinator):
         self.check()
         if not self._bound and self._group is None and (size := _launched_ranks()) > 1:
             raise ConfigError(
-                f"this process was launched as one of {size} ranks (RANK and WORLD_SIZE are set), but there is "
-                "no process group, so each rank would save only its own part: call "
+                f"this process was launched as one of {size} ranks (RANK and WORLD_SIZE are set), but there "
+                "is no process group, so each rank would save only its own part: call "
                 "torch.distributed.init_process_group() before the first save or resume. If each process "
                 f"trains on its own, give its manager {_ALONE}"
             )
@@ -174,8 +174,8 @@ def require_same_process(pid: int) -> None:
     """
     if os.getpid() != pid:
         raise ConfigError(
-            f"this is process {os.getpid()}, forked from {pid}, which made the checkpoint manager: its threads "
-            "and connections exist only there. Save and load in that process, or make a manager here, for "
+            f"this is process {os.getpid()}, forked from {pid}, which made the checkpoint manager: its "
+            "threads and connections exist only there. Save and load in that process, or make a manager here, for "
             "another root"
         )
 
@@ -194,8 +194,8 @@ def _usable_group() -> Any:
     group = _default_group()
     if group is not None and _inherited is not None and _inherited() is group:
         raise ConfigError(
-            f"process {os.getpid()} was forked from one that had a process group already, whose connections do "
-            "not work here: start the process by spawn, or destroy the group and make one after the fork. A "
+            f"process {os.getpid()} was forked from one that had a process group already, whose connections "
+            "do not work here: start the process by spawn, or destroy the group and make one after the fork. A "
             f"process that works on its own gives its manager {_ALONE}"
         )
     return group
