@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, final
 
+from ckpt_core.codec import MAX_COUNT
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
@@ -28,7 +29,7 @@ from ckpt_core.state import State, as_captured, as_source, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
-from ckpt_core.validation import integer, require
+from ckpt_core.validation import integer, mapping, plain_integer, require, text
 
 COALESCED = "coalesced"
 """The reason of a save that makes up for those that back-pressure kept from starting."""
@@ -103,6 +104,7 @@ class CheckpointManager:
         self._check()
         if step is None:
             return self._cadence.look()
+        step = _checked_step("due", step)
         reason = self._cadence.due(step, total_steps)
         return reason or (COALESCED if self._saver.overdue() else None)
 
@@ -151,7 +153,15 @@ class CheckpointManager:
             ConfigError: the root cannot be written, or the arguments are not what they should be.
         """
         self._bind()
-        require("save", integer("step", step, minimum=0))
+        step = _checked_step("save", step)
+        require(
+            "save",
+            None if name is None or isinstance(name, str) else text("name", name),
+            None if metrics is None else mapping("metrics", metrics),
+            None if annotations is None else mapping("annotations", annotations),
+        )
+        if not isinstance(state, CapturedState):
+            as_source(state)  # what is no state is refused at once
         request = SaveRequest(
             step=step,
             name=step_name(step) if name is None else name,
@@ -202,6 +212,7 @@ class CheckpointManager:
         loaded = self._loader.newest(
             request, as_source(state), note_damaged=self._saver.ownership.note_damaged
         )
+        self._loader.tell_surroundings(loaded)
         if loaded is None:
             return None
         if loaded.info.damaged is not None:
@@ -247,6 +258,8 @@ class CheckpointManager:
         """
         self._check()
         self._coordinator.check()
+        step = None if step is None else _checked_step("load", step)
+        require("load", None if name is None else _key("name", name))
         selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
         self._saver.rewound()
         source, narrower = narrowed(state, selection)
@@ -254,7 +267,7 @@ class CheckpointManager:
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
             if loaded is None:
-                raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
+                raise self._loader.nothing_there()
             saved, info = loaded.saved, loaded.info
         else:
             request = self._loader.locate(request, step=step, name=name)
@@ -321,6 +334,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
+        step = None if step is None else _checked_step("verify", step)
         info = self._newest() if step is None else self._catalog.find(step=step)
         return verify(self.storage, info.name)
 
@@ -345,11 +359,14 @@ class CheckpointManager:
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""
         self._bind()
+        step = _checked_step("pin", step)
+        require("pin", text("reason", reason))
         self._coordinator.once(lambda: self._catalog.pin(step, reason))
 
     def unpin(self, step: int) -> None:
         """Take the protection of a step away."""
         self._bind()
+        step = _checked_step("unpin", step)
         self._coordinator.once(lambda: self._catalog.unpin(step))
 
     def mark(self, step: int, reason: str) -> None:
@@ -417,3 +434,26 @@ class CheckpointManager:
         """Stay with the ranks that there are, for something is to be planned for them."""
         self._check()
         self._coordinator.bind()
+
+
+def _checked_step(owner: str, step: Any) -> int:
+    """The step as an int.
+
+    Raises:
+        ConfigError: it is none, or larger than a checkpoint can say.
+    """
+    plain = plain_integer(step)
+    require(owner, integer("step", plain, minimum=0, maximum=MAX_COUNT))
+    return int(plain)
+
+
+def _key(name: str, value: Any) -> str | None:
+    """Problem of a name that must be of something below the root."""
+    if (problem := text(name, value)) is not None:
+        return problem
+    parts = value.split("/")
+    if "\0" in value or any(part in {"", ".", ".."} for part in parts):
+        return (
+            f"{name} must be the name of a directory in the root, not {value!r}; for another, give its root"
+        )
+    return None

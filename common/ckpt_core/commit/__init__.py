@@ -12,6 +12,13 @@ from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_
 from ckpt_core.commit._prune import collect_orphans, countable, remove
 from ckpt_core.commit._quarantine import quarantine
 from ckpt_core.commit._stock import verify_stock
+from ckpt_core.commit._surroundings import (
+    Surroundings,
+    describe,
+    file_as_root,
+    look_around,
+    refuse_as_root,
+)
 from ckpt_core.commit._verify import share, verify
 
 __all__ = [
@@ -21,17 +28,22 @@ __all__ = [
     "Manifest",
     "Marker",
     "Owner",
+    "Surroundings",
     "Survey",
     "abandon",
     "begin",
     "collect_orphans",
     "commit",
     "countable",
+    "describe",
+    "file_as_root",
     "is_name",
     "is_same",
+    "look_around",
     "next_lineage",
     "on_present_line",
     "quarantine",
+    "refuse_as_root",
     "remove",
     "require_free",
     "share",

@@ -175,8 +175,8 @@ def require_same_process(pid: int) -> None:
     if os.getpid() != pid:
         raise ConfigError(
             f"this is process {os.getpid()}, forked from {pid}, which made the checkpoint manager: its "
-            "threads and connections exist only there. Save and load in that process, or make a manager here, for "
-            "another root"
+            "threads and connections exist only there. Save and load in that process, or make a manager "
+            "here, for another root"
         )
 
 
@@ -195,7 +195,7 @@ def _usable_group() -> Any:
     if group is not None and _inherited is not None and _inherited() is group:
         raise ConfigError(
             f"process {os.getpid()} was forked from one that had a process group already, whose connections "
-            "do not work here: start the process by spawn, or destroy the group and make one after the fork. A "
+            "do not work here: start the process by spawn, or make the group after the fork. A "
             f"process that works on its own gives its manager {_ALONE}"
         )
     return group

@@ -193,7 +193,8 @@ class _Load:
         parts, misfits = self._targets(opened)
         if request.selection.strict:
             misfits.raise_if_any(self._place)
-        opened = replace(opened, saved=replace(opened.saved, left=misfits.lines))
+        left = [*_if_nothing_fits(opened, parts), *misfits.lines]
+        opened = replace(opened, saved=replace(opened.saved, left=left))
         for part, load in parts.items():
             if part in opened.contents:  # of others nothing fits, which was told if the load is strict
                 load.plan(opened.contents[part], request.selection)
@@ -305,6 +306,14 @@ def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointEr
         "Nothing was loaded; load another step, or let resume() choose",
         failures=tuple(failures),
     )
+
+
+def _if_nothing_fits(opened: Opened, parts: Mapping[str, PartLoad]) -> list[str]:
+    """What to tell of a load that is not strict, and changes nothing large."""
+    saved = sum(map(len, opened.saved.sharded.values()))
+    if not saved or any(load.entries for load in parts.values()):
+        return []
+    return [f"nothing was loaded of the checkpoint's {saved} entries, for none fits the training state"]
 
 
 def _check_memory(target: StateDict) -> None:

@@ -9,7 +9,15 @@ import sys
 from collections.abc import Mapping
 from typing import final
 
-from ckpt_core.commit import Catalog, Lease, collect_orphans, is_name, quarantine, require_free
+from ckpt_core.commit import (
+    Catalog,
+    Lease,
+    collect_orphans,
+    is_name,
+    quarantine,
+    refuse_as_root,
+    require_free,
+)
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
     CheckpointError,
@@ -214,6 +222,7 @@ class Ownership:
     def _acquire(self) -> str:
         try:
             self._storage.check_root()
+            refuse_as_root(self._storage)
             if self._lease is None:  # else it was acquired before, and what comes after it failed
                 self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
             self.collect_orphans()

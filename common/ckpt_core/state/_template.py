@@ -21,6 +21,12 @@ from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
 from ckpt_core.types import SavedEntries, SavedTensor
 
 
+_NUMBERED = (
+    ". It goes by the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
+    'load({"optimizer": optimizer}) with the same parameters in the same order, and the rest with items='
+)
+
+
 def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> dict[str, Any]:
     """A nested dict with the saved state's keys: tensors to load into, None for plain values.
 
@@ -42,9 +48,10 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
         else:
             put(tree, path, None if entry is None else made.tensor(place, entry))
     if strangers:
+        numbered = all(name.isdecimal() for name in strangers)
         raise IncompatibleCheckpointError(
             f"the checkpoint has optimizer state of parameters that the live optimizer does not train: "
-            f"{', '.join(sorted(strangers)[:5])}",
+            f"{', '.join(sorted(strangers)[:5])}" + (_NUMBERED if numbered else ""),
             unexpected=sorted(strangers),
         )
     return tree

@@ -65,6 +65,11 @@ class LocalStorage(Storage):
                 probe.write(b"probe")
                 probe.flush()
         except NotADirectoryError as error:
+            if (link := _dangling(self._root)) is not None:
+                target = (
+                    f"a symbolic link to {os.readlink(link)}, which does not exist: make it, or the link anew"
+                )
+                raise NotADirectoryError(errno.ENOTDIR, target, str(link)) from error
             raise _explained(
                 NotADirectoryError, error, "a file is where the checkpoint root should be"
             ) from error
@@ -204,6 +209,11 @@ def _entry(child: os.DirEntry[str]) -> StorageEntry | None:
     except FileNotFoundError:
         return None
     return StorageEntry(name=child.name, is_directory=False, size_bytes=size)
+
+
+def _dangling(path: Path) -> Path | None:
+    """The symbolic link on the way to `path` that leads nowhere."""
+    return next((each for each in (path, *path.parents) if each.is_symlink() and not each.exists()), None)
 
 
 def _explained(kind: type[OSError], error: OSError, hint: str, at: Path | None = None) -> OSError:
