@@ -1,38 +1,23 @@
 """Verification of what stock DCP wrote: no manifest, but every chunk is a zip, and zips carry CRC32s.
 
 torch computes these checksums on every save and never looks at them again. Where the chunks lie stands in
-`.metadata`, a pickle. It is read here without torch and without trust: whatever class it names becomes an
-inert placeholder, so that nothing in it can run.
+`.metadata`, a pickle, which is read without torch and without trust.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Final, final
+from typing import final
 
 from ckpt_core.commit._catalog import can_count
+from ckpt_core.commit._index import BROKEN_PICKLE, read_index
 from ckpt_core.commit._zips import zip_problem
 from ckpt_core.errors import CheckpointNotFoundError, FileFailure
 from ckpt_core.names import DATA_SUFFIX, METADATA
-from ckpt_core.pickles import Row, guarded
 from ckpt_core.storage import Storage
-
-_BROKEN_PICKLE: Final = (
-    pickle.UnpicklingError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    EOFError,
-    RecursionError,
-    OverflowError,
-    MemoryError,
-)
 
 
 def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
@@ -72,7 +57,7 @@ def _verify_part(storage: Storage, part: str) -> Iterator[FileFailure]:
     except FileNotFoundError:
         yield FileFailure(path=METADATA, problem="missing: the save did not end, DCP cannot load this")
         return
-    except _BROKEN_PICKLE as error:
+    except BROKEN_PICKLE as error:
         yield FileFailure(path=METADATA, problem=f"cannot be read: {type(error).__name__}: {error}")
         return
     for path, in_file in chunks.items():
@@ -111,9 +96,9 @@ def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str |
 
 
 def _read_chunks(content: bytes) -> Mapping[str, Sequence[_Chunk]]:
-    """File -> its chunks in the order of the file; anything unexpected raises one of `_BROKEN_PICKLE`."""
+    """File -> its chunks in the order of the file; anything unexpected raises one of `BROKEN_PICKLE`."""
     chunks: defaultdict[str, list[_Chunk]] = defaultdict(list)
-    for index, where in _Inert(io.BytesIO(guarded(content))).load().storage_data.items():
+    for index, where in read_index(content).storage_data.items():
         path, offset, size = where.relative_path, where.offset, where.length
         if not (type(path) is str and type(offset) is type(size) is int):
             raise TypeError(f"the place of chunk {index.fqn!r} is not a path, an offset and a length")
@@ -121,36 +106,3 @@ def _read_chunks(content: bytes) -> Mapping[str, Sequence[_Chunk]]:
             raise ValueError(f"chunk {index.fqn!r} lies outside the checkpoint, in {path!r}")
         chunks[path].append(_Chunk(key=index.fqn, offset=offset, size_bytes=size))
     return {path: sorted(chunks[path], key=lambda chunk: chunk.offset) for path in sorted(chunks)}
-
-
-class _Placeholder(dict[Any, Any]):
-    """Stands for any object of a pickle: takes every argument and item, keeps its fields, does nothing."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __new__(cls, *_: Any, **__: Any) -> _Placeholder:
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-
-    def append(self, _: Any) -> None:
-        """Take an item, as a list would."""
-
-    def extend(self, _: Any) -> None:
-        """Take items, as a list would."""
-
-
-@final
-class _Inert(pickle.Unpickler):  # noqa: S301 - nothing it names is ever looked up
-    """Reads the structure of a pickle; no class is imported and no function called, whatever it names."""
-
-    def find_class(self, _module: str, _name: str, /) -> type[_Placeholder]:
-        return _Placeholder
-
-    def persistent_load(self, pid: Any, /) -> Row:
-        return Row(pid)

@@ -11,6 +11,7 @@ from typing import Final
 from ckpt_core.checksums import Checksum
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._damage import damage_in
+from ckpt_core.commit._index import index_failures
 from ckpt_core.commit._manifest import Manifest, Marker
 from ckpt_core.errors import (
     CheckpointNotFoundError,
@@ -19,7 +20,7 @@ from ckpt_core.errors import (
     FileFailure,
     IncompatibleCheckpointError,
 )
-from ckpt_core.names import MANIFEST, MARKER
+from ckpt_core.names import MANIFEST, MARKER, METADATA
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry
 
@@ -29,6 +30,9 @@ _THREADS: Final = 4
 
 def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None) -> list[FileFailure]:
     """Read a checkpoint back and compare it with its manifest: marker, manifest, then every file.
+
+    If every file is as it was written, what DCP's metadata says of them must be possible: a load would refuse
+    it otherwise.
 
     Args:
         storage: the root.
@@ -69,11 +73,24 @@ def _failures(storage: Storage, name: str, paths: Collection[str] | None) -> lis
     entries = _selected(manifest, paths)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-verify") as pool:
         problems = pool.map(lambda entry: _problem(storage, name, manifest, entry), entries)
-        return [
+        failures = [
             FileFailure(path=entry.path, problem=problem)
             for entry, problem in zip(entries, problems, strict=True)
             if problem is not None
         ]
+    return failures or _impossible(storage, name, manifest, entries)
+
+
+def _impossible(
+    storage: Storage, name: str, manifest: Manifest, entries: Sequence[FileEntry]
+) -> list[FileFailure]:
+    sizes = {entry.path: entry.size_bytes for entry in manifest.files}
+    return [
+        failure
+        for entry in entries
+        if entry.path.rpartition("/")[2] == METADATA
+        for failure in index_failures(entry.path, sizes, lambda path: storage.read_bytes(f"{name}/{path}"))
+    ]
 
 
 def _leads_to(catalog: Catalog, name: str, marker: Marker) -> bool:

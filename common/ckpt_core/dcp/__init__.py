@@ -1,7 +1,8 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
-from ckpt_core.dcp._consistency import check_metadata
+from ckpt_core.consistency import check_metadata
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
+from ckpt_core.dcp._kinds import is_expanded
 from ckpt_core.dcp._landing import Landing
 from ckpt_core.dcp._metadata import entries, load_metadata
 from ckpt_core.dcp._needs import Need
@@ -30,6 +31,7 @@ __all__ = [
     "decide",
     "encode_metadata",
     "entries",
+    "is_expanded",
     "load_chunk",
     "load_metadata",
     "load_value",

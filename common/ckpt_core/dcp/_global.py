@@ -37,7 +37,7 @@ def describe(plans: Sequence[SavePlan]) -> Metadata:
     problems = [problem for plan in plans if (problem := _add(plan, entries)) is not None]
     for name, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata):
-            problems += _flaws(name, entry.size, entry.chunks, whole=len(plans) > 1)
+            problems += _flaws(name, entry.size, entry.chunks)
     if problems:
         more = f", and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
         raise ValueError(f"the shards do not make up the state: {'; '.join(problems[:_TOLD])}{more}")
@@ -82,8 +82,8 @@ def _told_apart(item: WriteItem, data: TensorWriteData, entry: Any) -> str:
     )
 
 
-def _flaws(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata], *, whole: bool) -> list[str]:
-    """What is wrong with the chunks of a tensor; `whole`: they must fill it."""
+def _flaws(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> list[str]:
+    """What is wrong with the chunks of a tensor."""
     if len(size) == 0:
         return [] if len(chunks) == 1 else [f"{name} is one value and is written {len(chunks)} times"]
     starts = np.array([chunk.offsets for chunk in chunks], dtype=np.int64).reshape(-1, len(size))
@@ -94,7 +94,7 @@ def _flaws(name: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata], 
     if outside.any():
         flaws.append(f"{name} {tuple(size)} has a shard outside of it: {chunks[int(outside.argmax())]}")
     volumes = lengths.prod(axis=1)
-    if whole and int(volumes.sum()) != prod(size):
+    if int(volumes.sum()) != prod(size):
         flaws.append(f"the shards of {name} {tuple(size)} have {int(volumes.sum())} elements together")
     full = volumes > 0
     if _overlap(starts[full], ends[full]):

@@ -41,7 +41,7 @@ def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
 
 
 def _problem(tensor: torch.Tensor) -> str | None:
-    for find in (_unreadable, _foreign_layout, _foreign_dtype, _without_data):
+    for find in (_unreadable, _foreign_layout, _foreign_dtype, _without_data, _expanded):
         problem = find(tensor)
         if problem is not None:
             return problem
@@ -92,6 +92,30 @@ def _has_bytes(dtype: torch.dtype) -> bool:
     if name.startswith(("q", "bits")):
         return False
     return dtype in torch.storage._new_dtypes() or dtype in torch.storage._dtype_to_storage_type_map()
+
+
+def _expanded(tensor: torch.Tensor) -> str | None:
+    if not is_expanded(tensor):
+        return None
+    return (
+        f"expanded: strides {tensor.stride()} for shape {tuple(tensor.shape)} make several elements one "
+        "place in memory, into which nothing can be loaded; keep a copy (contiguous() or clone()), or leave "
+        "it out of the state (register_buffer(..., persistent=False))"
+    )
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of a tensor share memory so that torch refuses to write into it.
+
+    Other overlapping views (`as_strided`, `unfold`) take back the values that they had.
+    """
+    if isinstance(tensor, ShardedTensor):
+        return any(is_expanded(shard.tensor) for shard in tensor.local_shards())
+    if isinstance(tensor, DTensor):
+        return is_expanded(tensor.to_local())
+    if tensor.layout != torch.strided or tensor.is_contiguous() or not tensor.numel():
+        return False
+    return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _without_data(tensor: torch.Tensor) -> str | None:

@@ -24,12 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from typing_extensions import override
 
 from ckpt_core.codec import MAX_COUNT, relative_paths
+from ckpt_core.consistency import MAX_DIMS
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
 from ckpt_core.pickles import Ordered, Row, Sealed, guarded
 from ckpt_core.types import SavedEntries, SavedTensor
-
-MAX_DIMS: Final = 64
-"""What torch itself allows."""
 
 _MAX_PATH_CHARS: Final = 4096
 _PATHS: Final = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}

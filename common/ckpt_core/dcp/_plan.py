@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias, cast, final
+from typing import Any, Final, TypeAlias, cast, final
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -104,6 +104,15 @@ class Part:
         """The byte entries that this rank is to write, serialised now, as DCP does it."""
         return [self._serialise(self._leaves[at], index) for at, index in self._value_items]
 
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        """The live state, until `forget`."""
+        return self._tree
+
+    def odd_values(self) -> list[MetadataIndex]:
+        """The entries of `values` that may need more than plain types to be read back."""
+        return [index for at, index in self._value_items if not _is_plain(self._leaves[at])]
+
     def forget(self) -> None:
         """Let go of the live state, lest it be kept alive until the next save."""
         self._leaves, self._tree = (), {}
@@ -123,6 +132,18 @@ class Part:
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 """Types whose `repr` tells every two values apart, whatever went before."""
+
+
+_PLAIN: Final = _SCALARS | {bytes, torch.Size, torch.dtype}
+_MOST_PLAIN: Final = 100_000
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in _PLAIN:
+        return True
+    if type(value) not in {list, tuple} or len(value) > _MOST_PLAIN:
+        return False
+    return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
 
 
 def decide(plans: Sequence[SavePlan], uneven: Collection[str] = ()) -> tuple[list[Share], Metadata]:

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckpt_core.checksums import checksum
 from ckpt_core.chunks import ChunkTable, TableEntry, encode_table
-from ckpt_core.dcp import Pace, encode_metadata, places_in
-from ckpt_core.errors import SaveError
-from ckpt_core.names import chunks_name
+from ckpt_core.dcp import Pace, check_metadata, encode_metadata, places_in
+from ckpt_core.errors import CorruptCheckpointError, SaveError
+from ckpt_core.names import METADATA, chunks_name
 from ckpt_core.types import FileEntry
 
 _Layout: TypeAlias = tuple[tuple[str, bytes], ...]
@@ -147,8 +147,10 @@ class WriteMemory:
                 ChunkTable.from_bytes(zlib.decompress(self._tables[rank]), source=chunks_name(rank))
                 for rank in sorted(self._tables)
             ]
+            sizes = {path: each.size_bytes for table in tables for path, each in table.files.items()}
             for part in stale:
                 places = dict(place for table in tables for place in places_in(table, part))
+                _check_loadable(plans[part], places, part, sizes)
                 content = KeptContent.of(encode_metadata(plans[part], places))
                 self._metadata[part] = plans[part], content
         return {part: self._metadata[part][1] for part in plans}
@@ -156,6 +158,20 @@ class WriteMemory:
     def _stale(self, part: str, plan: Metadata) -> bool:
         known = self._metadata.get(part)
         return known is None or known[0] is not plan
+
+
+def _check_loadable(
+    plan: Metadata, places: Mapping[MetadataIndex, Any], part: str, sizes: Mapping[str, int]
+) -> None:
+    """Refuse to commit what a load would call damaged."""
+    try:
+        check_metadata(
+            replace(plan, storage_data=places),
+            METADATA,
+            lambda path: sizes[f"{part}/{path}" if part else path],
+        )
+    except CorruptCheckpointError as error:
+        raise SaveError(f"what the ranks wrote could not be loaded: {error}") from error
 
 
 def _without_checksums(entry: TableEntry) -> TableEntry:

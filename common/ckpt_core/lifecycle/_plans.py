@@ -6,7 +6,7 @@ names, dtypes, shapes and placements, which rarely change between two saves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, final
@@ -110,6 +110,10 @@ class AgreedPlans:
             self._problem = error
         else:
             self._valid = True
+
+    def trees(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The live state of this rank, by part, until `forget`."""
+        return ((name, part.tree) for name, part in self.parts.items())
 
     def check(self) -> None:
         """Raise what kept this rank from taking over its share."""

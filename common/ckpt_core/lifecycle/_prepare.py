@@ -19,6 +19,7 @@ from ckpt_core.commit import working_name
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._items import PICKLED, encode_items, pickled_key
+from ckpt_core.lifecycle._loadable import LoadNotes
 from ckpt_core.lifecycle._local import LocalValues
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans, Keeping
@@ -93,6 +94,7 @@ class Workshop:
 
     plans: AgreedPlans
     stager: Stager
+    notes: LoadNotes
     overlapped: bool = False
 
 
@@ -179,7 +181,7 @@ def prepare(
             rank_files=verdict.most_extra_files,
         ),
     )
-    return _stage(prepared, survey.state, workshop)
+    return _stage(prepared, survey.state, workshop, storage.url)
 
 
 def warm_up(
@@ -303,7 +305,7 @@ def _settle(
     return survey, request
 
 
-def _stage(prepared: PreparedSave, state: CapturedState, workshop: Workshop) -> PreparedSave:
+def _stage(prepared: PreparedSave, state: CapturedState, workshop: Workshop, url: str) -> PreparedSave:
     plans = workshop.plans
     try:
         plans.check()
@@ -312,6 +314,7 @@ def _stage(prepared: PreparedSave, state: CapturedState, workshop: Workshop) -> 
         stable = state.stable if workshop.overlapped and state.optimizers else None
         # Last: from here on the memory is taken, and only the prepared save knows to give it back.
         staged = workshop.stager.stage(plans.parts, plans.generation, stable=stable)
+        workshop.notes.tell(state, plans, staged, url)
         return replace(prepared, staged=staged, extras=prepared.extras.with_values(staged.values.values()))
     except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
         return replace(prepared, error=SaveError(f"while staging: {type(caught).__name__}: {caught}"))

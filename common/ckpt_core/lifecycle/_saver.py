@@ -13,6 +13,7 @@ from ckpt_core.lifecycle._finite import refuse_non_finite_loss
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._guard import StepGuard
 from ckpt_core.lifecycle._handle import SaveHandle
+from ckpt_core.lifecycle._loadable import LoadNotes
 from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans
@@ -53,6 +54,7 @@ class Saver:
         self._workshop = Workshop(
             plans=AgreedPlans(),
             stager=Stager(Arenas(options.arenas, options.staging_memory_bytes)),
+            notes=LoadNotes(allow_pickle=options.allow_pickle),
             overlapped=options.staging == "overlapped",
         )
         self._guard = StepGuard()

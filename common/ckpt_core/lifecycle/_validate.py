@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from ckpt_core.dcp import is_expanded
 from ckpt_core.errors import IncompatibleCheckpointError
 
 _SHOWN = 8
@@ -88,6 +89,8 @@ def _mismatch(value: Any, saved: object, *, cast: bool) -> str | None:
         return f"shape {tuple(value.size())} here, {tuple(saved.size)} in the checkpoint"
     if value.dtype != saved.properties.dtype and not cast:
         return f"{value.dtype} here, {saved.properties.dtype} in the checkpoint"
+    if isinstance(value, torch.Tensor) and is_expanded(value):
+        return "expanded here (elements share memory), so that nothing can be loaded into it; clone() it"
     return None
 
 

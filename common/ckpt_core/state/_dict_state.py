@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 
+from ckpt_core.errors import ConfigError
 from ckpt_core.state._items import is_stateful, load_item
 from ckpt_core.state._nested import get, is_leaf, under
 from ckpt_core.state._tensors import template
@@ -47,10 +48,21 @@ class DictState:
 
 def _states(value: Any) -> Any:
     if isinstance(value, Mapping):
+        _check_keys(value)
         return {str(key): _states(each) for key, each in value.items()}
     if is_stateful(value):
         return value.state_dict()
     return value if is_leaf(value) else [_states(each) for each in value]
+
+
+def _check_keys(mapping: Mapping[Any, Any]) -> None:
+    names = [str(key) for key in mapping]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(
+            f"several keys of one mapping are called {', '.join(twice)} in a checkpoint, where every key is "
+            "a string; only one of them would be saved"
+        )
 
 
 def _targets(value: Any, saved: SavedEntries, *prefix: str | int) -> Any:
@@ -70,7 +82,7 @@ def _apply(live: Any, loaded: Any, name: str) -> None:
         if isinstance(value, torch.Tensor) or (not is_list and str(key) not in loaded):
             continue
         if is_stateful(value):
-            load_item(f"{name}{key}", value, {} if new is None else new)
+            load_item(f"{name}{key}", value, {} if new is None else new, of_tree=True)
         elif not is_leaf(value):
             _apply(value, {} if new is None else new, f"{name}{key}.")
         else:

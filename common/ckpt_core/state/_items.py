@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
-from ckpt_core.state._nested import leaves, rekeyed
+from ckpt_core.state._nested import leaves, rekeyed, with_empties
 from ckpt_core.state._tensors import is_sharded, local_bytes
 
 MAX_SHARED_BYTES = 1 << 20
@@ -68,14 +68,22 @@ def _keys(item: Any) -> Any:
     return state
 
 
-def load_item(name: str, item: Any, state: Any) -> None:
+def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> None:
     """Give an object its saved state.
+
+    Args:
+        name: for errors.
+        item: the object.
+        state: what `item.state_dict()` returned at the save.
+        of_tree: whether it was in the sharded data, where empty mappings leave no trace.
 
     Raises:
         IncompatibleCheckpointError: it refuses.
     """
     try:
-        item.load_state_dict(rekeyed(state, _keys(item)))
+        live = _keys(item)
+        state = rekeyed(state, live)
+        item.load_state_dict(with_empties(state, live) if of_tree else state)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise IncompatibleCheckpointError(
             f"{name} ({type(item).__name__}) refused its saved state: {type(error).__name__}: {error}"

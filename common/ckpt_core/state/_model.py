@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from ckpt_core.state._fsdp1 import is_fsdp1
 from ckpt_core.state._names import ParameterNames, Prefixes
 from ckpt_core.state._tensors import placeholders, template
 from ckpt_core.types import SavedEntries, SavedState
+
+_EXTRA_STATE: Final = "_extra_state"
 
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
@@ -134,6 +136,28 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
         IncompatibleCheckpointError: names or shapes differ from the model's.
     """
     try:
-        set_model_state_dict(model, dict(state), options=StateDictOptions(strict=strict))
+        if is_fsdp1(model):
+            set_model_state_dict(model, dict(state), options=StateDictOptions(strict=strict))
+        else:
+            _put_back(model, state, strict=strict)
     except RuntimeError as error:
         raise IncompatibleCheckpointError(f"the loaded state does not fit the model: {error}") from error
+
+
+def _put_back(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Give a model what `model_state` took from it, under the names by which it was given."""
+    prefixes, left = Prefixes(model), dict(state)
+    values: dict[str, Any] = {}
+    for key, live in model.state_dict().items():
+        name = prefixes.name(key)
+        if name in state:
+            values[key] = left.pop(name, state[name])
+        elif strict and key.endswith(_EXTRA_STATE) and isinstance(live, Mapping):
+            values[key] = {}  # as extra state it leaves no trace in a checkpoint
+    found: Any = model.load_state_dict({**values, **left}, strict=False)
+    if found is None or not strict:
+        return  # a method of the model's own, which raises what it has to say
+    # Torch calls what has a dot in its own name unexpected, although it has loaded it.
+    unexpected = [key for key in found.unexpected_keys if key not in values]
+    if unexpected or found.missing_keys:
+        raise RuntimeError(f"missing: {found.missing_keys}; unexpected: {unexpected}")

@@ -6,6 +6,7 @@ other value, a tuple included, is one leaf. Mapping keys become strings; empty m
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import pairwise, zip_longest
 from typing import Any, TypeAlias
@@ -78,14 +79,37 @@ def get(tree: Any, path: Path) -> Any:
 
 
 def rekeyed(loaded: Any, like: Any) -> Any:
-    """`loaded` with the mapping keys of `like` where those are no strings, which a checkpoint cannot tell."""
+    """`loaded` with what a checkpoint cannot tell, as `like` has it: keys that are no strings, dict types."""
     if isinstance(loaded, dict) and isinstance(like, Mapping):
         keys = {str(key): key for key in like}
-        return {
-            keys.get(key, key): rekeyed(value, like.get(keys.get(key, key))) for key, value in loaded.items()
-        }
+        return _in_kind_of(
+            like,
+            {
+                keys.get(key, key): rekeyed(value, like.get(keys.get(key, key)))
+                for key, value in loaded.items()
+            },
+        )
     if isinstance(loaded, list) and isinstance(like, list):
         return [rekeyed(*pair) for pair in zip_longest(loaded, like[: len(loaded)])]
+    return loaded
+
+
+def _in_kind_of(like: Mapping[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    if type(like) is defaultdict:
+        return defaultdict(like.default_factory, values)
+    if type(like) in {OrderedDict, Counter}:
+        return type(like)(values)  # type: ignore[call-arg]
+    return values
+
+
+def with_empties(loaded: Any, like: Any) -> Any:
+    """`loaded` with the mappings of `like` that it lacks, which were empty when they were saved."""
+    if isinstance(loaded, dict) and isinstance(like, Mapping):
+        for key, value in like.items():
+            if key in loaded:
+                loaded[key] = with_empties(loaded[key], value)
+            elif isinstance(value, Mapping):
+                loaded[key] = _in_kind_of(value, {})
     return loaded
 
 

@@ -6,7 +6,7 @@ Own extraction instead of torch's `get_optimizer_state_dict`, which steps an opt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ckpt_core.state import _fsdp1, _groups
 from ckpt_core.state._flat import is_flat, nested
 from ckpt_core.state._names import ParameterNames
 from ckpt_core.state._nested import rekeyed
+from ckpt_core.state._packed import PACKED, packed_state, speaker
 from ckpt_core.state._probe import probe
 
 
@@ -63,20 +64,32 @@ def optimizer_state(
         names: the names of `model`, if they are known already.
 
     Raises:
-        ConfigError: the optimizer trains parameters that the model does not hold.
+        ConfigError: the optimizer trains parameters that the model does not hold, or has state that could
+            not be put back.
     """
-    optimizer = unwrap_optimizer(optimizer)
+    inner = unwrap_optimizer(optimizer)
     if _fsdp1.is_fsdp1(model):
-        return _with_own_groups(_fsdp1.optimizer_state(model, optimizer))
-    members_of_groups = (names or ParameterNames.of(model)).of_groups(optimizer)
-    packed = optimizer.state_dict()
+        own = packed_state(optimizer, inner) if optimizer is not inner else {}
+        _refuse_beside(inner, set(own) - PACKED)
+        return _with_own_groups(_fsdp1.optimizer_state(model, inner))
+    members_of_groups = (names or ParameterNames.of(model)).of_groups(inner)
+    packed = packed_state(optimizer, inner)
     by_index: dict[Any, str] = {}
     groups: list[dict[str, Any]] = []
     for group, members in zip(packed["param_groups"], members_of_groups, strict=True):
         by_index.update(zip(group["params"], members, strict=True))
         groups.append({**group, "params": list(members)})
     state = {by_index.get(key, str(key)): values for key, values in packed["state"].items()}
-    return _with_own_groups({"state": state, "param_groups": groups})
+    beside = {key: value for key, value in packed.items() if key not in PACKED}
+    return _with_own_groups({**beside, "state": state, "param_groups": groups})
+
+
+def _refuse_beside(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> None:
+    if keys:
+        raise ConfigError(
+            f"a wrapper around {type(optimizer).__name__} has state of its own "
+            f"({', '.join(sorted(keys))}), which cannot be saved under FSDP1; use FSDP2's fully_shard"
+        )
 
 
 def _with_own_groups(state: dict[str, Any]) -> dict[str, Any]:
@@ -100,21 +113,20 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, state: Mapping[str, A
     Raises:
         IncompatibleCheckpointError: the groups do not fit; the optimizer is unchanged then.
     """
-    optimizer = unwrap_optimizer(optimizer)
+    inner = unwrap_optimizer(optimizer)
     if is_flat(state):
         state = nested(state)
     indexed = (
-        _fsdp1_index_form(model, optimizer, state)
-        if _fsdp1.is_fsdp1(model)
-        else _index_form(model, optimizer, state)
+        _fsdp1_index_form(model, inner, state) if _fsdp1.is_fsdp1(model) else _index_form(model, inner, state)
     )
+    beside = {key: value for key, value in state.items() if key not in PACKED}
     try:
-        optimizer.load_state_dict(indexed)
+        speaker(optimizer, inner).load_state_dict({**beside, **indexed})
     except (ValueError, TypeError, KeyError) as error:
         raise IncompatibleCheckpointError(
             f"{type(optimizer).__name__} refused the loaded state: {error}"
         ) from error
-    _undo_casts(optimizer, indexed["state"])
+    _undo_casts(inner, indexed["state"])
 
 
 def check_groups(model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None) -> None:

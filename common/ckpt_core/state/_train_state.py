@@ -23,7 +23,7 @@ from ckpt_core.state._model import (
     model_target,
 )
 from ckpt_core.state._names import ParameterNames
-from ckpt_core.state._nested import get, put, under
+from ckpt_core.state._nested import get, leaves, put, under
 from ckpt_core.state._optimizer import (
     check_groups,
     load_optimizer_state,
@@ -82,12 +82,14 @@ class TrainState:
         **items: Any,
     ) -> None:
         self._model = as_module(model)
-        self._optimizers = {name: unwrap_optimizer(each) for name, each in _named("optimizer", optimizer)}
+        self._optimizers = dict(_named("optimizer", optimizer))
         self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
         self._dataloaders = dict(_named("dataloader", dataloader))
         self._items = items
         self._with_model, self._with_rng = True, rng
         self._begun: tuple[SavedState, list[str]] | None = None
+        for each in self._optimizers.values():
+            unwrap_optimizer(each)
         for name, each in (self._shared | items).items():
             check_stateful(name, each)
         for name, each in self._dataloaders.items():
@@ -101,7 +103,7 @@ class TrainState:
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The torch optimizers inside whatever wraps them; their steps are what changes the model."""
-        return tuple(self._optimizers.values())
+        return tuple(map(unwrap_optimizer, self._optimizers.values()))
 
     @property
     def names(self) -> frozenset[str]:
@@ -190,8 +192,9 @@ class TrainState:
 
     def _check_present(self, entries: SavedEntries, saved: SavedState) -> None:
         tops = {path[:2] for path in entries}
-        present = {"model"} if any(path[0] == "model" for path in tops) else set[str]()
-        missing = sorted({"model"} - present) if self._with_model else []
+        has_model = any(path[0] == "model" for path in tops) or not self._with_model
+        # A model without parameters and buffers leaves no trace.
+        missing = [] if has_model or not any(leaves(model_state(self._model))) else ["model"]
         missing += [name for name in self._optimizers if not under(entries, *_path(name))]
         # Directories that stock DCP wrote have no shared items; `apply` says what was left as it is.
         if saved.world_size is not None:
@@ -228,9 +231,9 @@ class TrainState:
             load_model_state(self._model, tree["model"], strict=not saved.include)
         for name, item in self._items.items():
             if (state := get(tree, ("items", name))) is not None:
-                load_item(name, item, state)
+                load_item(name, item, state, of_tree=True)
         for name, each in self._kept_by_stock(saved):
-            load_item(name, each, get(tree, _path(name)))
+            load_item(name, each, get(tree, _path(name)), of_tree=True)
         if self._with_rng:
             # Last: making the iterator of a loader draws from the global generator.
             notes += _apply_rng(saved)

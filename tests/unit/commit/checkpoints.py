@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import secrets
 from collections.abc import Mapping
+
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.checksums import checksum
 from ckpt_core.commit import Manifest, begin, commit
@@ -12,9 +15,9 @@ from ckpt_core.storage import MemoryStorage, ObjectStorage, Storage
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 FILES = {
-    ".metadata": b"index of DCP",
+    ".metadata": pickle.dumps(Metadata({}, storage_data={})),
     "__0_0.distcp": bytes(range(256)) * 40,
-    "__1_0.distcp": b"\0" * 5000,
+    "__1_0.distcp": b"\0" * 4900,
     "model/__0_0.distcp": b"nested",
     "rank-00000.json": b"{}",
 }

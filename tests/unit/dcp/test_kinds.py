@@ -65,7 +65,7 @@ def views() -> dict[str, torch.Tensor]:
         "channels_last": base[:48].reshape(2, 2, 3, 4).contiguous(memory_format=torch.channels_last),
         "strided": base[::3],
         "offset": base[7:19],
-        "expanded": base[:1].expand(4, 5),
+        "windows": base[:12].unfold(0, 4, 2),
         "conjugate": pair.conj(),
         "conjugate_transposed": pair.reshape(6, 10).mH,
         "negative": pair.conj().imag,
@@ -202,6 +202,8 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "freed": (freed, "without memory: its storage was freed"),
     "wrapper": (lambda: Wrapper(torch.ones(3)), r"test_kinds\.Wrapper.*plain tensors that it is made of"),
     "wrapper parameter": (lambda: nn.Parameter(Wrapper(torch.ones(3))), r"test_kinds\.Wrapper"),
+    "expanded": (lambda: torch.ones(3, 1).expand(3, 4), r"expanded: strides \(1, 0\).*clone"),
+    "strided to one": (lambda: torch.ones(5).as_strided((2, 2, 2), (0, 2, 1)), "expanded: strides"),
     "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "NestedTensor"),
 }  # fmt: skip
 

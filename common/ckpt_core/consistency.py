@@ -1,37 +1,39 @@
-"""Whether what `.metadata` says can be true of the files beside it, before anyone acts on it."""
+"""Whether what `.metadata` says can be true of the files beside it, before anyone acts on it.
+
+A save asks before it commits, a load before it reads, and a verification; the last without torch, so that
+nothing here needs DCP's classes: whatever has their attributes will do.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from operator import itemgetter
-from typing import Final, TypeAlias
-
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from typing import Any, Final, TypeAlias
 
 from ckpt_core.codec import MAX_COUNT
-from ckpt_core.dcp._metadata import MAX_DIMS
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 
-_MOST_PAIRS: Final = 20_000_000
+MAX_DIMS: Final = 64
+"""What torch itself allows."""
 
-_Places: TypeAlias = dict[tuple[str, torch.Size | None], _StorageInfo]
-_Box: TypeAlias = tuple[torch.Size, torch.Size]
+_MOST_PAIRS: Final = 20_000_000
+# Of DCP, or what stands for it: `Metadata`, `TensorStorageMetadata`, `ChunkStorageMetadata`, `_StorageInfo`.
+_Metadata: TypeAlias = Any
+_Tensor: TypeAlias = Any
+_Chunk: TypeAlias = Any
+_Place: TypeAlias = Any
+
+_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Place]
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class _ImpossibleError(ValueError):
     pass
 
 
-def check_metadata(metadata: Metadata, path: str, sizes: Callable[[str], int]) -> None:
+def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) -> None:
     """Check that metadata describes whole tensors in files that can hold them.
 
     Every entry lies inside its file; every tensor's chunks lie inside its shape and cover each element of
@@ -46,13 +48,12 @@ def check_metadata(metadata: Metadata, path: str, sizes: Callable[[str], int]) -
     Raises:
         CorruptCheckpointError: something is impossible; the message says what, and of which entry.
     """
-    storage_data: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
-    places: _Places = {(index.fqn, index.offset): info for index, info in storage_data.items()}
+    places: _Places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
     try:
         _check_files(places, sizes)
         num_chunks = 0
         for key, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
+            if _is_tensor(entry):
                 num_chunks += _check_tensor(key, entry, places)
             elif (key, None) not in places:
                 raise _ImpossibleError(f"{key!r:.200} is nowhere")
@@ -65,6 +66,10 @@ def check_metadata(metadata: Metadata, path: str, sizes: Callable[[str], int]) -
     except _ImpossibleError as error:
         failure = FileFailure(path=path, problem=f"says what cannot be: {error}")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+
+
+def _is_tensor(entry: object) -> bool:
+    return hasattr(entry, "chunks")
 
 
 def _check_files(places: _Places, sizes: Callable[[str], int]) -> None:
@@ -87,22 +92,22 @@ def _check_files(places: _Places, sizes: Callable[[str], int]) -> None:
             raise _ImpossibleError(f"{key!r:.200} ends at byte {end} of {file!r}, which has {size}")
 
 
-def _unexplained(metadata: Metadata, places: _Places) -> str:
+def _unexplained(metadata: _Metadata, places: _Places) -> str:
     described = {
         (key, None if chunk is None else chunk.offsets)
         for key, entry in metadata.state_dict_metadata.items()
-        for chunk in (entry.chunks if isinstance(entry, TensorStorageMetadata) else [None])
+        for chunk in (entry.chunks if _is_tensor(entry) else [None])
     }
     return next(key for key, offset in places if (key, offset) not in described)
 
 
-def _check_tensor(key: str, entry: TensorStorageMetadata, places: _Places) -> int:
+def _check_tensor(key: str, entry: _Tensor, places: _Places) -> int:
     """Check one tensor; how many places it accounts for."""
     shape, itemsize = entry.size, entry.properties.dtype.itemsize
     if len(shape) > MAX_DIMS or any(not 0 <= length <= MAX_COUNT for length in shape):
         raise _ImpossibleError(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
     boxes: list[_Box] = []
-    empty: set[torch.Size] = set()
+    empty: set[tuple[int, ...]] = set()
     volume = 0
     for chunk in entry.chunks:
         own = _volume(key, chunk, shape)
@@ -127,7 +132,7 @@ def _check_tensor(key: str, entry: TensorStorageMetadata, places: _Places) -> in
     return len(boxes) + len(empty.difference(map(itemgetter(0), boxes)))
 
 
-def _volume(key: str, chunk: ChunkStorageMetadata, shape: Sequence[int]) -> int:
+def _volume(key: str, chunk: _Chunk, shape: Sequence[int]) -> int:
     """Number of elements; they must lie inside the tensor."""
     offsets, lengths = chunk.offsets, chunk.sizes
     if not len(offsets) == len(lengths) == len(shape):
