@@ -5,13 +5,14 @@ torch, so that listing and verifying stay fast.
 """
 
 from ckpt_core.commit._catalog import Catalog, Survey
+from ckpt_core.commit._index import TensorEntry, list_tensors
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
 from ckpt_core.commit._prune import collect_orphans, countable, remove
 from ckpt_core.commit._quarantine import quarantine
-from ckpt_core.commit._stock import verify_stock
+from ckpt_core.commit._stock import stock_parts, verify_stock
 from ckpt_core.commit._surroundings import (
     Surroundings,
     describe,
@@ -30,6 +31,7 @@ __all__ = [
     "Owner",
     "Surroundings",
     "Survey",
+    "TensorEntry",
     "abandon",
     "begin",
     "collect_orphans",
@@ -39,6 +41,7 @@ __all__ = [
     "file_as_root",
     "is_name",
     "is_same",
+    "list_tensors",
     "look_around",
     "next_lineage",
     "on_present_line",
@@ -47,6 +50,7 @@ __all__ = [
     "remove",
     "require_free",
     "share",
+    "stock_parts",
     "verify",
     "verify_stock",
     "working_name",

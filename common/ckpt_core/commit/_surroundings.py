@@ -118,12 +118,10 @@ def _kind(storage: Storage, name: str) -> str | None:
         return "unmarked"
     if METADATA in files:
         return "stock"
-    for child in sorted(_directory_names(entries), reverse=True)[:_MOST_CHILDREN]:
-        if storage.exists(f"{name}/{child}/{MARKER}"):
-            return "runs"
-        if storage.exists(f"{name}/{child}/{METADATA}"):
-            return "stock"
-    return None
+    children = sorted(_directory_names(entries), reverse=True)[:_MOST_CHILDREN]
+    if any(storage.exists(f"{name}/{child}/{mark}") for child in children for mark in (MARKER, MANIFEST)):
+        return "runs"
+    return "stock" if any(storage.exists(f"{name}/{child}/{METADATA}") for child in children) else None
 
 
 def _describe_directory(storage: Storage, name: str) -> str:

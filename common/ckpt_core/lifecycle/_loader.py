@@ -181,7 +181,7 @@ class Loader:
         newer = [name for name in around.unmarked if (parse_step_name(name) or 0) > loaded.info.step]
         if newer:
             _logger.warning(
-                "step %d was resumed, although %s holds %s, newer and without %s: torn, or the marker was lost",
+                "step %d was resumed, although %s holds %s, newer but without %s: torn, or it was lost",
                 loaded.info.step, url, ", ".join(newer), MARKER,
             )  # fmt: skip
 

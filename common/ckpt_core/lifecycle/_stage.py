@@ -128,7 +128,7 @@ class Stager:
         self, parts: Mapping[str, Part], generation: int, *, pinned: bool
     ) -> tuple[Arena, Mapping[str, Image]]:
         layouts = self._laid_out(parts, generation)
-        # Made inside `torch.inference_mode`, neither the memory nor a view of it could be filled outside of it.
+        # Made inside `torch.inference_mode`, neither memory nor views could be filled outside of it.
         with torch.inference_mode(mode=False):
             arena = self.arenas.reserve(_total(layouts), pinned=pinned)
             attached = arena.attached

@@ -20,7 +20,6 @@ from ckpt_core.state._probe import probe
 from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
 from ckpt_core.types import SavedEntries, SavedTensor
 
-
 _NUMBERED = (
     ". It goes by the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
     'load({"optimizer": optimizer}) with the same parameters in the same order, and the rest with items='

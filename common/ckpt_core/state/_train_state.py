@@ -229,11 +229,11 @@ class TrainState:
             load_optimizer_state(self._model, optimizer, get(tree, _path(name)))
         if self._with_model:
             load_model_state(self._model, tree["model"], strict=not saved.include)
-        for name, item in self._items.items():
-            if (state := get(tree, ("items", name))) is not None:
+        inside = [(("items", name), name, item) for name, item in self._items.items()]
+        inside += [(_path(name), name, each) for name, each in self._kept_by_stock(saved)]
+        for path, name, item in inside:
+            if (state := get(tree, path)) is not None:
                 load_item(name, item, state, of_tree=True)
-        for name, each in self._kept_by_stock(saved):
-            load_item(name, each, get(tree, _path(name)), of_tree=True)
         if self._with_rng:
             # Last: making the iterator of a loader draws from the global generator.
             notes += _apply_rng(saved)

@@ -66,9 +66,7 @@ class LocalStorage(Storage):
                 probe.flush()
         except NotADirectoryError as error:
             if (link := _dangling(self._root)) is not None:
-                target = (
-                    f"a symbolic link to {os.readlink(link)}, which does not exist: make it, or the link anew"
-                )
+                target = f"a symbolic link to {link.readlink()}, which does not exist: make what it leads to"
                 raise NotADirectoryError(errno.ENOTDIR, target, str(link)) from error
             raise _explained(
                 NotADirectoryError, error, "a file is where the checkpoint root should be"

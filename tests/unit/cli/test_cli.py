@@ -408,7 +408,8 @@ def test_pin_and_unpin(ckpt, ckpt_json, root):
         ["ls", "x", "--storage-option", "no value"],
         ["ls", "x", "--storage-option", "anon=true"],
         ["ls", "no-such-protocol://x"],
-        ["show", "memory://bucket"],
+        ["ls", "s3://"],
+        ["show", "gs:///run"],
     ],
     ids=" ".join,
 )
@@ -427,7 +428,7 @@ def test_storage_options_reach_the_storage(ckpt):
 
 def test_a_storage_failure_is_one_line(ckpt, tmp_path):
     (tmp_path / "file").write_text("x")
-    code, _, err = ckpt("ls", tmp_path / "file")
+    code, _, err = ckpt("ls", tmp_path / "file" / "run")
     assert code == 1
     assert err.startswith("ckpt: ")
     assert err.count("\n") == 1
