@@ -228,7 +228,7 @@ def _tensor(entry: Any) -> _Tensor | None:
 
 
 def _key(key: Any) -> _Key:
-    offset = key.offset
+    offset = vars(key).get("offset")  # a default is not pickled
     return _Key(_typed(key.fqn, str), None if offset is None else _typed(offset, tuple))
 
 

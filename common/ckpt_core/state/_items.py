@@ -10,6 +10,7 @@ import torch
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._nested import leaves, rekeyed, with_empties
+from ckpt_core.state._packed import PACKED
 from ckpt_core.state._tensors import is_sharded, local_bytes
 
 MAX_SHARED_BYTES = 1 << 20
@@ -61,7 +62,7 @@ def function_free(state: Mapping[str, Any]) -> dict[str, Any]:
 def _keys(item: Any) -> Any:
     """A state with the keys that `item` expects."""
     state = item.state_dict()
-    if isinstance(item, torch.optim.Optimizer):
+    if isinstance(item, torch.optim.Optimizer) and state.keys() >= PACKED:
         # One that has made no step yet has no state to take the keys from.
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         return {**state, "state": {number: state["state"].get(number) for number in numbers}}

@@ -109,7 +109,7 @@ def with_empties(loaded: Any, like: Any) -> Any:
             if key in loaded:
                 loaded[key] = with_empties(loaded[key], value)
             elif isinstance(value, Mapping):
-                loaded[key] = _in_kind_of(value, {})
+                loaded[key] = with_empties(_in_kind_of(value, {}), value)
     return loaded
 
 
