@@ -6,12 +6,14 @@ torch, so that listing and verifying stay fast.
 
 from ckpt_core.commit._catalog import Catalog, Survey
 from ckpt_core.commit._index import TensorEntry, list_tensors
+from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
-from ckpt_core.commit._prune import collect_orphans, countable, remove
+from ckpt_core.commit._prune import collect_orphans, remove
 from ckpt_core.commit._quarantine import quarantine
+from ckpt_core.commit._soundness import Soundness
 from ckpt_core.commit._stock import stock_parts, verify_stock
 from ckpt_core.commit._surroundings import (
     Surroundings,
@@ -24,11 +26,13 @@ from ckpt_core.commit._verify import share, verify
 
 __all__ = [
     "Catalog",
+    "Inventory",
     "ItemKind",
     "Lease",
     "Manifest",
     "Marker",
     "Owner",
+    "Soundness",
     "Surroundings",
     "Survey",
     "TensorEntry",
@@ -36,7 +40,6 @@ __all__ = [
     "begin",
     "collect_orphans",
     "commit",
-    "countable",
     "describe",
     "file_as_root",
     "is_name",
