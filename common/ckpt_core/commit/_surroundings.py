@@ -106,7 +106,7 @@ def refuse_as_root(storage: Storage) -> None:
 
 def file_as_root(url: str) -> ConfigError:
     """The error for a root that is a file."""
-    return ConfigError(f"{url} is {_file_kind(b'', url)}; the root of a run is a directory")
+    return ConfigError(f"{url} is no directory, as the root of a run must be, but {_file_kind(b'', url)}")
 
 
 def _kind(storage: Storage, name: str) -> str | None:
