@@ -155,7 +155,7 @@ class CheckpointManager:
         step = _checked_step("save", step)
         require(
             "save",
-            None if name is None or isinstance(name, str) else text("name", name),
+            None if name is None or name == "" else text("name", name),
             None if metrics is None else mapping("metrics", metrics),
             None if annotations is None else mapping("annotations", annotations),
         )

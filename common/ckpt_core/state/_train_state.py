@@ -229,7 +229,9 @@ class TrainState:
             load_optimizer_state(self._model, optimizer, get(tree, _path(name)))
         if self._with_model:
             load_model_state(self._model, tree["model"], strict=not saved.include)
-        inside = [(("items", name), name, item) for name, item in self._items.items()]
+        inside: list[tuple[tuple[str, ...], str, Any]] = [
+            (("items", name), name, item) for name, item in self._items.items()
+        ]
         inside += [(_path(name), name, each) for name, each in self._kept_by_stock(saved)]
         for path, name, item in inside:
             if (state := get(tree, path)) is not None:
