@@ -97,6 +97,11 @@ class Background:
         """Whether more work waits for the thread."""
         return not self._work.empty()
 
+    def until_idle(self) -> None:
+        """Return when all work is over: done, or given up. On any thread."""
+        if (last := self._last) is not None:
+            last.over.wait()
+
     def stuck(self) -> str:
         """In what the thread hangs still, after it was given up; "" if it is not so."""
         last = self._last

@@ -69,6 +69,7 @@ class Pruner:
             RootBusyError: another job has taken the root.
         """
         ownership, plans = self._ownership, list[PrunePlan]()
+        ownership.check()
 
         def choose(history: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
             plans.append(self.plan(history, newest=newest))

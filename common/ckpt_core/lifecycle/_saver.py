@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import final
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.errors import CheckpointError, SaveError
+from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.lifecycle._background import Background, within
 from ckpt_core.lifecycle._finite import refuse_non_finite_loss
 from ckpt_core.lifecycle._flight import Flight
@@ -60,10 +61,11 @@ class Saver:
         )
         self._guard = StepGuard()
         self._asked = ""
-        self.ownership = Ownership(storage, coordinator)
+        self._entered = threading.Lock()
+        self._background = background = Background(options.deadline_seconds)
+        self.ownership = Ownership(storage, coordinator, until_idle=background.until_idle)
         self._room = Room(storage, options, ownership=self.ownership, telemetry=telemetry)
         self.pruner = Pruner(storage, options, ownership=self.ownership, telemetry=telemetry)
-        self._background = background = Background(options.deadline_seconds)
         rate = options.write_bytes_per_second
         self._context = SaveContext(
             storage=storage,
@@ -90,7 +92,19 @@ class Saver:
         Raises:
             SaveError: it could not start, or the save before has failed.
             CheckpointError: see `prepare`.
+            ConfigError: another thread is saving.
         """
+        if not self._entered.acquire(blocking=False):
+            raise ConfigError(
+                f"step {request.step} was not saved to {self._storage.url}: another thread of this process "
+                "is in save() of the same CheckpointManager; call its methods on the thread that trains"
+            )
+        try:
+            return self._save(request, capture)
+        finally:
+            self._entered.release()
+
+    def _save(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> SaveHandle | None:
         if not self._flight.ready():
             self._telemetry.point("save.skipped", step=request.step, rank=self._coordinator.rank)
             return None
@@ -135,9 +149,10 @@ class Saver:
         self._guard.wait()
 
     def own_root(self) -> None:
-        """Wait for the save in flight and claim the root; see `Ownership.take`."""
+        """Wait for the save in flight and claim the root; see `Ownership.take` and `check`."""
         self._flight.wait()
         self.ownership.take()
+        self._coordinator.once(self.ownership.check, what="taking the root")
 
     def wait(self) -> None:
         """Wait for the saves in flight and deliver a failure; see `Flight.wait`."""
