@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, final
 
+from ckpt_core.codec import MAX_COUNT
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.coordination import Coordinator, coordinator_for_job
+from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.lifecycle import (
     CadenceKeeper,
@@ -27,7 +28,7 @@ from ckpt_core.state import State, as_captured, as_source, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
-from ckpt_core.validation import integer, require
+from ckpt_core.validation import integer, mapping, plain_integer, require, text
 
 COALESCED = "coalesced"
 """The reason of a save that makes up for those that back-pressure kept from starting."""
@@ -38,6 +39,7 @@ class CheckpointManager:
     """Saves, finds, loads and prunes the checkpoints of one run.
 
     - Threads: all methods on the thread that trains; saves end on one background thread.
+    - Processes: a forked child cannot use its parent's manager; it is told so at once.
     - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `continue_from`, `prune`, `pin`, `unpin`,
       `mark`, `unmark` and `close` are collective over the default process group: every rank calls them in the
       same order. The others are not.
@@ -46,8 +48,9 @@ class CheckpointManager:
     Args:
         root: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run.
         options: everything else as one value; see `CheckpointOptions`.
-        coordinator: how ranks agree; by default made for the job as it runs now. One that is given may be
-            shared by several managers, and is closed by whoever made it.
+        coordinator: how ranks agree; by default that of the default process group, which may be made later,
+            but before the first save or resume. One that is given may be shared by several managers, and is
+            closed by whoever made it.
         sinks: receivers of telemetry events.
         listen: whether an `OnPreemption` hears signals from now on; else from the first `due` or `maybe_save`
             on, for hosts that cannot know whether anybody will ask.
@@ -71,6 +74,7 @@ class CheckpointManager:
             raise ConfigError(
                 f"give either options= or single options, not both: {', '.join(sorted(overrides))}"
             )
+        self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
         deadline = self.options.deadline_seconds
         self.storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
@@ -99,9 +103,10 @@ class CheckpointManager:
         every arena was in flight: at the first step at which an arena is free on every rank. While one is
         pending, and only then, each call combines one number over the ranks.
         """
-        _refuse(closed=self._closed)
+        self._check()
         if step is None:
             return self._cadence.look()
+        step = _checked_step("due", step)
         reason = self._cadence.due(step, total_steps)
         return reason or (COALESCED if self._saver.overdue() else None)
 
@@ -149,8 +154,16 @@ class CheckpointManager:
             RootBusyError: another job writes to this root.
             ConfigError: the root cannot be written, or the arguments are not what they should be.
         """
-        _refuse(closed=self._closed)
-        require("save", integer("step", step, minimum=0))
+        self._bind()
+        step = _checked_step("save", step)
+        require(
+            "save",
+            None if name is None or name == "" else text("name", name),
+            None if metrics is None else mapping("metrics", metrics),
+            None if annotations is None else mapping("annotations", annotations),
+        )
+        if not isinstance(state, CapturedState):
+            as_source(state)  # what is no state is refused at once
         request = SaveRequest(
             step=step,
             name=step_name(step) if name is None else name,
@@ -175,7 +188,7 @@ class CheckpointManager:
             SaveError: the state cannot be planned; the same on every rank.
             StagingMemoryError: this rank's share does not fit into its memory; other ranks may have room.
         """
-        _refuse(closed=self._closed)
+        self._bind()
         return self._saver.prewarm(lambda: as_captured(state))
 
     @property
@@ -194,13 +207,14 @@ class CheckpointManager:
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
         """
-        _refuse(closed=self._closed)
+        self._bind()
         self._saver.rewound()
         self._saver.own_root()
         request = LoadRequest.of(self.options, Selection())
         loaded = self._loader.newest(
             request, as_source(state), note_damaged=self._saver.ownership.note_damaged
         )
+        self._loader.tell_surroundings(loaded)
         if loaded is None:
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
@@ -245,7 +259,10 @@ class CheckpointManager:
             UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
             ConfigError: `include` or `rename` has a name that is not in the checkpoint; nothing was touched.
         """
-        _refuse(closed=self._closed)
+        self._check()
+        self._coordinator.check()
+        step = None if step is None else _checked_step("load", step)
+        require("load", None if name is None else _key("name", name))
         selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
         self._saver.rewound()
         source, narrower = narrowed(state, selection)
@@ -253,7 +270,7 @@ class CheckpointManager:
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
             if loaded is None:
-                raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
+                raise self._loader.nothing_there()
             saved, info = loaded.saved, loaded.info
         else:
             request = self._loader.locate(request, step=step, name=name)
@@ -275,7 +292,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
-        _refuse(closed=self._closed)
+        self._bind()
         self._saver.rewound()
         info = self._coordinator.once(
             lambda: (
@@ -292,6 +309,7 @@ class CheckpointManager:
         Raises:
             SaveError: one failed; the failure of another behind it is told at the next call.
         """
+        require_same_process(self._pid)
         self._saver.wait()
 
     def wait_staged(self) -> None:
@@ -302,6 +320,7 @@ class CheckpointManager:
         afterwards comes after the copies; the host does not wait. Not collective, and cheap when nothing is
         being copied. A save that has failed is not told here.
         """
+        require_same_process(self._pid)
         self._saver.wait_staged()
 
     def checkpoints(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
@@ -320,6 +339,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
+        step = None if step is None else _checked_step("verify", step)
         info = self._newest() if step is None else self._catalog.find(step=step)
         failures = verify(self.storage, info.name)
         self._saver.ownership.note_verified(info, failures)
@@ -330,7 +350,7 @@ class CheckpointManager:
 
         Before anything goes, one of the checkpoints that stay is verified, if none has been by this manager.
         """
-        _refuse(closed=self._closed)
+        self._bind()
         self._saver.wait()
         if dry_run:
             return self._coordinator.once(self._saver.pruner.plan, what="pruning")
@@ -339,12 +359,15 @@ class CheckpointManager:
 
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""
-        _refuse(closed=self._closed)
+        self._bind()
+        step = _checked_step("pin", step)
+        require("pin", text("reason", reason))
         self._coordinator.once(lambda: self._catalog.pin(step, reason))
 
     def unpin(self, step: int) -> None:
         """Take the protection of a step away."""
-        _refuse(closed=self._closed)
+        self._bind()
+        step = _checked_step("unpin", step)
         self._coordinator.once(lambda: self._catalog.unpin(step))
 
     def mark(self, step: int, reason: str) -> None:
@@ -353,12 +376,12 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: the step is not committed.
         """
-        _refuse(closed=self._closed)
+        self._bind()
         self._coordinator.once(lambda: self._catalog.mark_bad(self._catalog.find(step=step).name, reason))
 
     def unmark(self, step: int) -> None:
         """Take back what `mark` said of a step; harmless where nothing was said. Collective."""
-        _refuse(closed=self._closed)
+        self._bind()
 
         def unmark() -> None:
             for info in self._catalog.committed(abandoned=True):
@@ -368,12 +391,12 @@ class CheckpointManager:
         self._coordinator.once(unmark)
 
     def close(self) -> None:
-        """Wait for the save in flight and give the root back; harmless when repeated.
+        """Wait for the save in flight and give the root back; harmless when repeated, or in a forked child.
 
         Raises:
             SaveError: the save in flight failed.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         try:
@@ -403,7 +426,35 @@ class CheckpointManager:
                 raise
             error.add_note(f"while closing the checkpoint manager: {failure}")
 
+    def _check(self) -> None:
+        require_same_process(self._pid)
+        if self._closed:
+            raise ConfigError("this CheckpointManager is closed; make a new one")
 
-def _refuse(*, closed: bool) -> None:
-    if closed:
-        raise ConfigError("this CheckpointManager is closed; make a new one")
+    def _bind(self) -> None:
+        """Stay with the ranks that there are, for something is to be planned for them."""
+        self._check()
+        self._coordinator.bind()
+
+
+def _checked_step(owner: str, step: Any) -> int:
+    """The step as an int.
+
+    Raises:
+        ConfigError: it is none, or larger than a checkpoint can say.
+    """
+    plain = plain_integer(step)
+    require(owner, integer("step", plain, minimum=0, maximum=MAX_COUNT))
+    return int(plain)
+
+
+def _key(name: str, value: Any) -> str | None:
+    """Problem of a name that must be of something below the root."""
+    if (problem := text(name, value)) is not None:
+        return problem
+    parts = value.split("/")
+    if "\0" in value or any(part in {"", ".", ".."} for part in parts):
+        return (
+            f"{name} must be the name of a directory in the root, not {value!r}; for another, give its root"
+        )
+    return None

@@ -6,7 +6,8 @@ Each check returns what is wrong as a phrase, or None, so that one error can lis
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt_core.errors import ConfigError
@@ -23,11 +24,28 @@ def require(owner: str, *problems: str | None) -> None:
         raise ConfigError(f"{owner}: {'; '.join(found)}")
 
 
-def integer(name: str, value: Any, *, minimum: int) -> str | None:
-    """Problem of a value that must be a whole number, not a boolean, and at least `minimum`."""
+def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> str | None:
+    """Problem of a value that must be a whole number, not a boolean, and in a range."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
-        return None
+        return (
+            None if maximum is None or value <= maximum else f"{name} must be at most {maximum}, not {value}"
+        )
     return f"{name} must be a whole number of at least {minimum}, not {value!r}"
+
+
+def plain_integer(value: Any) -> Any:
+    """The int that a NumPy integer or an integer tensor of one element stands for; others as they are."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def mapping(name: str, value: Any) -> str | None:
+    """Problem of a value that must be a mapping."""
+    return None if isinstance(value, Mapping) else f"{name} must be a mapping, not {value!r:.80}"
 
 
 def integers(name: str, values: Any, *, minimum: int) -> str | None:

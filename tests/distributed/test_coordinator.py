@@ -43,7 +43,7 @@ def refuse(_: list[Any]) -> list[Any]:
 
 def talks() -> dict[str, Any]:
     coordinator = coordinator_for_job(deadline_seconds=30)
-    assert isinstance(coordinator, StoreCoordinator)
+    assert isinstance(coordinator.as_of_now(), StoreCoordinator)
     rank, calls = coordinator.rank, []
 
     def deciding() -> str:

@@ -212,10 +212,9 @@ def test_a_metric_that_is_a_tensor_of_one_element_is_a_number(run):
 @pytest.mark.parametrize("state", [None, 3, "model.pt", nn.Linear])
 def test_what_is_no_training_state_is_refused(run, state):
     with untouched(run, train_state()), CheckpointManager(run) as checkpoints:
-        with pytest.raises(SaveError, match=r"step 3 was not saved to .*run.*TrainState\(model="):
-            checkpoints.save(3, state)
-        with pytest.raises(ConfigError, match=r"TrainState\(model="):
-            checkpoints.resume(state)
+        for act in (lambda: checkpoints.save(3, state), lambda: checkpoints.resume(state)):
+            with pytest.raises(ConfigError, match=r"TrainState\(model="):
+                act()
 
 
 def test_a_committed_step_is_not_saved_again(run):

@@ -1,33 +1,41 @@
-"""`ls` and `show`, `pin` and `unpin`: what there is, and what is protected."""
+"""`ls`, `pin` and `unpin`: what there is, and what is protected."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
-from ckpt_core.cli._outcome import Outcome, Table, metrics_text, time_text
-from ckpt_core.cli._places import open_checkpoint, open_root
-from ckpt_core.commit import Catalog, Manifest
-from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
+from ckpt_core.cli._places import open_root
+from ckpt_core.commit import Catalog, look_around
+from ckpt_core.errors import ConfigError
 from ckpt_core.options import bytes_text
 from ckpt_core.types import CheckpointInfo
 
 
 def ls(arguments: Namespace) -> Outcome:
-    """List the committed checkpoints of a root, and what is damaged or torn."""
+    """List the committed checkpoints of a root, and what is damaged, torn or something else."""
     storage = open_root(arguments.root, arguments.storage_options)
-    catalog = Catalog(storage)
-    infos, torn, quarantined = catalog.committed(abandoned=True), catalog.torn(), catalog.quarantined()
-    replaced = catalog.replaced()
+    catalog, survey = Catalog(storage), Catalog(storage).survey()
+    infos, replaced = survey.everything, catalog.replaced()
+    around = look_around(storage, known=[*survey.unreadable, *(info.name for info in infos)])
+    if around.is_checkpoint or around.is_stock:
+        raise ConfigError(f"{around.advice(storage.url)[0]}; `ckpt show {arguments.root}` shows it")
+    torn, quarantined = sorted({*catalog.torn(), *around.unmarked}), catalog.quarantined()
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
     return Outcome(
         fields={
             "root": storage.url,
-            "checkpoints": [asdict(info) for info in infos],
+            "checkpoints": [asdict(info) | {"created_utc": moment_text(info.created)} for info in infos],
+            "unreadable": [
+                {"name": name, "problem": str(error)} for name, error in survey.unreadable.items()
+            ],
             "torn": torn,
             "quarantined": quarantined,
             "replaced": replaced,
+            "stock": around.stock,
+            "runs": around.runs,
         },
         parts=[
             *([_info_table(infos)] if infos else []),
@@ -35,40 +43,15 @@ def ls(arguments: Namespace) -> Outcome:
             *(f"marked as damaged: {i.name}: {i.damaged}" for i in infos if i.damaged is not None),
             *(f"marked as bad: {i.name}: {i.bad}" for i in infos if i.bad is not None),
             *(f"abandoned: {i.name}" for i in infos if i.abandoned),
-            *(f"torn or being written: {name}" for name in torn),
+            *(f"marker cannot be read: {name}: {error}" for name, error in survey.unreadable.items()),
+            *(f"torn or being written: {name}" for name in torn if name not in around.unmarked),
+            *(f"torn, or lost its marker: {name}" for name in around.unmarked),
             *(f"damaged and moved aside: {name}" for name in quarantined),
             *(f"not ours and moved aside: {name}" for name in replaced),
+            *(f"written by stock DCP, see `ckpt verify`: {name}" for name in around.stock),
+            *(f"holds checkpoints of its own: {name}" for name in around.runs),
         ],
     )
-
-
-def show(arguments: Namespace) -> Outcome:
-    """Show what one checkpoint promises."""
-    storage, name = open_checkpoint(arguments.checkpoint, arguments.storage_options)
-    catalog = Catalog(storage)
-    place = f"{storage.url}/{name}"
-    try:
-        manifest = catalog.manifest(name)
-    except CheckpointNotFoundError:
-        if not storage.list(name):
-            raise CheckpointNotFoundError(f"{place}: there is nothing") from None
-        return _show_uncommitted(place)
-    pinned, damaged = catalog.pins().get(manifest.step), catalog.known_damage(name)
-    listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
-    listed |= {"files": [asdict(entry) for entry in manifest.files], "lineage": asdict(manifest.lineage)}
-    table = Table(
-        columns=("FILE", "SIZE", "CHECKSUM"),
-        rows=[(entry.path, bytes_text(entry.size_bytes), entry.checksum) for entry in manifest.files],
-    )
-    return Outcome(
-        fields={"checkpoint": place, "committed": True, "pinned": pinned, "damaged": damaged, **listed},
-        parts=[*_facts(place, manifest, pinned=pinned, damaged=damaged), "", table],
-    )
-
-
-def _show_uncommitted(place: str) -> Outcome:
-    text = f"{place} is not a committed checkpoint: torn, or not written by ckpt-suite; try `ckpt verify`"
-    return Outcome(fields={"checkpoint": place, "committed": False}, parts=[text], exit_code=1)
 
 
 def pin(arguments: Namespace) -> Outcome:
@@ -107,22 +90,3 @@ def _info_table(infos: Iterable[CheckpointInfo]) -> Table:
             for info in infos
         ],
     )
-
-
-def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None) -> list[str]:
-    facts = {
-        "checkpoint": place,
-        "step": str(manifest.step),
-        "committed": f"{time_text(manifest.created)} UTC",
-        "size": f"{bytes_text(manifest.size_bytes)} in {len(manifest.files)} files",
-        "chunks": str(manifest.num_chunks),
-        "ranks": str(manifest.world_size),
-        "pinned": pinned or "",
-        "damaged": damaged or "",
-        "items": ", ".join(f"{item} ({kind})" for item, kind in sorted(manifest.items.items())),
-        "metrics": metrics_text(manifest.metrics),
-        "annotations": ", ".join(f"{key}={value!r}" for key, value in sorted(manifest.annotations.items())),
-        "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items())),
-        "save id": manifest.save_id,
-    }
-    return [f"{label + ':':<13}{text}" for label, text in facts.items() if text]

@@ -1,29 +1,36 @@
-"""The command line: arguments in, exit code out.
-
-Exit codes: 0 all is well; 1 something is wrong with a checkpoint, or the storage failed; 2 wrong usage or
-option; 3 nothing there.
-"""
+"""The command line: arguments in, exit code out; what the codes mean is in `_EXIT_CODES`."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Final, TypeAlias
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _inspect, _mark, _prune, _verify
+from ckpt_core.cli import _inspect, _mark, _prune, _show, _verify
 from ckpt_core.cli._outcome import Outcome, show
 from ckpt_core.cli._places import storage_options
 from ckpt_core.errors import CheckpointError, ConfigError
 
+_EXIT_CODES: Final = (
+    "Exit codes: 0 all is well; 1 something is wrong with a checkpoint, or the storage failed; 2 wrong usage "
+    "or option; 3 nothing there; 130 interrupted."
+)
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; `arguments` are those of the process if None."""
     parsed = _parser().parse_args(arguments)
+    with _quiet_libraries():
+        return _run(parsed)
+
+
+def _run(parsed: argparse.Namespace) -> int:
     try:
         parsed.storage_options = storage_options(parsed.storage_option)
         outcome: Outcome = parsed.command(parsed)
@@ -41,6 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return outcome.exit_code
 
 
+class _Warnings(logging.Handler):
+    """Writes what this package warns of to standard error, a line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        sys.stderr.write(f"ckpt: {' '.join(record.getMessage().split())}\n")
+
+
+@contextmanager
+def _quiet_libraries() -> Generator[None]:
+    """Keep libraries from logging tracebacks of errors that are told in one line anyway."""
+    root, own = logging.getLogger(), logging.getLogger("ckpt_core")
+    nowhere, warnings = logging.NullHandler(), _Warnings(logging.WARNING)
+    root.addHandler(nowhere)
+    own.addHandler(warnings)
+    try:
+        yield
+    finally:
+        root.removeHandler(nowhere)
+        own.removeHandler(warnings)
+
+
 def _exit_code(error: Exception) -> int:
     if isinstance(error, ConfigError):
         return 2
@@ -48,7 +77,11 @@ def _exit_code(error: Exception) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ckpt", description="Look at, verify, pin and prune checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="ckpt",
+        description="Look at, verify, pin and prune checkpoints.",
+        epilog=_EXIT_CODES,
+    )
     parser.add_argument("--version", action="version", version=f"ckpt-suite {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = _shared_options()
@@ -77,9 +110,20 @@ def _add_ls(commands: _Commands, shared: argparse.ArgumentParser) -> None:
 
 
 def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
-    command = commands.add_parser("show", parents=[shared], help="show what one checkpoint holds")
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="path or URL of a checkpoint")
-    command.set_defaults(command=_inspect.show)
+    command = commands.add_parser(
+        "show",
+        parents=[shared],
+        help="show what one checkpoint holds",
+        description="Shows a checkpoint: the one named, or of a root the newest that can be used.",
+    )
+    command.add_argument("place", metavar="ROOT_OR_CHECKPOINT", help="path or URL")
+    command.add_argument("--step", type=int, help="show this step of the root")
+    command.add_argument(
+        "--tensors",
+        action="store_true",
+        help="list every tensor: name, shape, dtype, elements, size; of stock DCP directories, too",
+    )
+    command.set_defaults(command=_show.show)
 
 
 def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:

@@ -58,6 +58,14 @@ def time_text(seconds: float) -> str:
         return "?"
 
 
+def moment_text(seconds: float) -> str | None:
+    """A Unix time for programs, in ISO 8601; None if no calendar has it."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """Metrics for people: `val_loss=1.25`."""
     return " ".join(f"{name}={value:.6g}" for name, value in sorted(metrics.items()))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from ckpt_core.commit import Catalog, file_as_root, look_around
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
+from ckpt_core.names import MARKER
 from ckpt_core.storage import Storage, open_storage
 
 
@@ -19,7 +22,11 @@ def open_root(root: str, options: Mapping[str, Any]) -> Storage:
         ConfigError: the place cannot be opened.
     """
     storage = open_storage(root, options)
-    if not storage.list(""):
+    try:
+        entries = storage.list("")
+    except NotADirectoryError:
+        raise file_as_root(storage.url) from None
+    if not entries:
         raise CheckpointNotFoundError(f"{storage.url}: there is nothing")
     return storage
 
@@ -36,6 +43,39 @@ def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, st
     if not name or root.endswith(("/", ":")):
         raise ConfigError(f"{place} can only be a root, not a checkpoint in one")
     return open_storage(root or "/", options), name
+
+
+def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None) -> tuple[Storage, str]:
+    """The root and name of the checkpoint at a place, or of one in the root that is there.
+
+    Args:
+        place: a checkpoint, or a root.
+        options: of the storage.
+        step: which of the root; the newest that can be used if None.
+
+    Raises:
+        CheckpointNotFoundError: the root has none.
+        ConfigError: the place cannot be opened.
+    """
+    if step is not None:
+        root = open_root(place, options)
+        return root, Catalog(root).find(step=step).name
+    try:
+        checkpoint = open_checkpoint(place, options)
+    except ConfigError:
+        checkpoint = None  # a bucket has no parent; if more is wrong, opening it as a root will tell
+    if checkpoint is not None and checkpoint[0].exists(f"{checkpoint[1]}/{MARKER}"):
+        return checkpoint
+    root = open_storage(place, options)
+    with suppress(NotADirectoryError):  # told by what looks at it as a checkpoint
+        latest = Catalog(root).latest()
+        if latest is not None:
+            return root, latest.name
+    if checkpoint is None:
+        raise CheckpointNotFoundError(
+            "; ".join([f"{root.url}: no checkpoint is committed there", *look_around(root).advice(root.url)])
+        )
+    return checkpoint
 
 
 def storage_options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._places import open_checkpoint, open_root
+from ckpt_core.cli._progress import Progress
 from ckpt_core.commit import Catalog, verify, verify_stock
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.names import MARKER, is_corrupt, is_incomplete, is_trash
@@ -91,7 +92,9 @@ def outcome(storage: Storage, names: Sequence[str]) -> Outcome:
 
 
 def _verified(storage: Storage, name: str) -> _Result:
-    failures, catalog = verify(storage, name), Catalog(storage)
+    catalog = Catalog(storage)
+    with Progress(f"verifying {name}", _size_of(catalog, name)) as progress:
+        failures = verify(storage, name, seen=progress.add)
     try:
         damaged = catalog.known_damage(name)
     except CheckpointError:
@@ -110,6 +113,13 @@ def _verified(storage: Storage, name: str) -> _Result:
         return _Result(name=name, failures=failures, damaged=damaged, mark=stays)
     became = "is marked" if failures else "was taken away"
     return _Result(name=name, failures=failures, damaged=damaged, mark=became)
+
+
+def _size_of(catalog: Catalog, name: str) -> int:
+    try:
+        return catalog.marker(name).info(name).size_bytes
+    except (CheckpointError, OSError):
+        return 0  # `verify` tells what is wrong with it
 
 
 def _told(storage: Storage, results: Sequence[_Result]) -> Outcome:

@@ -5,6 +5,7 @@ torch, so that listing and verifying stay fast.
 """
 
 from ckpt_core.commit._catalog import Catalog, Survey
+from ckpt_core.commit._index import TensorEntry, list_tensors
 from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line
@@ -14,7 +15,14 @@ from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_
 from ckpt_core.commit._prune import collect_orphans, remove
 from ckpt_core.commit._quarantine import quarantine
 from ckpt_core.commit._soundness import Soundness
-from ckpt_core.commit._stock import verify_stock
+from ckpt_core.commit._stock import stock_parts, verify_stock
+from ckpt_core.commit._surroundings import (
+    Surroundings,
+    describe,
+    file_as_root,
+    look_around,
+    refuse_as_root,
+)
 from ckpt_core.commit._verify import share, verify
 
 __all__ = [
@@ -27,20 +35,28 @@ __all__ = [
     "Occupant",
     "Owner",
     "Soundness",
+    "Surroundings",
     "Survey",
+    "TensorEntry",
     "abandon",
     "begin",
     "collect_orphans",
     "commit",
     "content_of",
+    "describe",
+    "file_as_root",
     "is_name",
     "is_same",
+    "list_tensors",
+    "look_around",
     "next_lineage",
     "on_present_line",
     "quarantine",
+    "refuse_as_root",
     "remove",
     "require_free",
     "share",
+    "stock_parts",
     "verify",
     "verify_stock",
     "working_name",

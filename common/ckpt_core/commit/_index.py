@@ -6,6 +6,7 @@ Whatever class the pickle names becomes an inert placeholder, so that nothing in
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 from ckpt_core.chunks import ChunkTable
+from ckpt_core.codec import corrupt
 from ckpt_core.consistency import check_metadata
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure
 from ckpt_core.names import METADATA, chunks_name, data_rank
@@ -94,6 +96,46 @@ class _Inert(pickle.Unpickler):  # noqa: S301 - nothing it names is ever looked 
 def read_index(content: bytes) -> Any:
     """What `.metadata` says, with placeholders for DCP's objects; raises one of `BROKEN_PICKLE`."""
     return _Inert(io.BytesIO(guarded(content))).load()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """A tensor as `.metadata` describes it: DCP's flattened name, global shape, dtype by torch's name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+def list_tensors(content: bytes, source: str) -> list[TensorEntry]:
+    """Every tensor that a `.metadata` names, in its order.
+
+    Raises:
+        CorruptCheckpointError: it is not what DCP writes.
+    """
+    try:
+        found = {
+            _typed(key, str): _tensor(entry) for key, entry in read_index(content).state_dict_metadata.items()
+        }
+    except BROKEN_PICKLE as error:
+        raise corrupt(source, f"cannot be read: {type(error).__name__}: {error!s:.500}") from error
+    return [
+        TensorEntry(
+            name=name,
+            shape=tensor.size,
+            dtype=tensor.properties.dtype.name,
+            size_bytes=math.prod(tensor.size) * tensor.properties.dtype.itemsize,
+        )
+        for name, tensor in found.items()
+        if tensor is not None
+    ]
 
 
 def index_failures(path: str, sizes: Mapping[str, int], read: Callable[[str], bytes]) -> list[FileFailure]:

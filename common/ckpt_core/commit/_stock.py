@@ -29,7 +29,7 @@ def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
     Raises:
         CheckpointNotFoundError: there is no DCP data at or below `name`.
     """
-    parts = list(_parts(storage, name))
+    parts = list(stock_parts(storage, name))
     if not parts:
         raise CheckpointNotFoundError(
             f"{storage.url}/{name} holds no DCP checkpoint: there is no {METADATA} and no {DATA_SUFFIX} file"
@@ -41,14 +41,15 @@ def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
     ]
 
 
-def _parts(storage: Storage, directory: str) -> Iterator[str]:
+def stock_parts(storage: Storage, directory: str) -> Iterator[str]:
+    """The directories at or below this one that hold DCP's data."""
     children = storage.list(directory)
     files = [child.name for child in children if not child.is_directory]
     if METADATA in files or any(file.endswith(DATA_SUFFIX) for file in files):
         yield directory
     for child in children:
         if child.is_directory and can_count(child.name):
-            yield from _parts(storage, f"{directory}/{child.name}")
+            yield from stock_parts(storage, f"{directory}/{child.name}")
 
 
 def _verify_part(storage: Storage, part: str) -> Iterator[FileFailure]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -28,7 +28,17 @@ _BLOCK_BYTES: Final = 8 << 20
 _THREADS: Final = 4
 
 
-def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None) -> list[FileFailure]:
+def _nobody(_: int) -> None:
+    """Nobody watches."""
+
+
+def verify(
+    storage: Storage,
+    name: str,
+    *,
+    paths: Collection[str] | None = None,
+    seen: Callable[[int], None] = _nobody,
+) -> list[FileFailure]:
     """Read a checkpoint back and compare it with its manifest: marker, manifest, then every file.
 
     If every file is as it was written, what DCP's metadata says of them must be possible: a load would refuse
@@ -38,6 +48,7 @@ def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None)
         storage: the root.
         name: the checkpoint's directory.
         paths: verify only these files, such as one rank's `share`; all if None.
+        seen: told how many bytes more have been compared, from several threads at once.
 
     Returns:
         What is wrong, in the order of the manifest; empty if nothing is.
@@ -55,13 +66,15 @@ def verify(storage: Storage, name: str, *, paths: Collection[str] | None = None)
         return list(error.failures)
     except IncompatibleCheckpointError as error:
         return [FileFailure(path=MANIFEST, problem=str(error))]
-    failures = _failures(storage, name, paths)
+    failures = _failures(storage, name, paths, seen)
     if failures and not _leads_to(catalog, name, marker):
         return [FileFailure(path=MARKER, problem="missing: it was pruned or replaced while it was verified")]
     return failures
 
 
-def _failures(storage: Storage, name: str, paths: Collection[str] | None) -> list[FileFailure]:
+def _failures(
+    storage: Storage, name: str, paths: Collection[str] | None, seen: Callable[[int], None]
+) -> list[FileFailure]:
     try:
         manifest = Catalog(storage).manifest(name)
     except CheckpointNotFoundError:
@@ -72,7 +85,7 @@ def _failures(storage: Storage, name: str, paths: Collection[str] | None) -> lis
         return [FileFailure(path=MANIFEST, problem=str(error))]
     entries = _selected(manifest, paths)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-verify") as pool:
-        problems = pool.map(lambda entry: _problem(storage, name, manifest, entry), entries)
+        problems = pool.map(lambda entry: _problem(storage, name, manifest, entry, seen=seen), entries)
         failures = [
             FileFailure(path=entry.path, problem=problem)
             for entry, problem in zip(entries, problems, strict=True)
@@ -127,7 +140,9 @@ def _selected(manifest: Manifest, paths: Collection[str] | None) -> Sequence[Fil
     return [entry for entry in manifest.files if entry.path in paths]
 
 
-def _problem(storage: Storage, name: str, manifest: Manifest, entry: FileEntry) -> str | None:
+def _problem(
+    storage: Storage, name: str, manifest: Manifest, entry: FileEntry, *, seen: Callable[[int], None]
+) -> str | None:
     """What is wrong with one file, or None."""
     key = f"{name}/{entry.path}"
     try:
@@ -137,6 +152,7 @@ def _problem(storage: Storage, name: str, manifest: Manifest, entry: FileEntry) 
         found = Checksum.like(entry.checksum)
         for block in _blocks(storage, key):
             found.update(block)
+            seen(len(block))
         if str(found) == entry.checksum:
             return None
         damage = damage_in(storage, name, manifest, entry)

@@ -1,7 +1,19 @@
-"""Agreement among ranks: `Solo` for one process, `StoreCoordinator` over a torch.distributed Store."""
+"""Agreement among ranks: `Solo` for one process, `StoreCoordinator` over a torch.distributed Store.
+
+`JobCoordinator` chooses between them, by the process group that there is when ranks have to agree.
+"""
 
 from ckpt_core.coordination._base import Coordinator, failure_text
+from ckpt_core.coordination._job import JobCoordinator, coordinator_for_job, require_same_process
 from ckpt_core.coordination._solo import Solo
-from ckpt_core.coordination._store import StoreCoordinator, coordinator_for_job
+from ckpt_core.coordination._store import StoreCoordinator
 
-__all__ = ["Coordinator", "Solo", "StoreCoordinator", "coordinator_for_job", "failure_text"]
+__all__ = [
+    "Coordinator",
+    "JobCoordinator",
+    "Solo",
+    "StoreCoordinator",
+    "coordinator_for_job",
+    "failure_text",
+    "require_same_process",
+]

@@ -44,6 +44,24 @@ class Coordinator(ABC):
         """Whether this rank decides and commits for all."""
         return self.rank == 0
 
+    def check(self) -> None:  # noqa: B027 - most coordinators have one set of ranks for good
+        """Refuse to go on if the ranks are not those that there were; collective, as `agree`.
+
+        Raises:
+            ConfigError: they are others, or this is another process; the message says what to do.
+        """
+
+    def bind(self) -> None:  # noqa: B027 - see `check`
+        """Stay with these ranks: from now on something depends on how many there are; collective.
+
+        Raises:
+            ConfigError: see `check`; or these are not all ranks of the job.
+        """
+
+    def as_of_now(self) -> Coordinator:
+        """The coordinator of the ranks as they are now, for a save in flight; it stays the same."""
+        return self
+
     @abstractmethod
     def agree(self, value: T, *, what: str = "") -> T:
         """The coordinator's value, on every rank. The value must be picklable."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast, final
@@ -16,12 +18,11 @@ from typing_extensions import override
 
 from ckpt_core.coordination._base import Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
-from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._tree import neighbours
-from ckpt_core.errors import CoordinationError, DeadlineError
+from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError
 
 _logger = logging.getLogger(__name__)
-_instances = itertools.count()
+_SESSION_BITS = 62
 _FAREWELL_SECONDS = 10.0
 _ROLL_CALL_SECONDS = 5.0
 
@@ -30,11 +31,20 @@ _ROLL_CALL_SECONDS = 5.0
 class StoreCoordinator(Coordinator):
     """Coordinates all ranks of the default process group.
 
-    Construction is collective: every rank must make its instances in the same order. The gloo group and the
-    two store connections (one for the main thread, one for the background thread) belong to this instance
-    alone, so that nothing here can be interleaved with the training's own communication.
+    Construction is collective. The gloo group and the two store connections (one for the main thread, one for
+    the background thread) belong to this instance alone, so that nothing here can be interleaved with the
+    training's own communication.
+
+    Args:
+        deadline_seconds: how long ranks wait for one another.
+        session: that of the instance which this one replaces; 0 if there was none.
+        problem: why this rank cannot take part, in words; then no rank does.
+
+    Attributes:
+        session: a number, the same on every rank, that no other instance has.
 
     Raises:
+        ConfigError: ranks cannot take part, or replace different instances; on every rank.
         CoordinationError: the ranks did not connect to one another in time.
 
     Gloo does not say which rank it waits for in vain, and a group that has lost one connection is of no use
@@ -42,12 +52,15 @@ class StoreCoordinator(Coordinator):
     on everything goes over the store: slower, and without `relay`, but saves can go on if the ranks can.
     """
 
-    def __init__(self, *, deadline_seconds: float = 1800.0) -> None:
+    def __init__(
+        self, *, deadline_seconds: float = 1800.0, session: int = 0, problem: str | None = None
+    ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._deadline_seconds = deadline_seconds
-        self._group = self._connect()
-        self._prefix = f"ckpt_core/{next(_instances)}"
+        self._default_group = weakref.ref(dist.group.WORLD)
+        self._group, self.session = self._connect(session, problem)
+        self._prefix = f"ckpt_core/{self.session:x}"
         # A client blocks while it waits: the background thread needs a connection of its own.
         self._main = self._open_channel("main")
         self._background = self._open_channel("background")
@@ -81,7 +94,7 @@ class StoreCoordinator(Coordinator):
         topic, deadline, waited = self._topic("combine", what), self._deadline_seconds, 0.0
         began = time.monotonic()
         if not self._broken:
-            tensor = torch.tensor(list(flags), dtype=torch.int64)
+            tensor = torch.tensor(list(flags), dtype=torch.int64, device="cpu")
             try:
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
             except RuntimeError as error:
@@ -126,7 +139,8 @@ class StoreCoordinator(Coordinator):
             self._main.exchange(self._topic("close"), None, lambda values: values, deadline)
         except (CoordinationError, RuntimeError):
             return  # a rank is gone already: it will not read anything any more
-        if dist.is_initialized():
+        # With the default group all others went, and another may have been made since.
+        if dist.is_initialized() and self._default_group() is dist.group.WORLD:
             dist.destroy_process_group(self._group)
 
     def _pass(self, verb: Callable[..., Any], buffer: torch.Tensor, peer: int) -> None:
@@ -146,15 +160,28 @@ class StoreCoordinator(Coordinator):
                 ) from error
             raise CoordinationError(f"{what} failed, for that rank was lost: {error}") from error
 
-    def _connect(self) -> Any:
+    def _connect(self, session: int, problem: str | None) -> tuple[Any, int]:
+        """The gloo group, and the number of this session, drawn by the coordinator."""
+        drawn = 0 if self.rank else secrets.randbits(_SESSION_BITS)
+        # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
+        said = torch.tensor([drawn, int(problem is not None), session, -session], device="cpu")
         try:
-            return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_seconds))
+            group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_seconds))
+            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise CoordinationError(
                 f"rank {self.rank}: the {self.world_size} ranks could not connect to one another, to save "
                 f"checkpoints together, within {self._deadline_seconds:g} s: {reason}"
             ) from error
+        agreed, refused, greatest, smallest = (int(number) for number in said.tolist())
+        if refused or greatest != -smallest:
+            dist.destroy_process_group(group)
+            found = problem or "a manager on another rank is of a process group with other ranks, or newer"
+            raise ConfigError(
+                f"rank {self.rank}: {found}: close the managers and make new ones, on every rank"
+            )
+        return group, agreed
 
     def _lost_group(self, what: str, error: RuntimeError) -> None:
         self._broken = True
@@ -178,10 +205,3 @@ class StoreCoordinator(Coordinator):
 
 def _maxima(values: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(map(max, zip(*values, strict=True)))] * len(values)
-
-
-def coordinator_for_job(*, deadline_seconds: float = 1800.0) -> Coordinator:
-    """`StoreCoordinator` when torch.distributed runs with more than one rank, else `Solo`. Collective."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return StoreCoordinator(deadline_seconds=deadline_seconds)
-    return Solo()

@@ -108,7 +108,11 @@ class Landing:
         target = self.target
         for dim, ((low, high), offset) in enumerate(zip(spans, self.offsets, strict=True)):
             target = target.narrow(dim, low - offset, high - low)
-        target.copy_(source)
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():  # a mode of each thread
+                target.copy_(source)
+        else:
+            target.copy_(source)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

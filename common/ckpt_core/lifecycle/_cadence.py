@@ -48,7 +48,7 @@ class CadenceKeeper:
         self._policy = policy
         self._coordinator = coordinator
         self._clock = clock
-        self._started = coordinator.agree(clock())
+        self._started = clock()
         self._previous_step: int | None = None
         self._last_save_step: int | None = None
         self._last_save_time: float | None = None
@@ -104,11 +104,13 @@ class CadenceKeeper:
 
     def _agree(self) -> None:
         announcements = self._announcements = self._announcements or self._listening()
-        own_time = int(self._clock() * _MICROSECONDS) if self._coordinator.is_coordinator else 0
-        announced, microseconds = self._coordinator.combine(
-            [self._announced(announcements), own_time], what="deciding whether to save"
+        self._coordinator.check()  # before anything depends on which rank this is
+        own = (self._clock(), self._started) if self._coordinator.is_coordinator else (0.0, 0.0)
+        announced, *microseconds = self._coordinator.combine(
+            [self._announced(announcements), *(round(each * _MICROSECONDS) for each in own)],
+            what="deciding whether to save",
         )
-        self._now = microseconds / _MICROSECONDS
+        self._now, self._started = (each / _MICROSECONDS for each in microseconds)
         if not self._timed:
             self._last_save_time, self._timed = self._now, True
         if not announced or self.preempted:

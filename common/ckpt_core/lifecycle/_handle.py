@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, InvalidStateError
 from typing import TypeVar, final
 
+from ckpt_core.coordination import require_same_process
 from ckpt_core.types import CheckpointInfo
 
 T = TypeVar("T")
@@ -29,6 +31,7 @@ class SaveHandle:
         self.step = step
         self.name = name
         self.created = created
+        self._pid = os.getpid()
         self.staged: Future[None] = Future()
         self.committed: Future[CheckpointInfo] = Future()
         self.uploaded: Future[CheckpointInfo] = self.committed
@@ -43,9 +46,11 @@ class SaveHandle:
         """Wait for the commit.
 
         Raises:
+            ConfigError: this process was forked from the one that saves.
             SaveError: the save failed on some rank.
             TimeoutError: it has not ended in time.
         """
+        require_same_process(self._pid)
         return self.committed.result(timeout_seconds)
 
 

@@ -16,15 +16,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Final, Self, final
+from typing import Any, Final, Self, final
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import verify, verify_stock
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
+    ConfigError,
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
@@ -42,7 +44,7 @@ from ckpt_core.lifecycle._validate import Misfits
 from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
 from ckpt_core.staging import free_memory
-from ckpt_core.state import CarefulSource, StateSource
+from ckpt_core.state import CarefulSource, StateSource, leaves
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
@@ -187,7 +189,8 @@ class _Load:
         strict = self._request.selection.strict
         if strict:
             misfits.raise_if_any(self._place)  # of the same names on every rank
-        saved = replace(opened.saved, left=misfits.lines, partial=misfits.partial)
+        left = misfits.lines if strict else [*_if_nothing_fits(opened, parts), *misfits.lines]
+        saved = replace(opened.saved, left=left, partial=misfits.partial)
         return replace(opened, saved=saved), parts
 
     def _span(self, name: str) -> AbstractContextManager[object]:
@@ -216,12 +219,16 @@ class _Load:
     def _targets(self, opened: Opened) -> tuple[dict[str, PartLoad], Misfits]:
         selection, misfits = self._request.selection, Misfits()
         parts: dict[str, PartLoad] = {}
-        for part, tree in self._target(opened.saved).items():
+        # What is made here, such as optimizer state, must be usable outside of `torch.inference_mode`.
+        with _inference_mode(wanted=False):
+            targets = self._target(opened.saved)
+        for part, tree in targets.items():
             target = {
                 item: v for item, v in tree.items() if selection.items is None or item in selection.items
             }
             if not target:
                 continue
+            _check_memory(target)
             metadata = opened.contents[part].metadata if part in opened.contents else Metadata({})
             load = PartLoad.of(part, target, metadata, allow_pickle=self._request.allow_pickle)
             misfit = misfits.compare(load.entries, metadata, part=part, paths=load.paths, cast=selection.cast)
@@ -278,13 +285,13 @@ class _Load:
         if not isinstance(source, CarefulSource):
             return
         begun: list[Callable[[], None]] = []
+
+        def begin() -> None:
+            with _inference_mode(wanted=_any_inference(parts)):
+                begun.append(source.begin(_loaded(parts), opened.saved))
+
         try:
-            everywhere(
-                self._coordinator,
-                lambda: begun.append(source.begin(_loaded(parts), opened.saved)),
-                untouched,
-                what="putting back what is small",
-            )
+            everywhere(self._coordinator, begin, untouched, what="putting back what is small")
         except BaseException:
             for take_back in begun:
                 take_back()
@@ -293,14 +300,15 @@ class _Load:
     def _fetch_and_apply(
         self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads, half_way: str
     ) -> None:
-        try:
-            self._fetch(parts, reads)
-        except CorruptCheckpointError as error:
-            # It verified a moment ago. As damage it would be told with "nothing was loaded".
-            raise LoadError(f"{half_way} ({error})") from error
-        for part, load in parts.items():
-            put_local(opened.local, part, load.entries)
-        self._source.apply(_loaded(parts), opened.saved)
+        with _inference_mode(wanted=_any_inference(parts)):
+            try:
+                self._fetch(parts, reads)
+            except CorruptCheckpointError as error:
+                # It verified a moment ago. As damage it would be told with "nothing was loaded".
+                raise LoadError(f"{half_way} ({error})") from error
+            for part, load in parts.items():
+                put_local(opened.local, part, load.entries)
+            self._source.apply(_loaded(parts), opened.saved)
 
     def _fetch(self, parts: Mapping[str, PartLoad], reads: Reads) -> None:
         # First what others wait for: a rank that cannot read still passes on what it is to pass on.
@@ -317,6 +325,44 @@ def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointEr
         "Nothing was loaded; load another step, or let resume() choose",
         failures=tuple(failures),
     )
+
+
+def _if_nothing_fits(opened: Opened, parts: Mapping[str, PartLoad]) -> list[str]:
+    """What to tell of a load that is not strict, and changes nothing large."""
+    saved = sum(map(len, opened.saved.sharded.values()))
+    if not saved or any(load.entries for load in parts.values()):
+        return []
+    return [f"nothing was loaded of the checkpoint's {saved} entries, for none fits the training state"]
+
+
+def _check_memory(target: StateDict) -> None:
+    """Refuse to load into tensors without memory, which a load in place cannot give them.
+
+    Raises:
+        ConfigError: some are on the meta device; nothing was touched.
+    """
+    unmade = [".".join(map(str, path)) for path, value in leaves(target) if _is_meta(value)]
+    if unmade:
+        raise ConfigError(
+            f"{len(unmade)} tensor(s) to load into are on the meta device and have no memory, first "
+            f"{unmade[0]}. Nothing was loaded: make them first, as by `model.to_empty(device=...)`, and the "
+            "optimizer after that"
+        )
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+def _any_inference(parts: Mapping[str, PartLoad]) -> bool:
+    """Whether live tensors were made inside `torch.inference_mode`, where alone they can be written."""
+    entries = (value for load in parts.values() for value in load.entries.values())
+    return any(isinstance(value, torch.Tensor) and value.is_inference() for value in entries)
+
+
+def _inference_mode(*, wanted: bool) -> AbstractContextManager[object]:
+    """The mode; where it is on or off already, as wanted, the caller's modes stay as they are."""
+    return nullcontext() if torch.is_inference_mode_enabled() == wanted else torch.inference_mode(mode=wanted)
 
 
 def _loaded(parts: Mapping[str, PartLoad]) -> dict[str, StateDict]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
-from ckpt_core.commit import Catalog, Survey
+from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
     CheckpointError,
@@ -157,8 +157,46 @@ class Loader:
 
         return self._coordinator.once(look, what="looking for a checkpoint")
 
+    def tell_surroundings(self, loaded: Loaded | None) -> None:
+        """Log what else the root holds, if nothing, or something older, was resumed."""
+        if not self._coordinator.is_coordinator:
+            return
+        url = self._storage.url
+        try:
+            known = [info.name for info in Catalog(self._storage).committed(abandoned=True)] if loaded else ()
+            around = look_around(self._storage, known=known)
+        except (CheckpointError, OSError) as error:
+            _logger.warning("%s could not be looked through: %s", url, error)
+            return
+        if loaded is None:
+            if advice := around.advice(url):
+                _logger.warning(
+                    "training starts afresh, because nothing is committed in %s; but %s",
+                    url,
+                    "; ".join(advice),
+                )
+            else:
+                _logger.info("training starts afresh: %s holds no checkpoint yet", url)
+            return
+        newer = [name for name in around.unmarked if (parse_step_name(name) or 0) > loaded.info.step]
+        if newer:
+            _logger.warning(
+                "step %d was resumed, although %s holds %s, newer but without %s: torn, or it was lost",
+                loaded.info.step, url, ", ".join(newer), MARKER,
+            )  # fmt: skip
+
+    def nothing_there(self) -> CheckpointNotFoundError:
+        """The error for a root without checkpoints, saying what is there instead; not collective."""
+        text = f"nothing has been committed to {self._storage.url} yet"
+        return CheckpointNotFoundError(
+            "; ".join([text, *look_around(self._storage).advice(self._storage.url)])
+        )
+
     def _survey(self) -> Survey:
-        survey = Catalog(self._storage).survey()
+        try:
+            survey = Catalog(self._storage).survey()
+        except NotADirectoryError:
+            raise file_as_root(self._storage.url) from None
         for error in survey.unreadable.values():
             if isinstance(error, OSError):
                 # Not damage: storage is unwell. An older checkpoint instead would lose work silently.
@@ -166,14 +204,24 @@ class Loader:
         return survey
 
     def _existing(self, step: int | None, name: str | None) -> CheckpointInfo | str:
-        if (
-            name is not None
-            and not (is_incomplete(name) or is_trash(name))
-            and not self._storage.exists(f"{name}/{MARKER}")
-            and is_stock(self._storage, name)
-        ):
-            return name
-        return Catalog(self._storage).find(step=step, name=name)
+        storage = self._storage
+        try:
+            if (
+                name is not None
+                and not (is_incomplete(name) or is_trash(name))
+                and not storage.exists(f"{name}/{MARKER}")
+                and is_stock(storage, name)
+            ):
+                return name
+            return Catalog(storage).find(step=step, name=name)
+        except CheckpointNotFoundError as error:
+            found = [describe(storage, name)] if name is not None else []
+            told = [each for each in found if each] or look_around(storage).advice(storage.url)
+            raise CheckpointNotFoundError("; ".join([str(error), *told])) from error
+        except NotADirectoryError:
+            if name is not None and (what := describe(storage, name)):
+                raise CheckpointNotFoundError(f"{storage.url}/{name} is no checkpoint: {what}") from None
+            raise file_as_root(storage.url) from None
 
     def _not_bad(self, survey: Survey) -> Iterator[CheckpointInfo]:
         """The checkpoints of the present lineage, newest first; those marked as bad are passed over."""

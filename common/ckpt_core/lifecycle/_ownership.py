@@ -18,6 +18,7 @@ from ckpt_core.commit import (
     collect_orphans,
     is_name,
     quarantine,
+    refuse_as_root,
     require_free,
 )
 from ckpt_core.coordination import Coordinator
@@ -33,6 +34,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.lifecycle._holdings import TAKING, hold, let_go, take_from_earlier_manager
 from ckpt_core.lifecycle._line import Line
+from ckpt_core.lifecycle._same_root import require_same_root
 from ckpt_core.names import run_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
@@ -84,12 +86,26 @@ class Ownership:
         """Claim the root, unless it is claimed already, and clear away what crashed saves left.
 
         Raises:
-            ConfigError: the root cannot be written.
+            ConfigError: the root cannot be written, or is not the same for all ranks.
             RootBusyError: another live job writes to it.
         """
-        if not self._taken:
-            self._prefix = self._coordinator.once(self._acquire, what="taking the root")
-            self._taken, self._given_back = True, False
+        if self._taken:
+            return
+
+        def acquire(urls: list[str]) -> list[tuple[str, str, list[str]]]:
+            prefix = self._acquire()
+            owner_id = "" if self._lease is None else self._lease.owner.id
+            return [(prefix, owner_id, urls)] * len(urls)
+
+        self._prefix, owner_id, urls = self._coordinator.exchange(
+            self._storage.url, acquire, what="taking the root"
+        )
+        try:
+            require_same_root(self._storage, self._coordinator, owner_id, urls)
+        except ConfigError:
+            self.release()
+            raise
+        self._taken, self._given_back = True, False
 
     def id_at(self, moment: int) -> str:
         """The id of the save agreed on at a moment, in microseconds: the same on every rank.
@@ -259,6 +275,7 @@ class Ownership:
     def _acquire(self) -> str:
         try:
             self._storage.check_root()
+            refuse_as_root(self._storage)
             if self._lease is None:  # else it was acquired before, and what comes after it failed
                 self._lease = self._take_lease()
             self.collect_orphans()

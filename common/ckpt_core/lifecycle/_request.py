@@ -36,8 +36,8 @@ class SaveRequest:
             raise ConfigError(f"annotations of step {self.step} must be plain JSON: {error}") from error
         try:
             # A metric is often a tensor of one element, which no listing could show.
-            numbers = {str(name): float(value) for name, value in self.metrics.items()}
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            numbers = {str(name): _number(value) for name, value in self.metrics.items()}
+        except (TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
             raise ConfigError(f"metrics of step {self.step} must be numbers by name: {error}") from error
         object.__setattr__(self, "metrics", numbers)
 
@@ -45,3 +45,9 @@ class SaveRequest:
         """A number, positive and below 2**62, by which ranks tell whether they ask for the same save."""
         text = f"{self.step} {self.replace} {self.name}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes | bool):
+        raise TypeError(f"{value!r:.40} is a {type(value).__name__}")
+    return float(value)

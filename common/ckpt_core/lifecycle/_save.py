@@ -91,7 +91,7 @@ class SaveRun:
         self._prepared = prepared
         self._handle = handle
         self._storage = context.storage
-        self._coordinator = context.coordinator
+        self._coordinator = context.coordinator.as_of_now()
         self._telemetry = context.telemetry
         self._memory = context.memory
         self._context = context

@@ -128,17 +128,19 @@ class Stager:
         self, parts: Mapping[str, Part], generation: int, *, pinned: bool
     ) -> tuple[Arena, Mapping[str, Image]]:
         layouts = self._laid_out(parts, generation)
-        arena = self.arenas.reserve(_total(layouts), pinned=pinned)
-        attached = arena.attached
-        if attached is not None and attached[0] is layouts:
-            return arena, attached[1]
-        images: dict[str, Image] = {}
-        offset = 0
-        for name, layout in layouts.items():
-            images[name] = Image(layout, arena.memory[offset : offset + layout.size_bytes])
-            offset += _whole_pages(layout.size_bytes)
-        arena.attach((layouts, images))
-        return arena, images
+        # Made inside `torch.inference_mode`, neither memory nor views could be filled outside of it.
+        with torch.inference_mode(mode=False):
+            arena = self.arenas.reserve(_total(layouts), pinned=pinned)
+            attached = arena.attached
+            if attached is not None and attached[0] is layouts:
+                return arena, attached[1]
+            images: dict[str, Image] = {}
+            offset = 0
+            for name, layout in layouts.items():
+                images[name] = Image(layout, arena.memory[offset : offset + layout.size_bytes])
+                offset += _whole_pages(layout.size_bytes)
+            arena.attach((layouts, images))
+            return arena, images
 
     def _laid_out(self, parts: Mapping[str, Part], generation: int) -> _Layouts:
         if generation != self._generation:

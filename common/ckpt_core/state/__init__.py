@@ -6,7 +6,7 @@ from ckpt_core.state._data import check_dataloader, dataloader_state, load_datal
 from ckpt_core.state._dict_state import DictState
 from ckpt_core.state._items import Counters
 from ckpt_core.state._model import as_module, load_model_state, local_buffers, model_state, model_target
-from ckpt_core.state._nested import get, under
+from ckpt_core.state._nested import get, leaves, under
 from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, stable_tensors, unwrap_optimizer
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._source import CarefulSource, StateSource
@@ -32,6 +32,7 @@ __all__ = [
     "empty_like",
     "encode",
     "get",
+    "leaves",
     "load_dataloader_state",
     "load_model_state",
     "load_optimizer_state",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import _flat, _fsdp1, _groups
 from ckpt_core.state._model import model_state
 from ckpt_core.state._names import ParameterNames
@@ -18,6 +19,11 @@ from ckpt_core.state._optimizer import unwrap_optimizer
 from ckpt_core.state._probe import probe
 from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
 from ckpt_core.types import SavedEntries, SavedTensor
+
+_NUMBERED = (
+    ". It goes by the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
+    'load({"optimizer": optimizer}) with the same parameters in the same order, and the rest with items='
+)
 
 
 def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> dict[str, Any]:
@@ -37,6 +43,13 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
     for path, entry in saved.items():
         if (place := made.place(path)) is not None:
             put(tree, path, None if entry is None else made.tensor(place, entry))
+    names = {str(path[1]) for path in saved if path[0] == "state" and len(path) > 1}
+    if names and "state" not in tree and all(map(str.isdecimal, names)):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint has optimizer state of {', '.join(sorted(names)[:5])}, which are no names of "
+            f"parameters{_NUMBERED}",
+            unexpected=sorted(names),
+        )
     _groups.check_kind(
         optimizer,
         options={str(path[2]) for path in saved if path[0] == "param_groups" and len(path) > 2},

@@ -40,6 +40,10 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Several: TypeAlias = _T | Mapping[str, _T] | Sequence[_T] | None
 
+_BARE = (
+    "the model's parameters are at its top level, beside the optimizer, as torchtitan has them: load it as a "
+    'mapping, load({**model.state_dict(), "optimizer": ...}), whose values are tensors or have a state_dict'
+)
 _PART = ""
 _SEED = "rng_seed"
 
@@ -177,7 +181,17 @@ class TrainState:
         for name, item in self._items.items():
             if found := under(entries, "items", name):
                 put(tree, ("items", name), template(item.state_dict(), found))
+        for name, each in self._kept_by_stock(saved):
+            put(tree, _path(name), template(function_free(each.state_dict()), under(entries, *_path(name))))
         return {_PART: tree}
+
+    def _kept_by_stock(self, saved: SavedState) -> Iterator[tuple[str, Any]]:
+        """Items and schedulers that stock DCP wrote at the top level, as torchtitan and others have it."""
+        entries = saved.sharded.get(_PART, {})
+        if saved.world_size is None:
+            for name, each in (self._shared | self._items).items():
+                if under(entries, *_path(name)):
+                    yield name, each
 
     def _check_present(self, entries: SavedEntries, saved: SavedState) -> None:
         tops = {path[:2] for path in entries}
@@ -192,9 +206,14 @@ class TrainState:
                 name for name in self._items if name not in saved.shared and ("items", name) not in tops
             ]
         if missing:
+            bare = "model" in missing and tops >= {(name,) for name in model_state(self._model)}
             raise IncompatibleCheckpointError(
-                f"the checkpoint has no {', '.join(missing)}; to load the rest, leave {', '.join(missing)} "
-                "out of the items to load",
+                f"the checkpoint has no {', '.join(missing)}; "
+                + (
+                    _BARE
+                    if bare
+                    else f"to load the rest, leave {', '.join(missing)} out of the items to load"
+                ),
                 missing=missing,
             )
 
@@ -213,8 +232,12 @@ class TrainState:
             load_optimizer_state(self._model, optimizer, get(tree, _path(name)), fit=_fit(saved))
         if self._with_model:
             load_model_state(self._model, tree["model"], strict=not saved.include)
-        for name, item in self._items.items():
-            if (state := get(tree, ("items", name))) is not None:
+        inside: list[tuple[tuple[str, ...], str, Any]] = [
+            (("items", name), name, item) for name, item in self._items.items()
+        ]
+        inside += [(_path(name), name, each) for name, each in self._kept_by_stock(saved)]
+        for path, name, item in inside:
+            if (state := get(tree, path)) is not None:
                 load_item(name, item, state, of_tree=True)
         if self._with_rng:
             # Last: making the iterator of a loader draws from the global generator.
@@ -265,7 +288,10 @@ class TrainState:
     def _apply_shared(
         self, tree: Mapping[str, Any], saved: SavedState, undo: list[Callable[[], None]]
     ) -> Iterator[str]:
+        by_stock = dict(self._kept_by_stock(saved))
         for name, each in (self._shared | self._items).items():
+            if name in by_stock:
+                continue  # its tensors are not read yet
             if name in saved.shared:
                 undo.append(_undo(name, each))
                 load_item(name, each, saved.shared[name])

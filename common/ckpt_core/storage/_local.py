@@ -65,6 +65,9 @@ class LocalStorage(Storage):
                 probe.write(b"probe")
                 probe.flush()
         except NotADirectoryError as error:
+            if (link := _dangling(self._root)) is not None:
+                target = f"a symbolic link to {link.readlink()}, which does not exist: make what it leads to"
+                raise NotADirectoryError(errno.ENOTDIR, target, str(link)) from error
             raise _explained(
                 NotADirectoryError, error, "a file is where the checkpoint root should be"
             ) from error
@@ -210,6 +213,11 @@ def _entry(child: os.DirEntry[str]) -> StorageEntry | None:
             raise
         is_directory, size = False, 0  # it leads in a circle, or where this user may not look
     return StorageEntry(name=child.name, is_directory=is_directory, size_bytes=size, is_link=is_link)
+
+
+def _dangling(path: Path) -> Path | None:
+    """The symbolic link on the way to `path` that leads nowhere."""
+    return next((each for each in (path, *path.parents) if each.is_symlink() and not each.exists()), None)
 
 
 def _explained(kind: type[OSError], error: OSError, hint: str, at: Path | None = None) -> OSError:

@@ -15,7 +15,10 @@ from ckpt_core.storage._object import REQUEST_SECONDS, ObjectStorage
 
 _URL = re.compile(r"(?:\w+::)*(?P<protocol>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _COLLAPSED_URL = re.compile(r"(?:s3a?|gcs|gs|az|abfs|https?|memory|file):/[^/]")
+_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})|^%\w+%")
+_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _LOCAL = {"file", "local"}
+_WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs"}
 
 
 def open_storage(
@@ -40,14 +43,24 @@ def open_storage(
     if isinstance(root, Storage):
         _refuse_options(root.url, options)
         return root
-    text = os.fspath(root)
+    text = _text(root)
     match = _URL.fullmatch(text)
     if match is None or ("::" not in text and match["protocol"] in _LOCAL):
         _refuse_options(text, options)
         return LocalStorage(_local_path(text if match is None else match["rest"]))
+    if match["protocol"] in _WITH_BUCKETS and not match["rest"].partition("/")[0]:
+        raise ConfigError(f"{text} names no bucket; give {match['protocol']}://bucket/run")
     if deadline_seconds is not None:
         options.setdefault("request_seconds", min(REQUEST_SECONDS, deadline_seconds / 3))
     return ObjectStorage(text, **options)
+
+
+def _text(root: object) -> str:
+    if isinstance(root, str | os.PathLike):
+        text: object = os.fspath(root)
+        if isinstance(text, str):
+            return text
+    raise ConfigError(f"the checkpoint root must be a str, a path or a Storage, not {root!r:.80}")
 
 
 def _local_path(text: str) -> Path:
@@ -55,7 +68,17 @@ def _local_path(text: str) -> Path:
         raise ConfigError("the checkpoint root is empty; give a directory or a URL such as s3://bucket/run")
     if _COLLAPSED_URL.match(text):
         raise ConfigError(f"{text!r} looks like a URL that went through pathlib.Path; pass it as a str")
-    return Path(text)
+    if "\0" in text:
+        raise ConfigError(f"the checkpoint root {text!r} has a null character, which no path may have")
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{text!r} cannot be a checkpoint root: {error}; give the whole path") from error
+    unexpanded = _VARIABLE.search(text)
+    if (unexpanded or (os.sep == "/" and _WINDOWS.match(text))) and not path.exists():
+        fix = "expand it with os.path.expandvars" if unexpanded else "this is no Windows system"
+        raise ConfigError(f"{text!r} would make a directory of exactly that name; {fix}, or make it yourself")
+    return path
 
 
 def _refuse_options(root: str, options: Mapping[str, Any]) -> None:

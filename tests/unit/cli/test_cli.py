@@ -6,6 +6,7 @@ import re
 import secrets
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def ckpt(capsys):
 def ckpt_json(ckpt):
     def run(*arguments):
         code, out, err = ckpt(*arguments, "--json")
-        assert err == ""
+        assert all(line.startswith("ckpt: ") for line in err.splitlines())
         return code, json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
     return run
@@ -489,7 +490,8 @@ def test_pin_and_unpin(ckpt, ckpt_json, root):
         ["ls", "x", "--storage-option", "no value"],
         ["ls", "x", "--storage-option", "anon=true"],
         ["ls", "no-such-protocol://x"],
-        ["show", "memory://bucket"],
+        ["ls", "s3://"],
+        ["show", "gs:///run"],
     ],
     ids=" ".join,
 )
@@ -507,8 +509,8 @@ def test_storage_options_reach_the_storage(ckpt):
 
 
 def test_a_storage_failure_is_one_line(ckpt, tmp_path):
-    (tmp_path / "file").write_text("x")
-    code, _, err = ckpt("ls", tmp_path / "file")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    code, _, err = ckpt("ls", tmp_path / "circle")
     assert code == 1
     assert err.startswith("ckpt: ")
     assert err.count("\n") == 1
@@ -548,3 +550,125 @@ def test_a_terminal_gets_a_table_from_rich(ckpt, root, monkeypatch):
     code, out, _ = ckpt("ls", root)
     assert code == 0
     assert "step-000000100" in out
+
+
+# --- what lies there besides committed checkpoints ----------------------------------------------------------
+
+
+def test_show_of_a_root_is_of_its_newest_or_of_one_step(ckpt, ckpt_json, root):
+    assert ckpt_json("show", root)[1]["step"] == 300
+    assert ckpt_json("show", root, "--step", 200)[1]["step"] == 200
+    assert ckpt("show", root, "--step", 7)[0] == 3
+    Catalog(LocalStorage(root)).mark_damaged("step-000000300", "a test")
+    assert ckpt_json("show", root)[1]["step"] == 200
+
+
+def test_show_of_what_is_no_checkpoint_says_what_it_is(ckpt, tmp_path, root):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_text("x")
+    for place, text in ((tmp_path / "hf", "safetensors"), (tmp_path, "run there hold checkpoints")):
+        code, out, _ = ckpt("show", place)
+        assert code == 1
+        assert text in out
+
+
+def test_tensors_are_listed_with_shapes_dtypes_and_counts(ckpt, ckpt_json, tmp_path):
+    import torch
+
+    from ckpt_core import CheckpointManager
+
+    values = {"model": {"w": torch.zeros(3, 4, dtype=torch.bfloat16), "n": torch.tensor(5)}}
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, values)
+    code, out, _ = ckpt("show", tmp_path / "run", "--tensors")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines() if line.startswith("model.")]
+    assert rows == [
+        ["model.w", "3x4", "bfloat16", "12", "24", "B"],
+        ["model.n", "scalar", "int64", "1", "8", "B"],
+    ]
+    assert "model: 2 tensors, 13 elements, 32 B" in out
+    listed = ckpt_json("show", tmp_path / "run", "--tensors")[1]["tensors"]
+    assert [(each["name"], each["shape"], each["num_elements"]) for each in listed] == [
+        ("model.w", [3, 4], 12),
+        ("model.n", [], 1),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tensors_of_a_stock_checkpoint_are_listed_too(ckpt, tmp_path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.zeros(2, 2)}, checkpoint_id=tmp_path / "run" / "stock")
+    code, out, _ = ckpt("show", tmp_path / "run" / "stock", "--tensors")
+    assert code == 0
+    assert "w: 1 tensors, 4 elements" in out
+    assert "stock" in ckpt("ls", tmp_path / "run")[1]
+    code, _, err = ckpt("ls", tmp_path / "run" / "stock")
+    assert code == 2
+    assert f"give {tmp_path / 'run'} as the root" in err
+
+
+def test_ls_of_a_checkpoint_is_refused_with_the_command_that_helps(ckpt, root):
+    code, out, err = ckpt("ls", root / "step-000000100")
+    assert (code, out) == (2, "")
+    assert f"give {root} as the root" in err
+    assert "ckpt show" in err
+
+
+def test_ls_tells_programs_what_has_no_marker_or_one_that_cannot_be_read(ckpt, ckpt_json, root):
+    (root / "step-000000100" / "COMMITTED").write_text("not a marker")
+    (root / "step-000000200" / "COMMITTED").unlink()
+    code, listed = ckpt_json("ls", root)
+    assert code == 0
+    assert [info["step"] for info in listed["checkpoints"]] == [300]
+    assert [each["name"] for each in listed["unreadable"]] == ["step-000000100"]
+    assert "step-000000200" in listed["torn"]
+    out = ckpt("ls", root)[1]
+    assert "torn, or lost its marker: step-000000200" in out
+    assert "marker cannot be read: step-000000100" in out
+
+
+def test_ls_of_the_parent_of_runs_names_them(ckpt, ckpt_json, root):
+    assert ckpt_json("ls", root.parent)[1]["runs"] == ["run"]
+    assert "holds checkpoints of its own: run" in ckpt("ls", root.parent)[1]
+
+
+def test_times_are_told_in_iso_8601_too(ckpt_json, root):
+    (first, *_) = ckpt_json("ls", root)[1]["checkpoints"]
+    assert first["created_utc"] == "2023-11-14T22:15:00.000+00:00"
+    assert ckpt_json("show", root, "--step", 100)[1]["created_utc"] == first["created_utc"]
+
+
+def test_exit_codes_are_in_the_help(ckpt):
+    code, out, _ = ckpt("--help")
+    assert code == 0
+    for word in ("0 all is well", "2 wrong usage", "3 nothing there"):
+        assert word in " ".join(out.split())
+
+
+def test_progress_is_shown_on_a_terminal_only(ckpt, root, monkeypatch):
+    assert ckpt("verify", root)[2] == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert re.search(r"verifying step-000000300: [0-9.]+ KiB, [0-9.]+ GB/s\n", ckpt("verify", root)[2])
+
+
+def test_what_libraries_log_is_not_shown(root):
+    """In a process of its own: pytest's handlers would take what nobody else does."""
+    program = textwrap.dedent(
+        f"""
+        import logging, sys
+        from ckpt_core import cli
+
+        def noisy(_):
+            logging.getLogger("gcsfs").error("forty lines")
+            logging.getLogger("ckpt_core.commit").warning("a warning\\nin two lines")
+            raise OSError("no network")
+
+        cli._inspect.ls = noisy
+        sys.exit(cli.main(["ls", {str(root)!r}]))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "ckpt: a warning in two lines\nckpt: no network\n")

@@ -17,7 +17,7 @@ def fail(_: object) -> list[int]:
 
 def test_a_job_without_torch_distributed_gets_it():
     assert not dist.is_initialized()
-    assert isinstance(coordinator_for_job(), Solo)
+    assert isinstance(coordinator_for_job().as_of_now(), Solo)
 
 
 def test_one_rank_agrees_with_itself():

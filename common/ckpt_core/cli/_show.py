@@ -1,0 +1,122 @@
+"""`show`: what one checkpoint holds, and every tensor in it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+
+from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
+from ckpt_core.cli._places import find_checkpoint
+from ckpt_core.commit import Catalog, Manifest, TensorEntry, describe, list_tensors, look_around, stock_parts
+from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.names import MARKER, METADATA
+from ckpt_core.options import bytes_text
+from ckpt_core.storage import Storage, open_storage
+
+
+def show(arguments: Namespace) -> Outcome:
+    """Show what one checkpoint promises, or what is there instead."""
+    storage, name = find_checkpoint(arguments.place, arguments.storage_options, step=arguments.step)
+    found = (
+        _shown(storage, name)
+        if storage.exists(f"{name}/{MARKER}")
+        else _uncommitted(arguments, storage, name)
+    )
+    if not arguments.tensors:
+        return found
+    tensors = _tensors(storage, name)
+    listed = [
+        {**asdict(entry), "num_elements": entry.num_elements}
+        for entries in tensors.values()
+        for entry in entries
+    ]
+    parts = [part for part in found.parts if isinstance(part, str)]
+    return Outcome(
+        fields={**found.fields, "tensors": listed},
+        parts=[*parts, *_tensor_parts(tensors)],
+        exit_code=0 if tensors else found.exit_code,
+    )
+
+
+def _shown(storage: Storage, name: str) -> Outcome:
+    catalog, place = Catalog(storage), f"{storage.url}/{name}"
+    manifest = catalog.manifest(name)
+    pinned, damaged = catalog.pins().get(manifest.step), catalog.known_damage(name)
+    listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
+    listed |= {
+        "created_utc": moment_text(manifest.created),
+        "files": [asdict(entry) for entry in manifest.files],
+        "lineage": asdict(manifest.lineage),
+    }
+    table = Table(
+        columns=("FILE", "SIZE", "CHECKSUM"),
+        rows=[(entry.path, bytes_text(entry.size_bytes), entry.checksum) for entry in manifest.files],
+    )
+    return Outcome(
+        fields={"checkpoint": place, "committed": True, "pinned": pinned, "damaged": damaged, **listed},
+        parts=[*_facts(place, manifest, pinned=pinned, damaged=damaged), "", table],
+    )
+
+
+def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
+    place = f"{storage.url.rstrip('/')}/{name}"
+    told = describe(storage, name)
+    if not told:
+        raise CheckpointNotFoundError(f"{place}: there is nothing")
+    advice = look_around(open_storage(arguments.place, arguments.storage_options)).advice(place)
+    text = "; ".join([f"{place} is not a committed checkpoint", *(advice or [told])])
+    return Outcome(
+        fields={"checkpoint": place, "committed": False},
+        parts=[f"{text}; `ckpt verify` compares what can be compared"],
+        exit_code=1,
+    )
+
+
+def _tensors(storage: Storage, name: str) -> Mapping[str, Sequence[TensorEntry]]:
+    """Part of the checkpoint -> its tensors, for every `.metadata` at or below the directory."""
+    tensors: dict[str, Sequence[TensorEntry]] = {}
+    for part in stock_parts(storage, name):
+        key = f"{part}/{METADATA}"
+        if storage.exists(key):
+            tensors[part] = list_tensors(storage.read_bytes(key), f"{storage.url}/{key}")
+    return tensors
+
+
+def _tensor_parts(tensors: Mapping[str, Sequence[TensorEntry]]) -> list[str | Table]:
+    """A table for each part, and what its items come to."""
+    parts: list[str | Table] = []
+    for part, entries in tensors.items():
+        rows = [
+            (entry.name, _shape(entry), entry.dtype, f"{entry.num_elements:,}", bytes_text(entry.size_bytes))
+            for entry in entries
+        ]
+        parts += ["", f"{part}:", Table(columns=("TENSOR", "SHAPE", "DTYPE", "ELEMENTS", "SIZE"), rows=rows)]
+        for item in sorted({entry.name.partition(".")[0] for entry in entries}):
+            of_item = [entry for entry in entries if entry.name.partition(".")[0] == item]
+            elements, size = sum(e.num_elements for e in of_item), sum(e.size_bytes for e in of_item)
+            parts.append(f"{item}: {len(of_item)} tensors, {elements:,} elements, {bytes_text(size)}")
+    return parts
+
+
+def _shape(entry: TensorEntry) -> str:
+    return "x".join(map(str, entry.shape)) or "scalar"
+
+
+def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None) -> list[str]:
+    facts = {
+        "checkpoint": place,
+        "step": str(manifest.step),
+        "committed": f"{time_text(manifest.created)} UTC",
+        "size": f"{bytes_text(manifest.size_bytes)} in {len(manifest.files)} files",
+        "chunks": str(manifest.num_chunks),
+        "ranks": str(manifest.world_size),
+        "pinned": pinned or "",
+        "damaged": damaged or "",
+        "items": ", ".join(f"{item} ({kind})" for item, kind in sorted(manifest.items.items())),
+        "metrics": metrics_text(manifest.metrics),
+        "annotations": ", ".join(f"{key}={value!r}" for key, value in sorted(manifest.annotations.items())),
+        "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items())),
+        "save id": manifest.save_id,
+    }
+    return [f"{label + ':':<13}{text}" for label, text in facts.items() if text]
