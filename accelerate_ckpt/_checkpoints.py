@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from accelerate_ckpt._loading import Loading
 from accelerate_ckpt._metrics import Metrics
-from accelerate_ckpt._places import Place, clear_for
+from accelerate_ckpt._places import Place
 from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._roots import Roots
 from accelerate_ckpt._settings import Settings
@@ -227,7 +227,6 @@ class AcceleratorCheckpoints:
                 "a resumed run is not exact; save when accelerator.sync_gradients is true",
                 place.name,
             )
-        self._roots.coordinator.once(lambda: clear_for(manager.storage, place.name))
         measured = {**self._metrics.at(self.step), **metrics}
         handle = manager.save(
             self.step,

@@ -9,10 +9,17 @@ from typing import final
 
 from accelerate import Accelerator
 
+from ckpt_core.commit import Occupant, occupant
 from ckpt_core.errors import ConfigError
-from ckpt_core.names import MANIFEST, MARKER, SHARED, is_incomplete, is_trash, rank_name
+from ckpt_core.names import is_incomplete, is_trash
 from ckpt_core.storage import Storage
 
+_KINDS = {
+    Occupant.COMMITTED: "committed",
+    Occupant.UNREADABLE: "committed",
+    Occupant.TORN: "torn",
+    Occupant.STOCK: "stock",
+}
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
 
 
@@ -84,17 +91,7 @@ def kind_of(storage: Storage, name: str) -> str:
     """What a directory is: `committed`, `torn` (ours, but not committed), `stock`, or `missing`."""
     if is_incomplete(name) or is_trash(name):
         return "torn"
-    if storage.exists(f"{name}/{MARKER}"):
-        return "committed"
-    names = {entry.name for entry in storage.list(name)}
-    if names & {MANIFEST, SHARED, rank_name(0)}:
-        return "torn"
-    return "stock" if names else "missing"
-
-
-def clear_for(storage: Storage, name: str) -> None:
-    """Remove an empty directory that a script made beforehand, as the stock method allows."""
-    if any(entry.name == name and entry.is_directory for entry in storage.list("")) and not storage.list(
-        name
-    ):
-        storage.delete(name)
+    found = occupant(storage, name)
+    if found is Occupant.OTHER and storage.list(name):
+        return "stock"  # a link to a directory, which the stock method follows
+    return _KINDS.get(found, "missing")
