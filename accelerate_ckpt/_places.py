@@ -9,18 +9,18 @@ from typing import final
 
 from accelerate import Accelerator
 
-from ckpt_core.commit import Occupant, occupant
+from ckpt_core.commit import Occupant, content_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import is_incomplete, is_trash
 from ckpt_core.storage import Storage
 
+_AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
 _KINDS = {
     Occupant.COMMITTED: "committed",
     Occupant.UNREADABLE: "committed",
     Occupant.TORN: "torn",
     Occupant.STOCK: "stock",
 }
-_AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
 
 
 @final
@@ -88,10 +88,10 @@ def torn_in(storage: Storage) -> list[str]:
 
 
 def kind_of(storage: Storage, name: str) -> str:
-    """What a directory is: `committed`, `torn` (ours, but not committed), `stock`, or `missing`."""
+    """What a directory is: `committed`, `torn` (ours, but not committed), `stock`, or `missing`.
+
+    It is missing, too, where there is nothing but files of the user's, as in a pruned one that had some.
+    """
     if is_incomplete(name) or is_trash(name):
         return "torn"
-    found = occupant(storage, name)
-    if found is Occupant.OTHER and storage.list(name):
-        return "stock"  # a link to a directory, which the stock method follows
-    return _KINDS.get(found, "missing")
+    return _KINDS.get(content_of(storage, name), "missing")

@@ -9,7 +9,7 @@ from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
-from ckpt_core.commit._occupant import Occupant, occupant
+from ckpt_core.commit._occupant import Occupant, content_of
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
 from ckpt_core.commit._prune import collect_orphans, remove
 from ckpt_core.commit._quarantine import quarantine
@@ -32,10 +32,10 @@ __all__ = [
     "begin",
     "collect_orphans",
     "commit",
+    "content_of",
     "is_name",
     "is_same",
     "next_lineage",
-    "occupant",
     "on_present_line",
     "quarantine",
     "remove",

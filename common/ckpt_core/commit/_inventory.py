@@ -56,12 +56,21 @@ class Inventory:
             self._foreign.discard(info.name)
             self._weighed.add(info.name)
 
+    def forget(self, name: str) -> None:
+        """It is no checkpoint any more; a directory with files of the user's may have stayed."""
+        with self._guard:
+            self._known.pop(name, None)
+            self._weighed.discard(name)
+
     def still_there(self, info: CheckpointInfo) -> bool:
         """Whether its name leads to that checkpoint still; this is asked of storage."""
         try:
-            return is_same(self._catalog.marker(info.name).info(info.name), info)
+            same = is_same(self._catalog.marker(info.name).info(info.name), info)
         except (CheckpointNotFoundError, CheckpointError):
-            return False
+            same = False
+        if not same:
+            self.forget(info.name)
+        return same
 
     def _read(self, name: str) -> CheckpointInfo:
         with self._guard:

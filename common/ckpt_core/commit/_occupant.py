@@ -52,17 +52,25 @@ def occupant(storage: Storage, name: str) -> Occupant:
         OSError: storage is unwell.
     """
     if not storage.supports_rename:
-        return _marked(storage, name) or _unmarked(storage, name)
+        return content_of(storage, name)
     entry = find_entry(storage, name)
     if entry is None:
         return Occupant.NOTHING
     try:
-        marked = _marked(storage, name)
         if entry.is_link or not entry.is_directory:
-            return marked or Occupant.OTHER
-        return marked or _unmarked(storage, name)
+            return _marked(storage, name) or Occupant.OTHER
+        return content_of(storage, name)
     except PermissionError:
         return Occupant.OTHER
+
+
+def content_of(storage: Storage, name: str) -> Occupant:
+    """Tell what is in a directory, or in one that a link leads to.
+
+    Raises:
+        OSError: it is no directory, or storage is unwell.
+    """
+    return _marked(storage, name) or _unmarked(storage, name)
 
 
 def find_entry(storage: Storage, name: str) -> StorageEntry | None:

@@ -237,6 +237,7 @@ def _withdraw_if_torn(storage: Storage, name: str, manifest: Manifest, marker: b
 def _move_into_place(storage: Storage, working: str, name: str, manifest: Manifest, *, replace: bool) -> None:
     for directory in directories_of(manifest):
         storage.sync_directory(join(working, directory))
+    found = Occupant.NOTHING
     for attempt in range(_MOST_ATTEMPTS):
         # Only what is to be replaced is looked for beforehand: mostly nothing has the name.
         found = occupant(storage, name) if replace or attempt else Occupant.NOTHING

@@ -82,6 +82,7 @@ class Pruner:
             if ownership.inventory.still_there(info):
                 with self._telemetry.span("prune.remove", step=info.step, name=info.name):
                     remove(self._storage, info)
+                ownership.inventory.forget(info.name)
         return withheld(plans[-1], drop)
 
     def _check_metrics(self, history: Sequence[CheckpointInfo]) -> None:

@@ -121,6 +121,7 @@ class Room:
             self._ownership.check()
             with self._telemetry.span("prune.remove", step=info.step, name=info.name, reason="room"):
                 remove(self._storage, info)
+            self._ownership.inventory.forget(info.name)
             removed.append(info)
         _logger.warning(
             "step %d would not have fitted into %s: removed step(s) %s ahead of its commit; the retention "
