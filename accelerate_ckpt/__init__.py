@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-try:
-    import accelerate as _accelerate  # noqa: F401 - whether it is there
-except ModuleNotFoundError as error:
+if find_spec("accelerate") is None:
     raise ModuleNotFoundError(
-        f"accelerate_ckpt needs accelerate ({error}): pip install 'ckpt-suite[accelerate]'", name=error.name
-    ) from error
+        "accelerate_ckpt needs accelerate: pip install 'ckpt-suite[accelerate]'", name="accelerate"
+    )
 
 from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
 from accelerate_ckpt._patch import checkpoints, disable, enable

@@ -219,7 +219,7 @@ def test_logged_metrics_decide_what_is_kept(tmp_path: Path) -> None:
 def test_a_full_disk_in_the_second_save_loses_nothing_with_a_limit_of_one(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     storage = FaultyStorage(
-        LocalStorage(tmp_path / "checkpoints"), [Fault(method="create", key="checkpoint_1*", error=full)]
+        LocalStorage(tmp_path / "checkpoints"), [Fault(method="create", key="*checkpoint_1*", error=full)]
     )
     job = JOB.but(root=str(tmp_path), automatic=True, total_limit=1)
     made = accelerator(job)

@@ -97,6 +97,16 @@ def test_the_runner_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert "CKPT_SUITE_SAVE" in capsys.readouterr().out
 
 
+def test_without_accelerate_the_extra_is_named(tmp_path: Path) -> None:
+    # Without its site-packages, so that only what is on the path of this project can be imported.
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import accelerate_ckpt"],
+        check=False, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "ckpt-suite[accelerate]" in done.stderr
+
+
 def test_what_is_meant_is_understood(tmp_path: Path) -> None:
     environment = {
         "CKPT_SUITE_SAVE": "500",
