@@ -1,6 +1,7 @@
 """The only place where state, staging, dcp, storage, commit and coordination meet: save, load, prune."""
 
 from ckpt_core.lifecycle._cadence import CadenceKeeper
+from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.lifecycle._load import LoadRequest
 from ckpt_core.lifecycle._loader import Loader
@@ -11,6 +12,7 @@ from ckpt_core.lifecycle._selection import Selection, narrowed
 
 __all__ = [
     "CadenceKeeper",
+    "Files",
     "LoadRequest",
     "Loader",
     "SaveHandle",
