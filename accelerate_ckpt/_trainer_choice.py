@@ -12,8 +12,8 @@ import re
 from transformers.trainer import TRAINER_STATE_NAME
 
 from accelerate_ckpt._places import kind_of
-from ckpt_core import CheckpointManager, CheckpointNotFoundError, CorruptCheckpointError
-from ckpt_core.commit import quarantine, verify
+from ckpt_core import CheckpointManager, CorruptCheckpointError
+from ckpt_core.commit import verify
 from ckpt_core.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -22,13 +22,13 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _SENTINEL = "checkpoint-is-incomplete.txt"
 
 
-def newest_to_resume(manager: CheckpointManager) -> str:
-    """Path of the newest committed checkpoint that verifies, or of the newest whole one of the stock Trainer.
+def newest_to_resume(manager: CheckpointManager) -> str | None:
+    """Path of the newest checkpoint that verifies, ours or a whole one of the stock Trainer; on one rank.
 
-    Half-written ones are moved aside, for the run will come to their step again. On the coordinator only.
+    None if nothing was ever saved: what a killed save left behind, and other people's directories, are
+    passed over.
 
     Raises:
-        CheckpointNotFoundError: there is none.
         CorruptCheckpointError: all are damaged.
     """
     storage = manager.storage
@@ -49,11 +49,11 @@ def newest_to_resume(manager: CheckpointManager) -> str:
             f"every checkpoint in {storage.url} is damaged: {', '.join(damaged)}; look at each "
             "with `ckpt verify`"
         )
-    raise CheckpointNotFoundError(f"there is no checkpoint to resume from in {storage.url}")
+    return None
 
 
 def _whole_stock(storage: Storage) -> list[tuple[int, str]]:
-    """The stock Trainer's checkpoints, by step; those that were never finished are moved aside."""
+    """The stock Trainer's checkpoints, by step; those that were never finished are passed over."""
     whole: list[tuple[int, str]] = []
     for entry in storage.list(""):
         match = _NAME.fullmatch(entry.name)
@@ -63,6 +63,5 @@ def _whole_stock(storage: Storage) -> list[tuple[int, str]]:
         if kind_of(storage, entry.name) == "stock" and TRAINER_STATE_NAME in names and _SENTINEL not in names:
             whole.append((int(match[1]), entry.name))
         else:
-            moved = quarantine(storage, entry.name)
-            _logger.warning("%s/%s was never finished; moved to %s", storage.url, entry.name, moved)
+            _logger.warning("%s/%s was never finished, and is passed over", storage.url, entry.name)
     return whole

@@ -13,7 +13,6 @@ import pytest
 
 import accelerate_ckpt
 from ckpt_core import (
-    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     EverySteps,
@@ -71,7 +70,7 @@ def test_resume_true_takes_the_newest_that_verifies_and_never_a_half_written_one
     resumed = run(job.but(resume=True))
     assert resumed["weights"] == whole["weights"]
     assert committed(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
-    assert not (tmp_path / "checkpoint-8").exists()
+    assert (tmp_path / "checkpoint-8").exists(), "it may be anybody's"
     accelerate_ckpt.enable_trainer(made := trainer(job.but(enabled=False)))
     assert not accelerate_ckpt.trainer_checkpoints(made).manager.verify(6), "saved anew in its place"
     accelerate_ckpt.disable_trainer(made)
@@ -86,10 +85,12 @@ def test_resume_true_takes_a_whole_checkpoint_of_the_stock_trainer(tmp_path: Pat
     assert committed(tmp_path) == ["checkpoint-6"]
 
 
-def test_nothing_to_resume_from_and_a_torn_checkpoint_are_told(tmp_path: Path) -> None:
+def test_nothing_to_resume_from_and_a_torn_checkpoint_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     job = TrainerJob(root=str(tmp_path), steps=3)
-    with pytest.raises(CheckpointNotFoundError):
-        run(job.but(resume=True))
+    assert run(job.but(resume=True))["step"] == 3
+    assert "training begins at step 0" in caplog.text
     forget_accelerators()
     run(job.but(root=f"{tmp_path}/other"))
     torn = tmp_path / "other" / "checkpoint-3"
