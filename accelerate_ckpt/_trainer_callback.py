@@ -155,8 +155,8 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if same and (args.save_strategy != SaveStrategy.STEPS or args.eval_steps % args.save_steps == 0):
             return
         _logger.warning(
-            "the Trainer evaluates where it does not save (eval_strategy=%s, save_strategy=%s): the best %s is "
-            "only kept if a save follows its evaluation. Save at every evaluation, with "
+            "the Trainer evaluates where it does not save (eval_strategy=%s, save_strategy=%s): the best "
+            "%s is only kept if a save follows its evaluation. Save at every evaluation, with "
             'save_strategy="best", or with save= of enable_trainer(), which saves every new best',
             args.eval_strategy,
             args.save_strategy,
