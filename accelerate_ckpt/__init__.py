@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+try:
+    import accelerate as _accelerate  # noqa: F401 - whether it is there
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"accelerate_ckpt needs accelerate ({error}): pip install 'ckpt-suite[accelerate]'", name=error.name
+    ) from error
+
 from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
 from accelerate_ckpt._patch import checkpoints, disable, enable
 

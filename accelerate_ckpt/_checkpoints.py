@@ -7,26 +7,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-import numpy as np
-import torch
 from accelerate import Accelerator
 
-from accelerate_ckpt._places import Place, clear_for, kind_of, newest_stock
+from accelerate_ckpt._loading import Loading
+from accelerate_ckpt._metrics import Metrics
+from accelerate_ckpt._places import Place, clear_for
 from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._roots import Roots
-from accelerate_ckpt._state import AcceleratorState, CallArguments, model_part
-from accelerate_ckpt._steps import steps_made
+from accelerate_ckpt._settings import Settings
+from accelerate_ckpt._state import AcceleratorState, CallArguments, within_window
 from accelerate_ckpt._stock import StockMethods
-from ckpt_core import (
-    CheckpointInfo,
-    CheckpointManager,
-    CheckpointNotFoundError,
-    CheckpointOptions,
-    CorruptCheckpointError,
-    SaveHandle,
-)
-from ckpt_core.names import METADATA
-from ckpt_core.storage import Storage
+from ckpt_core import CheckpointInfo, CheckpointManager, SaveHandle
 from ckpt_core.telemetry import Sink
 
 _logger = logging.getLogger(__name__)
@@ -43,20 +34,19 @@ class AcceleratorCheckpoints:
     Attributes:
         progress: follows optimizers and data loaders.
         stock: the accelerator's own methods.
-        implicit: whether nobody asked for it in the script, so that `enable` may still be called.
+        implicit: whether nobody asked for it in the script: `enable` may still be called, and a preemption
+            ends the script, which does not know of it.
     """
-
-    implicit = False
 
     def __init__(
         self,
         accelerator: Accelerator,
-        root: str | os.PathLike[str] | Storage | None,
-        *,
-        options: CheckpointOptions,
-        stock_files: bool = True,
+        settings: Settings,
         sinks: Sequence[Sink] = (),
+        *,
+        implicit: bool = False,
     ) -> None:
+        self.implicit = implicit
         self.progress = Progress.of(accelerator)
         self.stock = StockMethods(
             save_state=accelerator.save_state,
@@ -64,11 +54,18 @@ class AcceleratorCheckpoints:
             end_training=accelerator.end_training,
         )
         self._accelerator = accelerator
-        self._gated = options.save is not None
-        self._stock_files = stock_files
-        self._metrics: dict[str, float] = {}
+        self._gated = settings.options.save is not None
+        self._stock_files = settings.stock_files
+        self._metrics = Metrics(settings.options.keep if accelerator.is_main_process else None)
         self._batches_seen = -1
-        self._roots = Roots(accelerator, root, options, sinks)
+        self._roots = Roots(accelerator, settings.root, settings.options, sinks, listen=not implicit)
+        self._loading = Loading(
+            accelerator,
+            roots=self._roots,
+            stock=self.stock,
+            progress=self.progress,
+            state=lambda manager, arguments: self._state(manager, CallArguments(load=arguments)),
+        )
         self._ahead = self._roots.continue_numbering()
 
     @property
@@ -158,21 +155,24 @@ class AcceleratorCheckpoints:
         """Load a checkpoint of ours, of any strategy and any number of ranks, or one of stock Accelerate.
 
         Args:
-            input_dir: directory or URL; the newest that verifies if None.
+            input_dir: directory or URL; the newest that verifies if None. If there is none yet, training
+                starts afresh, and the log says so.
             load_kwargs: as in the stock `load_state`.
-            load_model_func_kwargs: as in the stock `load_state`.
+            load_model_func_kwargs: as in the stock `load_state`; `strict=False` leaves what does not fit in
+                the models as it is, with a warning.
 
         Raises:
-            CheckpointNotFoundError: there is none.
+            CheckpointNotFoundError: there is none of that name.
             CorruptCheckpointError: it is damaged or torn; nothing was touched.
             IncompatibleCheckpointError: it does not fit what was prepared; nothing was touched.
         """
         arguments = {"load_kwargs": dict(load_kwargs) if load_kwargs else None, **load_model_func_kwargs}
         self.wait()
+        self._metrics.forget()
         if input_dir is None:
-            self._load_newest(arguments)
+            self._loading.newest(arguments)
         else:
-            self._load_place(Place.of(input_dir), arguments)
+            self._loading.place(Place.of(input_dir), arguments)
         newest = self._roots.continue_numbering()
         # Who goes back to an older one on purpose leaves newer ones behind, which must not count as newer
         # than what is saved from now on. Who got an older one because newer ones are damaged does not.
@@ -191,11 +191,19 @@ class AcceleratorCheckpoints:
         self._roots.wait()
 
     def note_metrics(self, values: Mapping[str, Any]) -> None:
-        """Remember numbers that were logged, for `KeepBest`."""
-        for name, value in values.items():
-            number = value.item() if isinstance(value, torch.Tensor | np.generic) else value
-            if type(number) in {int, float}:
-                self._metrics[name] = float(number)
+        """Remember numbers that were logged: they belong to a save of this step, and to no later one."""
+        self._metrics.note(self.step, values)
+
+    def begin_anew(self) -> None:
+        """Forget optimizers, loaders and steps: what is prepared from now on is another training.
+
+        Raises:
+            SaveError: a save in flight failed; everything is forgotten all the same.
+        """
+        self._metrics.forget()
+        self.progress.release()
+        self._batches_seen = -1
+        self._roots.begin_anew()
 
     def close(self) -> None:
         """Wait for every save in flight and give the roots back; harmless when repeated.
@@ -203,6 +211,7 @@ class AcceleratorCheckpoints:
         Raises:
             SaveError: a save in flight failed.
         """
+        self._metrics.forget()
         self._roots.close()
 
     def _within_window(self) -> bool:
@@ -215,17 +224,18 @@ class AcceleratorCheckpoints:
         self, place: Place, metrics: Mapping[str, float], reason: str, *, safe: bool
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.at(place.root)
-        if not accelerator.sync_gradients and accelerator.gradient_accumulation_steps > 1:
+        if within_window(accelerator):
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
                 "a resumed run is not exact; save when accelerator.sync_gradients is true",
                 place.name,
             )
         self._roots.coordinator.once(lambda: clear_for(manager.storage, place.name))
+        measured = {**self._metrics.at(self.step), **metrics}
         handle = manager.save(
             self.step + self._ahead,
             self._state(manager, CallArguments(safe=safe, stock_files=self._stock_files)),
-            metrics={**self._metrics, **metrics},
+            metrics=measured,
             annotations={
                 "framework": "accelerate",
                 "strategy": accelerator.distributed_type.value,
@@ -234,42 +244,9 @@ class AcceleratorCheckpoints:
             name=place.name,
         )
         if handle is not None:
+            self._metrics.saved(measured)
             accelerator.project_configuration.iteration += 1
         return handle
-
-    def _load_newest(self, arguments: Mapping[str, Any]) -> None:
-        manager = self.manager
-        if manager.resume(self._state(manager, CallArguments(load=arguments))) is not None:
-            return
-        name = self._roots.coordinator.once(lambda: newest_stock(manager.storage))
-        if name is None:
-            raise CheckpointNotFoundError(f"nothing has been committed to {manager.storage.url} yet")
-        self._load_stock(manager, name, arguments)
-
-    def _load_place(self, place: Place, arguments: Mapping[str, Any]) -> None:
-        manager = self._roots.at(place.root)
-        where = f"{manager.storage.url}/{place.name}"
-        kind = self._roots.coordinator.once(lambda: kind_of(manager.storage, place.name))
-        if kind == "missing":
-            raise CheckpointNotFoundError(f"there is no checkpoint at {where}")
-        if kind == "torn":
-            raise CorruptCheckpointError(
-                f"{where} was never committed: its save was interrupted, and nothing was loaded. Load "
-                "another one, or call load_state() without a directory to get the newest that is whole"
-            )
-        if kind == "stock":
-            self._load_stock(manager, place.name, arguments)
-            return
-        manager.load(self._state(manager, CallArguments(load=arguments)), name=place.name)
-
-    def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
-        """Load what stock Accelerate wrote: its shards ourselves, for it loses FSDP1's optimizer state."""
-        _logger.info("%s/%s was written by stock Accelerate", manager.storage.url, name)
-        if manager.storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
-            manager.load(self._state(manager, CallArguments(load=arguments)), name=name)
-        else:
-            self.stock.load_state(f"{manager.storage.url}/{name}", **arguments)
-        self.progress.steps.restore(steps_made(self._accelerator._optimizers))
 
     def _state(self, manager: CheckpointManager, arguments: CallArguments) -> AcceleratorState:
         return AcceleratorState(

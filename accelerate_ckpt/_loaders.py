@@ -92,6 +92,7 @@ class Loaders:
         for tracked in self._tracked.values():
             tracked.release()
         self._tracked.clear()
+        self._reentry = None
 
     def _of(self, loader: Any) -> TrackedLoader | None:
         return self._tracked.get(id(loader))

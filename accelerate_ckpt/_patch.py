@@ -23,11 +23,15 @@ from ckpt_core.telemetry import Sink
 
 _logger = logging.getLogger(__name__)
 
+ENDED = 143
+"""Exit code of a script that was preempted and knows nothing of us: what a shell says of SIGTERM."""
+
 _ATTACHED = "_ckpt_suite"
 _SHADOWED = (
     "save_state",
     "load_state",
     "end_training",
+    "free_memory",
     "log",
     "prepare_optimizer",
     "prepare_data_loader",
@@ -57,23 +61,37 @@ def enable(
         keep: which checkpoints stay; with automatic naming, `total_limit` if None.
         sinks: receivers of telemetry events.
         **options: `stock_files` (whether plain replicas also get `model.safetensors` and `optimizer.bin`,
-            written by the main process, so that stock `load_state` reads them; True), and every other field
-            of `CheckpointOptions`, such as `back_pressure` and `on_error`.
+            written by the main process while training waits, so that stock `load_state` reads them; False),
+            and every other field of `CheckpointOptions`, such as `back_pressure` and `on_error`.
 
     Raises:
-        ConfigError: an option is wrong, or the accelerator is enabled already.
+        ConfigError: an option is wrong, or the accelerator is enabled already, or is none.
     """
+    _refuse_others(accelerator)
     attached = checkpoints_or_none(accelerator)
     if attached is not None and not attached.implicit:
         raise ConfigError("this accelerator is enabled already; call accelerate_ckpt.disable() first")
     disable(accelerator)
-    attach(accelerator, Settings.resolve({"root": root, "save": save, "keep": keep, **options}), sinks)
+    settings = Settings.resolve({"root": root, "save": save, "keep": keep, **options}, stock_files=False)
+    attach(accelerator, settings, sinks)
     return accelerator
 
 
 def enable_implicitly(accelerator: Accelerator) -> None:
     """What the runner does for scripts that do not call `enable`; a later `enable` takes its place."""
-    attach(accelerator, Settings.resolve({}), implicit=True)
+    attach(accelerator, Settings.resolve({}, stock_files=False), implicit=True)
+
+
+def _refuse_others(accelerator: object) -> None:
+    if isinstance(accelerator, Accelerator):
+        return
+    trainer = any(
+        cls.__module__.startswith("transformers.") for cls in type(accelerator).__mro__
+    ) and hasattr(accelerator, "train_dataset")
+    raise ConfigError(
+        f"enable() takes an accelerate.Accelerator, not a {type(accelerator).__name__}"
+        + ("; for a Trainer there is enable_trainer()" if trainer else "")
+    )
 
 
 def attach(
@@ -86,14 +104,7 @@ def attach(
             accelerator.distributed_type.value,
         )
         return
-    attached = AcceleratorCheckpoints(
-        accelerator,
-        settings.root,
-        options=settings.options,
-        stock_files=settings.stock_files,
-        sinks=sinks,
-    )
-    attached.implicit = implicit
+    attached = AcceleratorCheckpoints(accelerator, settings, sinks, implicit=implicit)
     shadows = _shadows(accelerator, attached)
     accelerator.__dict__.update({**shadows, _ATTACHED: attached})
     atexit.register(_close_at_exit, weakref.ref(attached))
@@ -122,9 +133,12 @@ def checkpoints(accelerator: Accelerator) -> AcceleratorCheckpoints:
         ConfigError: it is not enabled.
     """
     attached = checkpoints_or_none(accelerator)
-    if attached is None:
-        raise ConfigError("this accelerator is not enabled: call accelerate_ckpt.enable(accelerator) first")
-    return attached
+    if attached is not None:
+        return attached
+    if accelerator.distributed_type in UNSUPPORTED:
+        engine = accelerator.distributed_type.value
+        raise ConfigError(f"{engine} keeps its own checkpoints: there are none of ckpt-suite's")
+    raise ConfigError("this accelerator is not enabled: call accelerate_ckpt.enable(accelerator) first")
 
 
 def checkpoints_or_none(accelerator: Accelerator) -> AcceleratorCheckpoints | None:
@@ -135,21 +149,19 @@ def checkpoints_or_none(accelerator: Accelerator) -> AcceleratorCheckpoints | No
 def _shadows(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> dict[str, Callable[..., Any]]:
     stock = {name: getattr(accelerator, name) for name in _SHADOWED}
 
-    def save_state(
-        output_dir: str | None = None,
-        safe_serialization: bool = True,  # noqa: FBT001, FBT002 - as in stock
-        **_: Any,
-    ) -> Path | str | None:
-        where = attached.directory(output_dir)
-        handle = attached.maybe_save(output_dir, safe_serialization=safe_serialization)
-        return None if handle is None else where if "://" in where else Path(where)
-
     def end_training() -> None:
         try:
             # While the process group is still there.
             attached.close()
         finally:
             stock["end_training"]()
+
+    def free_memory(*objects: Any) -> Any:
+        try:
+            attached.begin_anew()
+        finally:
+            freed = stock["free_memory"](*objects)
+        return freed
 
     def log(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         attached.note_metrics(values)
@@ -167,14 +179,32 @@ def _shadows(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> dict
         return copy
 
     return {
-        "save_state": save_state,
+        "save_state": _save_state(accelerator, attached),
         "load_state": attached.load,
         "end_training": end_training,
+        "free_memory": free_memory,
         "log": log,
         "prepare_optimizer": prepare_optimizer,
         "prepare_data_loader": prepare_data_loader,
         "skip_first_batches": skip_first_batches,
     }
+
+
+def _save_state(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> Callable[..., Any]:
+    def save_state(
+        output_dir: str | None = None,
+        safe_serialization: bool = True,  # noqa: FBT001, FBT002 - as in stock
+        **_: Any,
+    ) -> Path | str | None:
+        where = attached.directory(output_dir)
+        handle = attached.maybe_save(output_dir, safe_serialization=safe_serialization)
+        if attached.implicit and attached.preempted:
+            _logger.warning("preempted: the script ends here, with its last checkpoint committed")
+            accelerator.end_training()
+            raise SystemExit(ENDED)
+        return None if handle is None else where if "://" in where else Path(where)
+
+    return save_state
 
 
 def _close_at_exit(reference: weakref.ref[AcceleratorCheckpoints]) -> None:

@@ -74,6 +74,12 @@ def newest_stock(storage: Storage) -> str | None:
     return max(numbered)[1] if numbered else None
 
 
+def torn_in(storage: Storage) -> list[str]:
+    """Directories of saves that did not end."""
+    names = [entry.name for entry in storage.list("") if entry.is_directory]
+    return [name for name in names if kind_of(storage, name) == "torn"]
+
+
 def kind_of(storage: Storage, name: str) -> str:
     """What a directory is: `committed`, `torn` (ours, but not committed), `stock`, or `missing`."""
     if is_incomplete(name) or is_trash(name):

@@ -38,6 +38,6 @@ class Progress:
         return loader
 
     def release(self) -> None:
-        """Let go of everything."""
+        """Let go of everything, and forget how far it had come."""
         self.loaders.release()
         self.steps.release()

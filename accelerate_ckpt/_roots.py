@@ -25,7 +25,15 @@ _NO_ROOT = (
 
 @final
 class Roots:
-    """The roots in use by one accelerator. Main thread only; making a manager is collective."""
+    """The roots in use by one accelerator. Main thread only; making a manager is collective.
+
+    Args:
+        accelerator: whose checkpoints they hold.
+        root: for automatic names.
+        options: of the managers.
+        sinks: receivers of telemetry events.
+        listen: whether managers hear signals before they are first asked whether to save.
+    """
 
     def __init__(
         self,
@@ -33,15 +41,24 @@ class Roots:
         root: str | os.PathLike[str] | Storage | None,
         options: CheckpointOptions,
         sinks: Sequence[Sink],
+        *,
+        listen: bool,
     ) -> None:
         self._accelerator = accelerator
+        self._listen = listen
         self._options = options
         self._sinks = sinks
         self._managers: dict[str, CheckpointManager] = {}
-        self._closed = False
+        self._coordinator: Coordinator | None = None
         self._given = root if isinstance(root, Storage) else None
         self._root = None if root is None else root.url if isinstance(root, Storage) else os.fspath(root)
-        self.coordinator: Coordinator = coordinator_for_job(deadline_seconds=options.deadline_seconds)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """How ranks agree; made on first use, anew after `close`."""
+        if self._coordinator is None:
+            self._coordinator = coordinator_for_job(deadline_seconds=self._options.deadline_seconds)
+        return self._coordinator
 
     def automatic(self) -> CheckpointManager | None:
         """The manager of the root for automatic names, if there is one."""
@@ -71,6 +88,7 @@ class Roots:
                 options=self._options_for(root),
                 coordinator=self.coordinator,
                 sinks=self._sinks,
+                listen=self._listen,
             )
         return self._managers[key]
 
@@ -122,15 +140,20 @@ class Roots:
             manager.due()
         return self.preempted
 
-    def close(self) -> None:
-        """Close every manager, whatever the others do; harmless when repeated."""
-        if self._closed:
-            return
-        self._closed = True
+    def begin_anew(self) -> None:
+        """Close every manager, whatever the others do; the next use of a root begins a run of its own."""
+        managers, self._managers = self._managers, {}
         with ExitStack() as closing:
-            closing.callback(self.coordinator.close)
-            for manager in self._managers.values():
+            for manager in managers.values():
                 closing.callback(manager.close)
+
+    def close(self) -> None:
+        """Close every manager and the coordinator; harmless when repeated."""
+        with ExitStack() as closing:
+            if self._coordinator is not None:
+                closing.callback(self._coordinator.close)
+                self._coordinator = None
+            self.begin_anew()
 
     def _options_for(self, root: str) -> CheckpointOptions:
         limit = self._accelerator.project_configuration.total_limit

@@ -12,28 +12,47 @@ from typing import Any
 from accelerate import Accelerator
 
 from accelerate_ckpt._patch import enable_implicitly
-from ckpt_core import ConfigError
 
-_USAGE = "usage: python -m accelerate_ckpt [-m MODULE | SCRIPT] [ARGUMENTS …]"
+_USAGE = """\
+usage: python -m accelerate_ckpt [-h] {-m MODULE | SCRIPT} [ARGUMENTS …]
+
+Runs a training script with the checkpoints of every Accelerator in it made by ckpt-suite. Settings come
+from CKPT_SUITE_… in the environment, e.g. CKPT_SUITE_SAVE='{every_steps: 500, on_preemption: true}', from the
+file that CKPT_SUITE_CONFIG names, or from fsdp_config: {ckpt: …} in the accelerate configuration.
+A script that is preempted ends after its last checkpoint, with exit code 143."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run a script or a module as `python` would, with checkpoints.
 
     Raises:
-        ConfigError: there is nothing to run.
+        SystemExit: there is nothing to run.
     """
+    if arguments and arguments[0] in {"-h", "--help"}:
+        print(_USAGE)  # noqa: T201 - it was asked for
+        return
     if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
-        raise ConfigError(_USAGE)
+        raise SystemExit(_USAGE)
+    if arguments[0] != "-m" and not Path(arguments[0]).exists():
+        raise SystemExit(f"accelerate_ckpt: there is no script {arguments[0]!r}\n{_USAGE}")
     _enable_every_accelerator()
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = list(arguments)
-    # As `python script.py` does: modules beside the script can be imported.
-    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    _put_on_path(Path(arguments[0]).resolve().parent)
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _put_on_path(folder: Path) -> None:
+    """As `python script.py` does: modules beside the script can be imported, others in the cwd not."""
+    if sys.flags.safe_path:
+        return
+    if sys.path and sys.path[0] in {"", str(Path.cwd())}:
+        sys.path[0] = str(folder)  # in the place of what `python -m` puts there
+    else:
+        sys.path.insert(0, str(folder))
 
 
 def _enable_every_accelerator() -> None:

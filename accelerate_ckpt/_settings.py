@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -27,6 +28,7 @@ SECTION = "ckpt"
 
 _OWN = ("root", "stock_files")
 _NAMES = (*_OWN, *(each.name for each in fields(CheckpointOptions)))
+_SWITCHES = ("stock_files", "verify", *(e.name for e in fields(CheckpointOptions) if type(e.default) is bool))
 
 
 @final
@@ -45,34 +47,55 @@ class Settings:
     options: CheckpointOptions
 
     @classmethod
-    def resolve(cls, explicit: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Self:
+    def resolve(
+        cls,
+        explicit: Mapping[str, Any],
+        environment: Mapping[str, str] = os.environ,
+        *,
+        stock_files: bool = True,
+    ) -> Self:
         """Settings from all carriers; None in `explicit` means not given.
 
+        Args:
+            explicit: what the script says.
+            environment: where `CKPT_SUITE_…` is looked for.
+            stock_files: if nobody says.
+
         Raises:
-            ConfigError: one of them is wrong.
+            ConfigError: one of them is wrong; the message says where it is written.
         """
         given = {name: value for name, value in explicit.items() if value is not None}
+        _refuse_unknown(given, _NAMES, "no such option")
         merged: dict[str, Any] = {**_from_file(environment), **_from_environment(environment), **given}
-        unknown = sorted(set(merged) - set(_NAMES))
-        if unknown:
-            raise ConfigError(f"no such option: {', '.join(unknown)}; there are {', '.join(_NAMES)}")
-        stock_files = merged.pop("stock_files", True)
+        stock_files = merged.pop("stock_files", stock_files)
         if not isinstance(stock_files, bool):
             raise ConfigError(f"stock_files must be true or false, not {stock_files!r}")
         root = merged.pop("root", None)
+        if root is not None and not isinstance(root, str | os.PathLike | Storage):
+            raise ConfigError(f"root must be a directory, a URL or a Storage, not {root!r}")
         return cls(root=root, stock_files=stock_files, options=CheckpointOptions.from_mapping(merged))
+
+
+def _refuse_unknown(found: Collection[str], known: Collection[str], told: str) -> None:
+    for name in sorted(map(str, found)):
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise ConfigError(f"{told}: {name}{meant}; there are {', '.join(known)}")
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    known = (*(PREFIX + each.upper() for each in _NAMES), FILE_VARIABLE)
     for variable, text in environment.items():
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
             continue
-        if name not in _NAMES:
-            known = ", ".join(PREFIX + each.upper() for each in _NAMES)
-            raise ConfigError(f"no such variable: {variable}; there are {known}, {FILE_VARIABLE}")
-        found[name] = _parse(variable, text)
+        _refuse_unknown([variable], known, "no such variable")
+        # A root may look like a number: it is a job's.
+        value = text if name == "root" else _parse(variable, text)
+        # Accelerate's own variables are 0 or 1.
+        found[name] = bool(value) if name in _SWITCHES and value in (0, 1) else value
     return found
 
 
@@ -87,14 +110,27 @@ def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
     side_file = environment.get(FILE_VARIABLE)
     if side_file:
         document = _read(Path(side_file))
-        return _mapping(document.get(SECTION, document), f"{side_file}: {SECTION}")
+        return _options(document.get(SECTION, document), f"{side_file}: {SECTION}")
     launched_with = launch_configuration()
     if launched_with is None:
         return {}
     plugin = _read(launched_with).get("fsdp_config")
     if not isinstance(plugin, Mapping) or SECTION not in plugin:
         return {}
-    return _mapping(plugin[SECTION], f"{launched_with}: fsdp_config.{SECTION}")
+    return _options(plugin[SECTION], f"{launched_with}: fsdp_config.{SECTION}")
+
+
+def _options(value: Any, where: str) -> Mapping[str, Any]:
+    """Options that a file holds; what is wrong is told with the name of the file."""
+    options = dict(_mapping(value, where))
+    _refuse_unknown(options, _NAMES, f"{where}: no such option")
+    if isinstance(options.get("root"), int):
+        options["root"] = str(options["root"])
+    try:
+        CheckpointOptions.from_mapping({name: each for name, each in options.items() if name not in _OWN})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return options
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -129,12 +165,14 @@ def launch_configuration() -> Path | None:
 
 
 def _named_in(line: list[str]) -> Path | None:
+    """The last one given, which is the one that argparse takes."""
+    found = None
     for word, following in zip(line, [*line[1:], ""], strict=True):
         if word == "--config_file" and following:
-            return Path(following)
-        if word.startswith("--config_file="):
-            return Path(word.partition("=")[2])
-    return None
+            found = Path(following)
+        elif word.startswith("--config_file="):
+            found = Path(word.partition("=")[2])
+    return found
 
 
 def _default_file() -> Path | None:

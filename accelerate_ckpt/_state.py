@@ -11,7 +11,7 @@ when there are more ranks than before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -23,10 +23,10 @@ from torch import nn
 from accelerate_ckpt._hooks import run_load_hooks, run_save_hooks
 from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._scratch import private_directory
+from accelerate_ckpt._small import check_small, load_small, read_small, write_files
+from accelerate_ckpt._small_files import verified_files
 from accelerate_ckpt._stock import (
     StockMethods,
-    fetch_files,
-    fetch_small,
     files_in,
     is_stock_layout,
     optimizer_files,
@@ -34,9 +34,9 @@ from accelerate_ckpt._stock import (
     torch_bytes,
     weight_files,
 )
-from ckpt_core.commit import Catalog
+from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
-from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.state import (
     as_module,
     derive_rng,
@@ -79,6 +79,11 @@ def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[n
         id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
     }
     return [model for model in models if any(id(each) in trained for each in model.parameters())]
+
+
+def within_window(accelerator: Accelerator) -> bool:
+    """Whether gradients are being accumulated: they are in no checkpoint."""
+    return not accelerator.sync_gradients and accelerator.gradient_accumulation_steps > 1
 
 
 def owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
@@ -143,6 +148,9 @@ class AcceleratorState:
         self._coordinator = coordinator
         self._storage = storage
         self._models_left: list[int] = []
+        self._small: Mapping[str, bytes] = {}
+        self._for_hooks: Mapping[str, bytes] | None = None
+        self._generators: Mapping[str, Any] = {}
         self._arguments = arguments
 
     def capture(self) -> CapturedState:
@@ -177,36 +185,61 @@ class AcceleratorState:
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """What to load into.
+        """What to load into; on the way, what stock methods and hooks will read is read and verified.
 
         Raises:
+            CorruptCheckpointError: a file that will be read is damaged.
             IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
         """
         accelerator = self._accelerator
         self._check_counts(saved)
-        self._models_left = self._after_hooks(saved)
+        self._small = read_small(self._storage, saved, accelerator.process_index)
+        check_small(accelerator, self._small, saved.name)
+        hooked = bool(accelerator._load_model_state_pre_hook)
+        if hooked:
+            self._for_hooks = self._files_for_hooks(saved)
+        # A model that a hook took over at the save has no shards; then it is a hook that loads it.
+        self._models_left = [
+            index
+            for index in range(len(accelerator._models))
+            if not hooked or model_part(index) in saved.sharded
+        ]
         tree: dict[str, dict[str, Any]] = {}
         for index in self._models_left:
             entries = inner_entries(saved, model_part(index), "model")
-            tree[model_part(index)] = {"model": model_target(accelerator._models[index], entries)}
+            tree[model_part(index)] = {"model": model_target(accelerator._models[index], entries, saved)}
         for index, optimizer in enumerate(accelerator._optimizers):
             entries = inner_entries(saved, optimizer_part(index), "optimizer")
             model = owner(accelerator._models, optimizer)
             tree[optimizer_part(index)] = {"optimizer": optimizer_target(model, optimizer, entries)}
         return tree
 
+    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+        """Put back schedulers, scaler and registered objects; see `CarefulSource`.
+
+        Raises:
+            IncompatibleCheckpointError: one of them refuses its state; everything is as it was before.
+        """
+        del loaded, saved
+        take_back = load_small(self._accelerator, self._stock, self._small, self._arguments.load)
+        self._generators = rng_state()
+        return take_back
+
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Put everything back; returns what could not be restored."""
+        """Put everything else back; returns what could not be restored.
+
+        Raises:
+            IncompatibleCheckpointError: no hook has loaded a model that a hook saved.
+        """
         accelerator = self._accelerator
         for index, optimizer in enumerate(accelerator._optimizers):
             model = owner(accelerator._models, optimizer)
             load_optimizer_state(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
         for index in self._models_left:
-            load_model_state(accelerator._models[index], loaded[model_part(index)]["model"])
-        with private_directory() as directory:
-            fetch_small(self._storage, saved.name, accelerator.process_index, directory)
-            with small_things_only(accelerator):
-                self._stock.load_state(str(directory), **self._arguments.load)
+            state = loaded[model_part(index)]["model"]
+            load_model_state(accelerator._models[index], state, strict=saved.strict)
+        if accelerator._load_model_state_pre_hook:
+            self._run_load_hooks(saved)
         notes = self._apply_own(saved)
         for note in notes:
             _logger.warning("%s", note)
@@ -250,6 +283,7 @@ class AcceleratorState:
             _LOADERS: [{**position, "state": None} if position else {} for position in positions],
             "optimizers": len(self._accelerator._optimizers),
             "models": len(self._accelerator._models),
+            "within_window": within_window(self._accelerator),
         }
 
     def _check_counts(self, saved: SavedState) -> None:
@@ -264,19 +298,45 @@ class AcceleratorState:
                     "prepared now: call accelerator.prepare() for the same objects before load_state()"
                 )
 
-    def _after_hooks(self, saved: SavedState) -> list[int]:
-        """Let the user's hooks load what they saved; the bytes were verified before."""
+    def _files_for_hooks(self, saved: SavedState) -> Mapping[str, bytes] | None:
+        """What hooks may read, verified; None if they read it in the checkpoint's own directory.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged.
+        """
+
+        def outside(path: str) -> bool:
+            return path.partition("/")[0] not in saved.sharded
+
+        if not isinstance(self._storage, LocalStorage):
+            return verified_files(self._storage, saved.name, outside)
+        if saved.world_size is not None:
+            paths = [entry.path for entry in Catalog(self._storage).manifest(saved.name).files]
+            failures = verify(self._storage, saved.name, paths=[path for path in paths if outside(path)])
+            if failures:
+                told = "; ".join(map(str, failures[:5]))
+                raise CorruptCheckpointError(
+                    f"{self._storage.url}/{saved.name} is damaged: {told}. Nothing was loaded",
+                    failures=tuple(failures),
+                )
+        return None
+
+    def _run_load_hooks(self, saved: SavedState) -> None:
+        """Let the user's hooks load what they saved, over what was loaded by us."""
         accelerator = self._accelerator
         models = [] if accelerator.distributed_type == DistributedType.FSDP else accelerator._models
-        if not accelerator._load_model_state_pre_hook:
-            return list(range(len(accelerator._models)))
-        if isinstance(self._storage, LocalStorage):
-            return run_load_hooks(accelerator, models, self._storage.local_path(saved.name))
-        paths = [entry.path for entry in Catalog(self._storage).manifest(saved.name).files]
-        outside = [path for path in paths if path.partition("/")[0] not in saved.sharded]
-        with private_directory() as directory:
-            fetch_files(self._storage, saved.name, outside, directory)
-            return run_load_hooks(accelerator, models, directory)
+        if self._for_hooks is None and isinstance(self._storage, LocalStorage):
+            left = run_load_hooks(accelerator, models, self._storage.local_path(saved.name))
+        else:
+            with private_directory() as directory:
+                write_files(self._for_hooks or {}, directory)
+                left = run_load_hooks(accelerator, models, directory)
+        missing = sorted(set(left) - set(self._models_left))
+        if missing:
+            raise IncompatibleCheckpointError(
+                f"checkpoint {saved.name} has no {model_part(missing[0])}: a save_state_pre_hook saved that "
+                "model, and no load_state_pre_hook took it out of the list of models to load it"
+            )
 
     def _apply_own(self, saved: SavedState) -> list[str]:
         accelerator, shared = self._accelerator, saved.shared.get(_SHARED, {})
@@ -287,11 +347,25 @@ class AcceleratorState:
             self._progress.steps.restore(shared["optimizer_steps"])
         if _RNG in saved.per_rank:
             notes += load_rng_state(saved.per_rank[_RNG])
-        elif "rng_seed" in shared:
+        elif "rng_seed" not in shared:
+            load_rng_state(self._generators)  # stock wrote it; loading may have drawn from them since
+        else:
             derive_rng(shared["rng_seed"], accelerator.process_index)
             notes.append(
                 f"rank {accelerator.process_index} was not among the {saved.world_size} that saved: "
                 "its random numbers are derived from rank 0's"
+            )
+        if shared.get("within_window"):
+            notes.append(
+                f"checkpoint {saved.name} was saved within an accumulation window, without the gradients "
+                "accumulated until then: the first optimizer step is made of fewer batches than others"
+            )
+        loaders = len(shared.get(_LOADERS, accelerator._dataloaders))
+        if loaders != len(accelerator._dataloaders):
+            notes.append(
+                f"checkpoint {saved.name} was saved with {loaders} data loaders, and "
+                f"{len(accelerator._dataloaders)} are prepared now: positions are put back in the order in "
+                "which loaders were prepared"
             )
         same_ranks = saved.world_size == accelerator.num_processes and _LOADERS in saved.per_rank
         positions = saved.per_rank[_LOADERS] if same_ranks else shared.get(_LOADERS, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -12,41 +13,47 @@ from ckpt_core.state import unwrap_optimizer
 
 @final
 class StepCounter:
-    """Steps of the optimizer that has made the most of them, over all runs. Main thread only."""
+    """Steps of the optimizer that has made the most of them. Main thread only.
+
+    An optimizer that joins later begins where the others are: where a training begins anew with optimizers of
+    its own, every step counts from the first on.
+
+    Attributes:
+        step: optimizer steps done, those before the last resume included.
+    """
 
     def __init__(self) -> None:
-        self._before = 0
-        self._steps: dict[int, int] = {}
+        self.step = 0
+        self._steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._handles: list[Any] = []
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done, those before the last resume included."""
-        return self._before + max(self._steps.values(), default=0)
 
     def count(self, optimizer: Any) -> None:
         """Count the steps of an optimizer from now on; harmless when repeated."""
         # The wrapper has no step hooks of its own, and its `step` is called for micro-batches too.
         inner = unwrap_optimizer(optimizer)
-        if id(inner) in self._steps:
+        if inner in self._steps:
             return
-        self._steps[id(inner)] = 0
+        self._steps[inner] = self.step
         self._handles.append(inner.register_step_post_hook(self._note))
 
     def restore(self, step: int) -> None:
         """Go on counting from `step`."""
-        self._before = step
-        self._steps = dict.fromkeys(self._steps, 0)
+        self.step = step
+        for optimizer in self._steps:
+            self._steps[optimizer] = step
 
     def release(self) -> None:
-        """Stop counting."""
+        """Forget every optimizer, and all steps."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._steps.clear()
+        self.step = 0
 
     def _note(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if id(optimizer) in self._steps:
-            self._steps[id(optimizer)] += 1
+        if optimizer in self._steps:
+            self._steps[optimizer] += 1
+            self.step = max(self.step, self._steps[optimizer])
 
 
 def steps_made(optimizers: Sequence[Any]) -> int:

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,8 @@ from accelerate.utils.other import clean_state_dict_for_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch.distributed.tensor import DTensor
 
-from ckpt_core.storage import Storage
-
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 """Engines that keep their shards to themselves; their checkpoints stay what they are."""
-
-_SMALL = ("scheduler*.bin", "scaler.pt", "custom_checkpoint_*.pkl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,22 +64,6 @@ def files_in(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
-
-
-def fetch_small(storage: Storage, name: str, rank: int, into: Path) -> None:
-    """Copy what the stock `load_state` reads of a checkpoint, apart from anything large."""
-    wanted = (*_SMALL, f"random_states_{rank}.pkl")
-    for entry in storage.list(name):
-        if not entry.is_directory and any(fnmatchcase(entry.name, pattern) for pattern in wanted):
-            (into / entry.name).write_bytes(storage.read_bytes(f"{name}/{entry.name}"))
-
-
-def fetch_files(storage: Storage, name: str, paths: Sequence[str], into: Path) -> None:
-    """Copy some files of a checkpoint, for hooks that read from a directory."""
-    for path in paths:
-        target = into / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(storage.read_bytes(f"{name}/{path}"))
 
 
 def is_stock_layout(accelerator: Accelerator, states: Sequence[Mapping[str, Any]]) -> bool:

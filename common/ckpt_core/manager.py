@@ -50,6 +50,8 @@ class CheckpointManager:
         coordinator: how ranks agree; by default made for the job as it runs now. One that is given may be
             shared by several managers, and is closed by whoever made it.
         sinks: receivers of telemetry events.
+        listen: whether an `OnPreemption` hears signals from now on; else from the first `due` or `maybe_save`
+            on, for hosts that cannot know whether anybody will ask.
         **overrides: fields of `CheckpointOptions`, e.g. `save=EverySteps(500)`, as values or plain mappings.
 
     Raises:
@@ -63,6 +65,7 @@ class CheckpointManager:
         options: CheckpointOptions | None = None,
         coordinator: Coordinator | None = None,
         sinks: Sequence[Sink] = (),
+        listen: bool = True,
         **overrides: Any,
     ) -> None:
         if options is not None and overrides:
@@ -76,7 +79,7 @@ class CheckpointManager:
         self._owns_coordinator = coordinator is None
         self._telemetry = Telemetry(*sinks)
         self._catalog = Catalog(self.storage)
-        self._cadence = CadenceKeeper(self.options.save, self._coordinator)
+        self._cadence = CadenceKeeper(self.options.save, self._coordinator, listen=listen)
         self._saver = Saver(self.storage, self._coordinator, self.options, self._telemetry)
         self._loader = Loader(self.storage, self._coordinator, self._telemetry)
         self._closed = False

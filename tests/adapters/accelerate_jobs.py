@@ -175,6 +175,24 @@ def enable(job: Job, made: Any, **options: Any) -> Any:
     )
 
 
+def prepared(job: Job, **options: Any) -> tuple[Any, ...]:
+    """An enabled accelerator, and what it has prepared."""
+    made = accelerator(job)
+    enable(job, made, **options)
+    return made, *prepare(job, made)
+
+
+def step(made: Any, net: nn.Module, optimizer: Any, *_: Any) -> None:
+    """One optimizer step."""
+    made.backward(net(torch.ones(2, _WIDTH)).pow(2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(net: nn.Module) -> list[float]:
+    return [value for parameter in net.parameters() for value in parameter.flatten().tolist()]
+
+
 def train(job: Job, **options: Any) -> dict[str, Any]:
     """Train, save where told, and tell what every step saw and computed."""
     # Ranks are daemons, which may have no children; loaders with workers need some.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from accelerate_ckpt._runner import main
-from accelerate_ckpt._settings import Settings
+from accelerate_ckpt._settings import Settings, _named_in
 from ckpt_core import ConfigError, EverySteps, KeepLatest
 
 _SCRIPT = """
@@ -76,6 +76,9 @@ def test_a_toml_side_file_is_read_too(tmp_path: Path) -> None:
         ({}, {"CKPT_SUITE_KEEP": "{"}, "CKPT_SUITE_KEEP"),
         ({}, {"CKPT_SUITE_CONFIG": "nowhere.yaml"}, "nowhere.yaml"),
         ({"stock_files": "no"}, {}, "stock_files"),
+        ({"root": 7}, {}, "root must be a directory"),
+        ({}, {"CKPT_SUITE_SVAE": "5"}, "did you mean CKPT_SUITE_SAVE"),
+        ({}, {"CKPT_SUITE_STOCK_FILES": "2"}, "stock_files"),
     ],
 )
 def test_what_is_wrong_is_named(explicit: dict[str, object], environment: dict[str, str], told: str) -> None:
@@ -83,9 +86,55 @@ def test_what_is_wrong_is_named(explicit: dict[str, object], environment: dict[s
         Settings.resolve(explicit, environment)
 
 
-def test_the_runner_says_how_it_is_used() -> None:
-    with pytest.raises(ConfigError, match="usage"):
-        main([])
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["nowhere.py"]])
+def test_the_runner_says_how_it_is_used(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="usage"):
+        main(arguments)
+
+
+def test_the_runner_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    assert "CKPT_SUITE_SAVE" in capsys.readouterr().out
+
+
+def test_what_is_meant_is_understood(tmp_path: Path) -> None:
+    environment = {
+        "CKPT_SUITE_SAVE": "500",
+        "CKPT_SUITE_KEEP": "3",
+        "CKPT_SUITE_STOCK_FILES": "1",
+        "CKPT_SUITE_READ_ONCE": "0",
+        "CKPT_SUITE_VERIFY": "0",
+        "CKPT_SUITE_ROOT": "1234",
+    }
+    settings = Settings.resolve({}, environment, stock_files=False)
+    assert settings.root == "1234", "the id of a job"
+    assert settings.stock_files
+    options = settings.options
+    assert (options.save, options.keep) == (EverySteps(500), KeepLatest(3))
+    assert (options.read_once, options.verification) == (False, "off")
+    assert Settings.resolve({"save": 5, "keep": 3}, {}).options.save == EverySteps(5)
+
+
+def test_the_last_of_several_configurations_counts_as_it_does_for_the_launcher() -> None:
+    line = ["accelerate", "launch", "--config_file", "a.yaml", "--config_file=b.yaml", "train.py"]
+    assert _named_in(line) == Path("b.yaml")
+    assert _named_in(["accelerate", "launch", "--config_file=a", "--config_file", "c"]) == Path("c")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("ckpt: {kep: {latest: 3}}", "options.yaml: ckpt: no such option: kep .did you mean keep.."),
+        ("ckpt: {stock_file: true}", "options.yaml.*did you mean stock_files"),
+        ("ckpt: {keep: {latets: 3}}", "options.yaml: ckpt: .*latest"),
+        ("ckpt: {arenas: 7}", "options.yaml: ckpt: .*arenas"),
+        ("ckpt: 3", "options.yaml: ckpt must be a mapping"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_file_and_section(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "options.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        Settings.resolve({}, {"CKPT_SUITE_CONFIG": str(tmp_path / "options.yaml")})
 
 
 def run(command: list[str], folder: Path, **environment: str) -> None:

@@ -24,6 +24,13 @@ class CadenceKeeper:
     evaluates the policy on the same facts, so that no decision has to be sent. Schedulers reach one rank
     after another: what is announced, to save and go on, within 30 s of what has been agreed is the same.
 
+    Args:
+        policy: when to save.
+        coordinator: the ranks.
+        clock: seconds.
+        listen: whether signals are heard from now on; else from the first look on, so that none is swallowed
+            where nobody ever looks.
+
     Attributes:
         preempted: whether the training is to stop, as of the last look.
         pending: whether a save for a preemption is still to be made.
@@ -35,6 +42,8 @@ class CadenceKeeper:
         coordinator: Coordinator,
         # Not the time of day, which may be put forward or back in the middle of a run.
         clock: Callable[[], float] = time.monotonic,
+        *,
+        listen: bool = True,
     ) -> None:
         self._policy = policy
         self._coordinator = coordinator
@@ -44,7 +53,7 @@ class CadenceKeeper:
         self._last_save_step: int | None = None
         self._last_save_time: float | None = None
         self._timed = True
-        self._announcements = Announcements(policy.preemptions if policy is not None else ())
+        self._announcements = self._listening() if listen else None
         self._known = 0
         self._now = self._announced_at = -math.inf
         self.pending = False
@@ -87,25 +96,30 @@ class CadenceKeeper:
 
     def close(self) -> None:
         """Put signal handlers back and stop looking."""
-        self._announcements.close()
+        if self._announcements is not None:
+            self._announcements.close()
+
+    def _listening(self) -> Announcements:
+        return Announcements(self._policy.preemptions if self._policy is not None else ())
 
     def _agree(self) -> None:
+        announcements = self._announcements = self._announcements or self._listening()
         own_time = int(self._clock() * _MICROSECONDS) if self._coordinator.is_coordinator else 0
         announced, microseconds = self._coordinator.combine(
-            [self._announced(), own_time], what="deciding whether to save"
+            [self._announced(announcements), own_time], what="deciding whether to save"
         )
         self._now = microseconds / _MICROSECONDS
         if not self._timed:
             self._last_save_time, self._timed = self._now, True
         if not announced or self.preempted:
             return
-        self._known, self._announced_at = self._announcements.count, self._now
+        self._known, self._announced_at = announcements.count, self._now
         self.preempted = announced == _STOP
         self.pending = True
 
-    def _announced(self) -> int:
-        if self._announcements.stop:
+    def _announced(self, announcements: Announcements) -> int:
+        if announcements.stop:
             return _STOP
         if 0 <= self._now - self._announced_at < _SAME_SECONDS:
-            self._known = self._announcements.count
-        return _SAVE if self._announcements.count > self._known else 0
+            self._known = announcements.count
+        return _SAVE if announcements.count > self._known else 0

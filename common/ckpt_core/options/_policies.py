@@ -28,7 +28,8 @@ def policy_from(value: Any, kind: str) -> SavePolicy | RetentionPolicy:
     """A policy from a policy, a mapping, or a list of either; entries are joined by "or".
 
     Args:
-        value: e.g. `{"every_steps": 500, "on_preemption": True}` or `[KeepLatest(3), {"every": 10_000}]`.
+        value: e.g. `{"every_steps": 500, "on_preemption": True}` or `[KeepLatest(3), {"every": 10_000}]`; a
+            number alone is a number of steps to save every, or of checkpoints to keep.
         kind: `save` for when to save, `keep` for what to keep.
 
     Raises:
@@ -43,6 +44,7 @@ class _Grammar(Generic[Policy]):
     """The words of one kind of policy. A builder returns None for a switch that is off."""
 
     base: type
+    number: Callable[[int], Policy]
     builders: Mapping[str, Callable[[Any], Policy | None]]
 
 
@@ -50,6 +52,11 @@ def _members(value: Any, grammar: _Grammar[Policy], where: str) -> list[Policy]:
     """The policies that `value` spells, unjoined; never empty."""
     if isinstance(value, grammar.base):
         return [cast("Policy", value)]
+    if type(value) is int:
+        try:
+            return [grammar.number(value)]
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
     problems = Problems()
     if isinstance(value, Mapping):
         members = _entries(value, grammar, where, problems)
@@ -143,6 +150,7 @@ def _best(value: Any) -> RetentionPolicy:
 
 _SAVE: _Grammar[SavePolicy] = _Grammar(
     base=SavePolicy,
+    number=cadence.EverySteps,
     builders={
         "every_steps": _with(cadence.EverySteps, "n", "offset"),
         "at_steps": _with(cadence.AtSteps, "steps"),
@@ -154,6 +162,7 @@ _SAVE: _Grammar[SavePolicy] = _Grammar(
 )
 _KEEP: _Grammar[RetentionPolicy] = _Grammar(
     base=RetentionPolicy,
+    number=retention.KeepLatest,
     builders={
         "latest": _with(retention.KeepLatest, "n"),
         "every": _with(retention.KeepEvery, "steps"),

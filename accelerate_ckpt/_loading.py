@@ -1,0 +1,107 @@
+"""Which checkpoint `load_state` loads: ours, one of stock Accelerate, or none yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from accelerate import Accelerator
+
+from accelerate_ckpt._places import Place, kind_of, newest_stock, torn_in
+from accelerate_ckpt._progress import Progress
+from accelerate_ckpt._roots import Roots
+from accelerate_ckpt._state import AcceleratorState, model_part
+from accelerate_ckpt._steps import steps_made
+from accelerate_ckpt._stock import StockMethods
+from ckpt_core import CheckpointManager, CheckpointNotFoundError, CorruptCheckpointError
+from ckpt_core.names import METADATA
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class Loading:
+    """Loads into one accelerator. Main thread only, collective.
+
+    Args:
+        accelerator: what to load into.
+        roots: where checkpoints are.
+        stock: the accelerator's own methods.
+        progress: of the accelerator.
+        state: makes the state of the accelerator, for a manager and the arguments of `load_state`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        roots: Roots,
+        stock: StockMethods,
+        progress: Progress,
+        state: Callable[[CheckpointManager, Mapping[str, Any]], AcceleratorState],
+    ) -> None:
+        self._accelerator = accelerator
+        self._roots = roots
+        self._stock = stock
+        self._progress = progress
+        self._state = state
+
+    def newest(self, arguments: Mapping[str, Any]) -> bool:
+        """Load the newest that verifies; False, and a line in the log, if there is nothing yet."""
+        manager = self._roots.only()
+        state = self._state(manager, arguments)
+        if arguments.get("strict", True) is True:
+            found = manager.resume(state) is not None
+        else:
+            found = manager.latest() is not None
+            if found:
+                manager.load(state, strict=arguments["strict"])
+        if found:
+            return True
+        name = self._roots.coordinator.once(lambda: newest_stock(manager.storage))
+        if name is not None:
+            self._load_stock(manager, name, arguments)
+            return True
+        torn = self._roots.coordinator.once(lambda: torn_in(manager.storage))
+        _logger.log(
+            logging.WARNING if torn else logging.INFO,
+            "nothing has been committed to %s yet%s: training starts afresh",
+            manager.storage.url,
+            f" ({', '.join(torn)}: interrupted saves, look at them with `ckpt ls`)" if torn else "",
+        )
+        return False
+
+    def place(self, place: Place, arguments: Mapping[str, Any]) -> None:
+        """Load the checkpoint of that name.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: it was never committed, or is damaged; nothing was touched.
+        """
+        manager = self._roots.at(place.root)
+        where = f"{manager.storage.url}/{place.name}"
+        kind = self._roots.coordinator.once(lambda: kind_of(manager.storage, place.name))
+        if kind == "missing":
+            raise CheckpointNotFoundError(f"there is no checkpoint at {where}")
+        if kind == "torn":
+            raise CorruptCheckpointError(
+                f"{where} was never committed: its save was interrupted, and nothing was loaded. Load "
+                "another one, or call load_state() without a directory to get the newest that is whole"
+            )
+        if kind == "stock":
+            self._load_stock(manager, place.name, arguments)
+        else:
+            self._load(manager, place.name, arguments)
+
+    def _load(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
+        manager.load(self._state(manager, arguments), name=name, strict=arguments.get("strict", True))
+
+    def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
+        """Load what stock Accelerate wrote: its shards ourselves, for it loses FSDP1's optimizer state."""
+        _logger.info("%s/%s was written by stock Accelerate", manager.storage.url, name)
+        if manager.storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
+            self._load(manager, name, arguments)
+        else:
+            self._stock.load_state(f"{manager.storage.url}/{name}", **arguments)
+        self._progress.steps.restore(steps_made(self._accelerator._optimizers))

@@ -1,0 +1,88 @@
+"""Numbers that were logged, for `KeepBest`: each belongs to the step at which it was measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from ckpt_core import KeepBest
+from ckpt_core.retention import RetentionPolicy
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class Metrics:
+    """Remembers what was logged at the present step; main thread only.
+
+    Args:
+        keep: whose `KeepBest` want to hear of every measurement; what is measured at a step that is never
+            saved they do not, which is said once if it was the best so far.
+    """
+
+    def __init__(self, keep: RetentionPolicy | None) -> None:
+        self._wanted = {policy.metric: policy for policy in _best_of(keep)}
+        self._measured: dict[str, tuple[int, float]] = {}
+        self._unsaved: set[str] = set()
+        self._best: dict[str, float] = {}
+        self._said = keep is None
+
+    def note(self, step: int, values: Mapping[str, Any]) -> None:
+        """Numbers among `values` were measured at `step`."""
+        for name, value in values.items():
+            number = value.item() if isinstance(value, torch.Tensor | np.generic) else value
+            if type(number) in {int, float}:
+                self._miss(name)
+                self._measured[name] = step, float(number)
+                self._unsaved.add(name)
+
+    def at(self, step: int) -> dict[str, float]:
+        """What was measured at `step`."""
+        return {name: value for name, (measured, value) in self._measured.items() if measured == step}
+
+    def saved(self, values: Mapping[str, float]) -> None:
+        """A save with these metrics has begun."""
+        self._unsaved -= set(values)
+        for name in self._wanted.keys() & values.keys():
+            if self._improves(name, values[name]):
+                self._best[name] = values[name]
+
+    def forget(self) -> None:
+        """Training goes on elsewhere: what was measured is of no later checkpoint."""
+        for name in self._wanted:
+            self._miss(name)
+        self._measured.clear()
+        self._unsaved.clear()
+        self._best.clear()
+
+    def _miss(self, name: str) -> None:
+        """A measurement is about to be forgotten: say so if it was the best, and no checkpoint has it."""
+        if self._said or name not in self._wanted or name not in self._unsaved:
+            return
+        step, value = self._measured[name]
+        if step == 0 or not self._improves(name, value):
+            return
+        self._said = True
+        _logger.warning(
+            "%s=%g, logged at step %d, is the best so far, but step %d was not saved after that, so that "
+            "%r cannot keep it (this is said once). Where you evaluate, call accelerator.log() and then "
+            "save_state(), or accelerate_ckpt.checkpoints(accelerator).save(), which saves whatever the save "
+            "policy says",
+            name, value, step, step, self._wanted[name],
+        )  # fmt: skip
+
+    def _improves(self, name: str, value: float) -> bool:
+        if name not in self._best:
+            return True
+        return value < self._best[name] if self._wanted[name].mode == "min" else value > self._best[name]
+
+
+def _best_of(policy: Any) -> Iterator[KeepBest]:
+    if isinstance(policy, KeepBest):
+        yield policy
+    for part in getattr(policy, "policies", ()):
+        yield from _best_of(part)

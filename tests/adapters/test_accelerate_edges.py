@@ -1,0 +1,500 @@
+"""Accelerate: where a run meets damage, another run, or a script that is not as ours would be."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelerate_ckpt
+from accelerate_ckpt._patch import ENDED, enable_implicitly
+from ckpt_core import (
+    CheckpointManager,
+    ConfigError,
+    CorruptCheckpointError,
+    EverySteps,
+    IncompatibleCheckpointError,
+    KeepBest,
+    KeepLatest,
+    OnPreemption,
+)
+from ckpt_core.storage import MemoryStorage
+from tests.adapters.accelerate_jobs import (
+    Job,
+    accelerator,
+    committed,
+    forget_accelerators,
+    prepare,
+    prepared,
+    step,
+    weights,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+JOB = Job(strategy="single", world=1)
+
+
+class Counter:
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+class Stubborn(Counter):
+    """Saves well, and refuses what it has saved."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["value"] != self.value:
+            raise KeyError("of another version")
+
+
+def changed(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+# Rule 1: what is loaded is verified, all of it.
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "changed": lambda path: path.write_bytes(changed(path.read_bytes())),
+    "missing": lambda path: path.unlink(),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"."),
+}
+
+
+@pytest.fixture
+def run_of_two(tmp_path: Path) -> tuple[Any, ...]:
+    """Two checkpoints of everything that Accelerate has files for, hooks included."""
+    made, net, optimizer, scheduler, *_ = prepared(JOB.but(root=str(tmp_path)))
+    counter = Counter()
+    made.register_for_checkpointing(counter)
+    made.register_save_state_pre_hook(
+        lambda _models, _states, output_dir: (Path(output_dir) / "of_hook.txt").write_text("saved")
+    )
+    made.register_load_state_pre_hook(lambda _models, _input_dir: None)
+    for _ in range(2):
+        step(made, net, optimizer)
+        scheduler.step()
+        counter.value += 1
+        made.save_state()
+    accelerate_ckpt.checkpoints(made).wait()
+    return made, net, optimizer, scheduler, counter
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "file", ["scheduler.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl", "of_hook.txt"]
+)
+def test_a_damaged_small_file_is_refused_by_path_and_passed_over_without(
+    run_of_two: tuple[Any, ...], tmp_path: Path, file: str, damage: str
+) -> None:
+    made, net, _optimizer, scheduler, counter = run_of_two
+    DAMAGE[damage](tmp_path / "checkpoint_1" / file)
+    counter.value = 7
+    before = weights(net), scheduler.state_dict(), torch.get_rng_state().tolist()
+    with pytest.raises(CorruptCheckpointError, match=file):
+        made.load_state(str(tmp_path / "checkpoint_1"))
+    assert (weights(net), scheduler.state_dict(), torch.get_rng_state().tolist()) == before
+    assert counter.value == 7
+    made.load_state()
+    assert accelerate_ckpt.checkpoints(made).step == 1
+    assert counter.value == 1
+    made.end_training()
+
+
+def test_what_is_not_in_the_manifest_is_not_loaded(run_of_two: tuple[Any, ...], tmp_path: Path) -> None:
+    made, *_, counter = run_of_two
+    folder = tmp_path / "checkpoint_1"
+    (folder / "custom_checkpoint_1.pkl").write_bytes((folder / "custom_checkpoint_0.pkl").read_bytes())
+    (folder / "scheduler_1.bin").write_bytes(b"no scheduler")
+    made.load_state(str(folder))
+    assert counter.value == 2
+    made.end_training()
+
+
+def test_small_files_on_object_storage_are_verified_too() -> None:
+    storage = MemoryStorage()
+    made = accelerator(JOB)
+    accelerate_ckpt.enable(made, storage)
+    net, optimizer, *_ = prepare(JOB, made)
+    step(made, net, optimizer)
+    made.save_state()
+    accelerate_ckpt.checkpoints(made).wait()
+    key = "checkpoint_0/scheduler.bin"
+    content = changed(storage.read_bytes(key))
+    storage.delete(key)
+    storage.write_bytes(key, content)
+    with pytest.raises(CorruptCheckpointError, match="every committed checkpoint"):
+        made.load_state()
+    made.end_training()
+
+
+def test_hooks_load_after_everything_was_verified(run_of_two: tuple[Any, ...], tmp_path: Path) -> None:
+    made, *_ = run_of_two
+    called: list[str] = []
+    made.register_load_state_pre_hook(lambda _models, input_dir: called.append(input_dir))
+    shard = next((tmp_path / "checkpoint_1" / "optimizer_0").glob("*.distcp"))
+    shard.write_bytes(changed(shard.read_bytes()))
+    with pytest.raises(CorruptCheckpointError):
+        made.load_state(str(tmp_path / "checkpoint_1"))
+    assert called == []
+    made.load_state()
+    assert called == [str(tmp_path / "checkpoint_0")]
+    made.end_training()
+
+
+# What does not fit is found before anything changes.
+
+
+@pytest.mark.parametrize("now", ["one object more", "a scheduler more", "an object that refuses"])
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path, now: str) -> None:
+    made, net, optimizer, scheduler, *_ = prepared(JOB.but(root=str(tmp_path)))
+    first, second = Counter(1), Stubborn(1)
+    made.register_for_checkpointing(first, second)
+    step(made, net, optimizer)
+    made.save_state()
+    step(made, net, optimizer)
+    scheduler.step()
+    first.value = 2
+    if now == "one object more":
+        made.register_for_checkpointing(Counter())
+    elif now == "a scheduler more":
+        made.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer))
+    else:
+        second.value = 2
+    before = weights(net), scheduler.state_dict(), torch.get_rng_state().tolist(), made.step
+    with pytest.raises(IncompatibleCheckpointError):
+        made.load_state()
+    assert (weights(net), scheduler.state_dict(), torch.get_rng_state().tolist(), made.step) == before
+    assert first.value == 2
+    made.end_training()
+
+
+def test_not_strict_leaves_what_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Grown(nn.Module):
+        def __init__(self, *, head: bool) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+            self.register_buffer("scale", torch.ones(1))
+            if head:
+                self.register_buffer("head", torch.zeros(3))
+
+    made = accelerator(JOB.but(root=str(tmp_path)))
+    accelerate_ckpt.enable(made, tmp_path)
+    net = made.prepare(Grown(head=False))
+    net.scale.fill_(5.0)
+    made.save_state()
+    made.end_training()
+    forget_accelerators()
+    made = accelerator(JOB.but(root=str(tmp_path)))
+    accelerate_ckpt.enable(made, tmp_path)
+    net = made.prepare(Grown(head=True))
+    for where in (None, str(tmp_path / "checkpoint_0")):
+        net.scale.fill_(0.0)
+        with pytest.raises(IncompatibleCheckpointError, match="strict=False"):
+            made.load_state(where)
+        made.load_state(where, strict=False)
+        assert net.scale.item() == 5.0
+        assert net.head.tolist() == [0.0] * 3
+        assert "head" in caplog.text
+    with pytest.raises(ConfigError, match="strict"):
+        made.load_state(str(tmp_path / "checkpoint_0"), strict="no")
+    made.end_training()
+
+
+def test_a_checkpoint_from_within_a_window_is_told_at_the_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, net, *rest = prepared(JOB.but(root=str(tmp_path), accumulation=4))
+    with made.accumulate(net):
+        step(made, net, *rest)
+    made.save_state()
+    accelerate_ckpt.checkpoints(made).wait()
+    caplog.clear()
+    made.load_state()
+    assert "within an accumulation window" in caplog.text
+    made.end_training()
+
+
+# Rule 7: a metric belongs to the step at which it was measured.
+
+
+def test_a_metric_belongs_to_the_step_at_which_it_was_logged(tmp_path: Path) -> None:
+    made, *rest = prepared(JOB.but(root=str(tmp_path)), keep=KeepLatest(1) | KeepBest("loss"))
+    for loss in (None, 0.1, None, None, 0.9, None):
+        step(made, *rest)
+        if loss is not None:
+            made.log({"loss": loss})
+        made.save_state()
+    made.end_training()
+    assert committed(tmp_path) == ["checkpoint_1", "checkpoint_5"]
+    metrics = {info.step: info.metrics for info in CheckpointManager(tmp_path).checkpoints()}
+    assert metrics == {2: {"loss": 0.1}, 6: {}}
+
+
+@pytest.mark.parametrize("then", ["saves on", "loads", "begins anew"])
+def test_what_was_logged_after_a_save_belongs_to_no_other(tmp_path: Path, then: str) -> None:
+    job = JOB.but(root=str(tmp_path))
+    made, *rest = prepared(job)
+    step(made, *rest)
+    made.save_state()
+    made.log({"loss": 0.1})
+    if then == "loads":
+        made.load_state()
+    elif then == "begins anew":
+        made.free_memory()
+        rest = list(prepare(job, made))
+    if then != "loads":
+        step(made, *rest)
+        if then == "saves on":
+            step(made, *rest)
+    made.save_state()
+    made.end_training()
+    assert all(not info.metrics for info in CheckpointManager(tmp_path).checkpoints(abandoned=True))
+
+
+@pytest.mark.parametrize("how", ["at the next", "at the end"])
+def test_a_best_that_is_not_saved_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    made, *rest = prepared(JOB.but(root=str(tmp_path)), save=EverySteps(3), keep=KeepBest("acc", mode="max"))
+    for number in range(1, 9):
+        step(made, *rest)
+        if number in ({4} if how == "at the end" else {2, 4, 5}):
+            made.log({"acc": number / 10})
+        made.save_state()
+    made.end_training()
+    assert caplog.text.count("is the best so far") == 1
+    assert ("acc=0.4" if how == "at the end" else "acc=0.2") in caplog.text
+
+
+def test_a_worse_one_that_is_not_saved_is_not_worth_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, *rest = prepared(JOB.but(root=str(tmp_path)), save=EverySteps(2), keep=KeepBest("loss"))
+    for loss in (None, 0.1, 0.2, 0.3):
+        step(made, *rest)
+        if loss is not None:
+            made.log({"loss": loss, "lr": 1.0})
+        made.save_state()
+    made.end_training()
+    assert "is the best so far" not in caplog.text
+
+
+# Rule 10: signals reach somebody.
+
+
+def test_no_handler_is_installed_before_anybody_would_act_on_it(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CKPT_SUITE_ROOT", str(tmp_path))
+    monkeypatch.setenv("CKPT_SUITE_SAVE", "{on_preemption: true}")
+    before = signal.getsignal(signal.SIGTERM)
+    made = accelerator(JOB)
+    enable_implicitly(made)
+    net, optimizer, *_ = prepare(JOB, made)
+    made.load_state()
+    step(made, net, optimizer)
+    assert signal.getsignal(signal.SIGTERM) is before
+    made.save_state()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    made.end_training()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_script_that_knows_nothing_of_us_ends_after_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("CKPT_SUITE_ROOT", str(tmp_path))
+    monkeypatch.setenv("CKPT_SUITE_SAVE", "{on_preemption: {signals: [SIGUSR1]}}")
+    made = accelerator(JOB)
+    enable_implicitly(made)
+    net, optimizer, *_ = prepare(JOB, made)
+    step(made, net, optimizer)
+    made.save_state()
+    signal.raise_signal(signal.SIGUSR1)
+    step(made, net, optimizer)
+    with pytest.raises(SystemExit) as ended:
+        made.save_state()
+    assert ended.value.code == ENDED
+    assert committed(tmp_path) == ["checkpoint_0"]
+    assert not (tmp_path / "writer.json").exists()
+
+
+def test_a_script_that_knows_us_is_left_to_stop_by_itself(tmp_path: Path) -> None:
+    made, *rest = prepared(JOB.but(root=str(tmp_path)), save=OnPreemption(("SIGUSR1",)))
+    signal.raise_signal(signal.SIGUSR1)
+    step(made, *rest)
+    made.save_state()
+    assert accelerate_ckpt.checkpoints(made).preempted
+    made.end_training()
+    assert committed(tmp_path) == ["checkpoint_0"]
+
+
+_WAITS = """
+import os, signal, sys
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit("trained on")
+"""
+
+
+def test_the_runner_swallows_no_signal_of_a_script_that_never_saves(tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text(_WAITS)
+    settings = {"CKPT_SUITE_SAVE": "{on_preemption: true}", "CKPT_SUITE_ROOT": "out"}
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate_ckpt", "wait.py"],
+        check=False, cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGTERM, done.stderr
+
+
+# Rule 11: counters, loops and hosts.
+
+
+def saved_in(manager: CheckpointManager) -> list[int]:
+    infos = manager.checkpoints(abandoned=True)
+    return [info.step for info in sorted(infos, key=lambda info: info.created)]
+
+
+@pytest.mark.parametrize("freed_by", ["free_memory", "clear"])
+def test_every_fold_saves_as_the_first_did(tmp_path: Path, freed_by: str) -> None:
+    job = JOB.but(root=str(tmp_path))
+    made = accelerator(job)
+    accelerate_ckpt.enable(made, tmp_path, save=EverySteps(3))
+    for _ in range(3):
+        rest = prepare(job, made)
+        for _ in range(7):
+            step(made, *rest)
+            made.save_state()
+        getattr(made, freed_by)()
+        assert accelerate_ckpt.checkpoints(made).step == 0
+    made.end_training()
+    assert saved_in(CheckpointManager(tmp_path)) == [3, 6] * 3
+
+
+def test_a_retry_with_a_smaller_batch_saves_as_the_first_did(tmp_path: Path) -> None:
+    from accelerate.utils import find_executable_batch_size
+
+    job = JOB.but(root=str(tmp_path))
+    made = accelerator(job)
+    accelerate_ckpt.enable(made, tmp_path, save=EverySteps(2))
+    sizes: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def attempt(batch_size: int) -> None:
+        sizes.append(batch_size)
+        made.free_memory()
+        rest = prepare(job, made)
+        for number in range(5):
+            step(made, *rest)
+            made.save_state()
+            if batch_size == 8 and number == 2:
+                raise RuntimeError("CUDA out of memory.")
+
+    attempt()
+    made.end_training()
+    assert len(sizes) == 2
+    assert saved_in(CheckpointManager(tmp_path)) == [2, 2, 4]
+
+
+def test_an_optimizer_that_joins_later_makes_steps_count(tmp_path: Path) -> None:
+    job = JOB.but(root=str(tmp_path))
+    made, *rest = prepared(job, save=EverySteps(2))
+    for _ in range(4):
+        step(made, *rest)
+        made.save_state()
+    rest = list(prepare(job, made))  # the cell with the model and the loop, once more
+    for _ in range(2):
+        step(made, *rest)
+        made.save_state()
+    made.end_training()
+    assert saved_in(CheckpointManager(tmp_path)) == [2, 4, 6]
+
+
+def test_a_cell_that_is_run_again_saves_as_it_did(tmp_path: Path) -> None:
+    for _ in range(2):
+        made, *rest = prepared(JOB.but(root=str(tmp_path)), save=EverySteps(2))
+        for _ in range(4):
+            step(made, *rest)
+            made.save_state()
+        accelerate_ckpt.checkpoints(made).wait()
+        forget_accelerators()
+    made.end_training()
+    gc.collect()
+    assert saved_in(CheckpointManager(tmp_path)) == [2, 4, 2, 4]
+
+
+def test_training_after_end_training_saves_too(tmp_path: Path) -> None:
+    made, *rest = prepared(JOB.but(root=str(tmp_path)))
+    for _ in range(2):
+        step(made, *rest)
+        made.save_state()
+        made.end_training()
+    assert committed(tmp_path) == ["checkpoint_0", "checkpoint_1"]
+
+
+# Rule 14: one script serves first and later runs.
+
+
+@pytest.mark.parametrize("there", ["nothing", "an interrupted save", "files of others"])
+def test_where_there_is_nothing_yet_a_load_starts_afresh_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str
+) -> None:
+    job = JOB.but(root=str(tmp_path), automatic=True)
+    root = tmp_path / "checkpoints"
+    if there != "nothing":
+        made, *rest = prepared(job)
+        step(made, *rest)
+        made.save_state()
+        made.end_training()
+        forget_accelerators()
+        name = "checkpoint_0.incomplete-0123456789abcdef" if there == "an interrupted save" else "notes"
+        (root / "checkpoint_0").rename(root / name)
+        (root / name / "COMMITTED").unlink()
+        if there == "files of others":
+            (root / name / "manifest.json").unlink()
+    made, net, *rest = prepared(job)
+    before = weights(net)
+    with caplog.at_level(logging.INFO):
+        assert made.load_state() is None
+    assert "training starts afresh" in caplog.text
+    assert weights(net) == before
+    assert accelerate_ckpt.checkpoints(made).step == 0
+    step(made, net, *rest)
+    made.save_state()
+    made.end_training()
+    assert committed(root)
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear(2, 2), "runs/x", None])
+def test_what_is_no_accelerator_is_told_so(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"takes an accelerate.Accelerator, not a"):
+        accelerate_ckpt.enable(wrong)
+
+
+def test_an_engine_with_checkpoints_of_its_own_is_told_so() -> None:
+    from accelerate.utils import DistributedType
+
+    made = accelerator(JOB)
+    made.state.distributed_type = DistributedType.DEEPSPEED
+    accelerate_ckpt.enable(made)
+    with pytest.raises(ConfigError, match="DEEPSPEED keeps its own"):
+        accelerate_ckpt.checkpoints(made)
