@@ -11,6 +11,7 @@ from typing import Any, final
 
 from transformers import Trainer
 
+from accelerate_ckpt._patch import ENDED
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._trainer_callback import BEST, EvaluationLeft, TrainerEvents
 from accelerate_ckpt._trainer_resume import TrainerResume
@@ -93,15 +94,35 @@ class TrainerCheckpoints:
             CorruptCheckpointError: all are damaged, or the one that was named is.
             ConfigError: what was named holds checkpoints, but is none.
             SaveError: the last save failed.
+            SystemExit: it was preempted, in a script that knows nothing of us.
         """
+        if (trial := kwargs.get("trial", args[0] if args else None)) is not None:
+            return self._train_trial(trial, resume_from_checkpoint, *args, **kwargs)
         arguments = self._trainer.args
         with self._session.training() as manager:
             self.events.take_over(arguments, manager.options.keep)
             try:
                 chosen = self._resume.choose(resume_from_checkpoint)
-                return self._stock.train(chosen, *args, **kwargs)
+                result = self._stock.train(chosen, *args, **kwargs)
             finally:
                 self.events.give_back(arguments)
+        if self.implicit and self.preempted:
+            # The script does not know of it, and would take the training for finished.
+            _logger.warning(
+                "preempted: step %d is saved, and the script ends", self._trainer.state.global_step
+            )
+            raise SystemExit(ENDED)
+        return result
+
+    def _train_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train for a hyperparameter search, whose trials have directories of their own."""
+        told = "a hyperparameter search has a directory for each trial: it keeps the stock checkpoints"
+        if not self.implicit:
+            raise ConfigError(f"{told}; call disable_trainer() before hyperparameter_search()")
+        del trial
+        _logger.warning("%s", told)
+        disable_trainer(self._trainer)
+        return self._stock.train(*args, **kwargs)
 
     def save(self, model: Any, trial: Any) -> None:
         """Save now, as the Trainer does when its control says so.
@@ -109,11 +130,7 @@ class TrainerCheckpoints:
         Raises:
             SaveError: it could not start, or the save before has failed.
         """
-        del model
-        if trial is not None:
-            raise ConfigError(
-                "hyperparameter search moves the output directory: it keeps the stock checkpoints"
-            )
+        del model, trial
         state, name = self._trainer.state, f"checkpoint-{self._trainer.state.global_step}"
         if self.events.reason == BEST:
             self.manager.wait()  # back-pressure must not leave it out
@@ -205,10 +222,27 @@ def enable_trainer(
     if attached is not None and not attached.implicit:
         raise ConfigError("this Trainer is enabled already; call disable_trainer() first")
     settings = Settings.resolve({"save": save, "keep": keep, **options})
-    _check_supported(trainer)
+    _check_supported(trainer)  # before what is there goes
     disable_trainer(trainer)
     attach(trainer, settings, sinks)
     return trainer
+
+
+def enable_trainer_implicitly(trainer: Trainer) -> None:
+    """What the runner does for scripts that do not call `enable_trainer`, which may still be called.
+
+    Raises:
+        ConfigError: a setting is wrong. What is not supported stays as it is, with a warning.
+    """
+    settings = Settings.resolve({})
+    if settings.root is not None:
+        _logger.info("root=%s is not for a Trainer, which saves in its output_dir", settings.root)
+    try:
+        _check_supported(trainer)
+    except ConfigError as error:
+        _logger.warning("%s: they stay the stock Trainer's own", error)
+        return
+    attach(trainer, settings, implicit=True)
 
 
 def attach(
