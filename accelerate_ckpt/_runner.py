@@ -17,9 +17,9 @@ from accelerate_ckpt._trainer_runner import enable_every_trainer, made_by_traine
 _USAGE = """\
 usage: python -m accelerate_ckpt [-h] {-m MODULE | SCRIPT} [ARGUMENTS …]
 
-Runs a training script with the checkpoints of every Accelerator and Trainer in it made by ckpt-suite. Settings
-come from CKPT_SUITE_… in the environment, e.g. CKPT_SUITE_SAVE='{every_steps: 500, on_preemption: true}', from the
-file that CKPT_SUITE_CONFIG names, or from fsdp_config: {ckpt: …} in the accelerate configuration.
+Runs a training script with the checkpoints of every Accelerator and Trainer in it made by ckpt-suite.
+Settings come from CKPT_SUITE_… in the environment, e.g. CKPT_SUITE_SAVE='{every_steps: 500}', from the file
+that CKPT_SUITE_CONFIG names, or from fsdp_config: {ckpt: …} in the accelerate configuration.
 A script that is preempted ends after its last checkpoint, with exit code 143."""
 
 
