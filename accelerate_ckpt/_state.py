@@ -249,7 +249,8 @@ class AcceleratorState:
         """The models that no hook took over, and single files of them for the stock loader."""
         accelerator = self._accelerator
         replicas = accelerator.distributed_type != DistributedType.FSDP
-        states = [model.state_dict() for model in accelerator._models] if replicas else []
+        asked_for = self._arguments.stock_files or accelerator._save_model_state_pre_hook
+        states = [model.state_dict() for model in accelerator._models] if replicas and asked_for else []
         weights: list[Mapping[str, Any]] = list(states)
         left = run_save_hooks(accelerator, weights, directory, self._coordinator)
         files: dict[str, bytes] = {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks import lineup, save
+from benchmarks import accelerate, lineup, save
 from benchmarks.comparison import Row, ratios
 from benchmarks.contenders import Contender, InFlight, NotRunError, Task, ended
 from benchmarks.interference import disturbance
@@ -382,3 +382,13 @@ def test_every_contender_has_a_key_and_a_name_of_its_own():
     everyone = [*lineup.INTERFERENCE, *PREWARMED]
     assert len({each.key for each in everyone}) == len({each.name for each in everyone}) == len(everyone)
     assert set(lineup.SAVE) | set(lineup.RANKS) <= set(lineup.ALL.values())
+
+
+def test_the_stall_of_save_state_is_measured_beside_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    out = tmp_path / "out.json"
+    arguments = ["--mib", "1", "--rounds", "1", "--root", str(tmp_path), "--json", str(out)]
+    assert accelerate.main(arguments) == 0
+    assert set(json.loads(out.read_text())) == {
+        "core", "save_state", "save_state, stock_files=True", "stock",
+    }  # fmt: skip

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.state._probe import probe
 
 # How a step is computed, not what it computes: the live optimizer's own choice stands, because it depends
 # on the device, the strategy and the torch version at hand.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "param_names")
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
 def arrange(
@@ -40,6 +42,42 @@ def arrange(
         _check_agreement(index, members, [(source, saved[source]) for source in sources], owner)
         arranged.append(_merge(group, saved[sources[0]] if sources else {}))
     return arranged
+
+
+def check_kind(optimizer: torch.optim.Optimizer, *, options: Collection[str], state: Collection[str]) -> None:
+    """Whether a checkpoint is of this kind of optimizer, by the names in it: torch does not look.
+
+    New releases of torch add names, and so do schedulers and users; an optimizer of another kind has some too
+    many and lacks some, in its groups and in its state.
+
+    Args:
+        optimizer: the live one.
+        options: names in the saved groups; unknown if empty.
+        state: names of what was saved for a parameter.
+
+    Raises:
+        IncompatibleCheckpointError: it is of another kind.
+    """
+    missing = sorted(set(optimizer.defaults) - set(options) - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
+    known = set(optimizer.defaults).union(*optimizer.param_groups)
+    foreign = sorted(set(options) - known - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
+    if not options or not missing or not foreign or _state_names(optimizer) == set(state):
+        return
+    raise IncompatibleCheckpointError(
+        f"the checkpoint is of another kind of optimizer: it has {', '.join([*foreign, *sorted(state)])} and "
+        f"lacks {', '.join(missing)}, which {type(optimizer).__name__} has",
+        missing=missing,
+        unexpected=foreign,
+    )
+
+
+def _state_names(optimizer: torch.optim.Optimizer) -> set[str]:
+    """What the optimizer keeps for a parameter; if it has made no step, what one would make."""
+    kept = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    if not kept:
+        number, group = next((n, g) for n, g in enumerate(optimizer.param_groups) if g["params"])
+        kept = [probe(optimizer, number, group["params"][0])]
+    return {str(name) for state in kept for name in state}
 
 
 def check_members(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.state import _flat, _fsdp1
+from ckpt_core.state import _flat, _fsdp1, _groups
 from ckpt_core.state._model import model_state
 from ckpt_core.state._names import ParameterNames
 from ckpt_core.state._nested import Path, leaves, put
@@ -29,7 +29,8 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
 
     Raises:
         ConfigError: the optimizer trains parameters that the model does not hold.
-        IncompatibleCheckpointError: the checkpoint has state of parameters that the optimizer does not train.
+        IncompatibleCheckpointError: the checkpoint has state of parameters that the optimizer does not train,
+            or is of another kind of optimizer.
     """
     optimizer = unwrap_optimizer(optimizer)
     made = _Template.of(model, optimizer)
@@ -47,6 +48,11 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
             f"{', '.join(sorted(strangers)[:5])}",
             unexpected=sorted(strangers),
         )
+    _groups.check_kind(
+        optimizer,
+        options={str(path[2]) for path in saved if path[0] == "param_groups" and len(path) > 2},
+        state={str(path[2]) for path in saved if path[0] == "state" and len(path) > 2},
+    )
     return tree
 
 
