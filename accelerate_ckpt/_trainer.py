@@ -96,8 +96,8 @@ class TrainerCheckpoints:
             SaveError: the last save failed.
             SystemExit: it was preempted, in a script that knows nothing of us.
         """
-        if (trial := kwargs.get("trial", args[0] if args else None)) is not None:
-            return self._train_trial(trial, resume_from_checkpoint, *args, **kwargs)
+        if kwargs.get("trial", args[0] if args else None) is not None:
+            return self._train_trial(resume_from_checkpoint, *args, **kwargs)
         arguments = self._trainer.args
         with self._session.training() as manager:
             self.events.take_over(arguments, manager.options.keep)
@@ -114,12 +114,11 @@ class TrainerCheckpoints:
             raise SystemExit(ENDED)
         return result
 
-    def _train_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+    def _train_trial(self, *args: Any, **kwargs: Any) -> Any:
         """Train for a hyperparameter search, whose trials have directories of their own."""
         told = "a hyperparameter search has a directory for each trial: it keeps the stock checkpoints"
         if not self.implicit:
             raise ConfigError(f"{told}; call disable_trainer() before hyperparameter_search()")
-        del trial
         _logger.warning("%s", told)
         disable_trainer(self._trainer)
         return self._stock.train(*args, **kwargs)

@@ -10,6 +10,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from accelerate_ckpt._trainer_retention import is_new_best, wanted_best
 from accelerate_ckpt._trainer_session import TrainerSession
+from ckpt_core import KeepBest
 from ckpt_core.retention import RetentionPolicy
 
 _logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def __init__(self, session: TrainerSession, *, gated: bool) -> None:
         self._session = session
         self._arguments: dict[str, Any] = {}
-        self._keep: RetentionPolicy | None = None
+        self._wanted: list[KeepBest] = []
         self._last_save: int | None = None
         self.gated = gated
         self.reason = "trainer"
@@ -43,7 +44,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def take_over(self, args: TrainingArguments, keep: RetentionPolicy | None) -> None:
         """Keep the Trainer from deleting, and let it follow its best model whoever decides about saves."""
-        self._keep, self._last_save = keep, None
+        self._wanted, self._last_save = wanted_best(keep, args), None
         taken = {"save_total_limit": None, **({"save_strategy": SaveStrategy.STEPS} if self.gated else {})}
         self._arguments = {name: getattr(args, name) for name in taken}
         for name, value in taken.items():
@@ -91,7 +92,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Have a new best saved, whatever the save policy says, if the best is to be kept."""
         del args, kwargs
-        wanted = wanted_best(self._keep)
+        wanted = self._wanted
         if not (self.gated and self.own_evaluation and wanted):
             return
         # What was measured may differ in its last bit from rank to rank.
@@ -148,8 +149,11 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def _warn_of_lost_best(self, args: TrainingArguments) -> None:
         """Say at the start that the best may be measured where nothing is saved."""
-        wanted = wanted_best(self._keep)
-        if not wanted or args.eval_strategy == IntervalStrategy.NO or args.save_strategy == SaveStrategy.BEST:
+        if (
+            not self._wanted
+            or args.eval_strategy == IntervalStrategy.NO
+            or args.save_strategy == SaveStrategy.BEST
+        ):
             return
         same = args.save_strategy == args.eval_strategy
         if same and (args.save_strategy != SaveStrategy.STEPS or args.eval_steps % args.save_steps == 0):
@@ -160,5 +164,5 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             'save_strategy="best", or with save= of enable_trainer(), which saves every new best',
             args.eval_strategy,
             args.save_strategy,
-            " or ".join(sorted({policy.metric for policy in wanted})),
+            " or ".join(sorted({policy.metric for policy in self._wanted})),
         )

@@ -61,9 +61,11 @@ def best_of(args: TrainingArguments) -> tuple[str | None, Literal["min", "max"]]
     return f"eval_{name}", "max" if args.greater_is_better else "min"
 
 
-def wanted_best(keep: RetentionPolicy | None) -> list[KeepBest]:
-    """By which metrics a retention policy keeps the best."""
-    return list(_members(keep))
+def wanted_best(keep: RetentionPolicy | None, args: TrainingArguments) -> list[KeepBest]:
+    """By which metrics the best is to be there: it is kept, or loaded at the end."""
+    metric, mode = best_of(args)
+    loaded = [KeepBest(metric, mode=mode)] if metric is not None and args.load_best_model_at_end else []
+    return [*_members(keep), *loaded]
 
 
 def _members(keep: RetentionPolicy | None) -> Iterator[KeepBest]:

@@ -94,8 +94,11 @@ class TrainerSession:
         )
 
     def _in_training(self) -> CheckpointOptions:
-        options = self._settings.options
-        return replace(options, keep=retention(options.keep, self._trainer.args))
+        settings, options = self._settings, self._settings.options
+        keep = retention(options.keep, self._trainer.args)
+        # `save_total_limit` is about what an earlier run has left in the output directory, too.
+        prunes = keep is not None and not settings.given & {"keep", "abandoned"}
+        return replace(options, keep=keep, abandoned="prune" if prunes else options.abandoned)
 
     def _at_rest(self) -> CheckpointOptions:
         return replace(self._in_training(), save=None)
