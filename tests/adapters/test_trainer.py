@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import accelerate_ckpt
 from ckpt_core import (
@@ -181,9 +182,12 @@ def test_what_cannot_work_is_refused_and_disable_puts_everything_back(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "native"])
 def test_a_resume_is_exact_on_two_ranks(tmp_path: Path, strategy: str) -> None:
+    """Of what transformers has sharded at load time, too, which the stock Trainer cannot resume."""
     job = TrainerJob(root=f"{tmp_path}/ours", world=2, strategy=strategy)
+    if strategy == "native":
+        job = job.but(arguments={"save_strategy": "no"}, options={"save": EverySteps(3)})
     resumed = [
         job.but(root=f"{tmp_path}/from-{step}", resume=f"{tmp_path}/ours/checkpoint-{step}")
         for step in (3, 9)
@@ -191,6 +195,10 @@ def test_a_resume_is_exact_on_two_ranks(tmp_path: Path, strategy: str) -> None:
     for whole, *others in run_ranks(in_turn, 2, [job, *resumed]):
         for other in others:
             assert other["weights"] == whole["weights"]
+    if strategy == "native":
+        weights = load_file(tmp_path / "ours" / "checkpoint-12" / "model.safetensors")
+        assert all(value.numel() for value in weights.values()), "whole, not one rank's shard"
+        assert not (tmp_path / "ours" / "checkpoint-12" / "optimizer.pt").exists()
 
 
 def test_the_trainer_still_has_the_seams_that_are_used() -> None:
