@@ -18,7 +18,7 @@ from examples.demo.report import judge, report
 
 REPOSITORY = Path(__file__).parents[1]
 PLAN = Plan(steps=12)
-TORN = "step-000000008.incomplete-0123abcd"
+TORN = ".incomplete-0123abcd-step-000000008"
 
 
 def write_losses(folder: Path, rank: int, steps: range) -> None:

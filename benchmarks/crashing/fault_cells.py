@@ -12,7 +12,7 @@ Who = Literal["one worker", "the coordinator", "all"]
 Verdict = Literal["refused", "in doubt", "saved", "not loaded", "passed over"]
 
 _NEW: Final = "step-000000003"
-_WORK: Final = f"{_NEW}.incomplete-*"
+_WORK: Final = f".incomplete-*-{_NEW}"
 
 PLACES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "take the root": (
@@ -21,13 +21,13 @@ PLACES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("rename", ".writer.json.*"),
     ),
     "open": (("mkdir", _WORK),),
-    "data": (("create", f"{_WORK}.distcp"), ("write", f"{_WORK}.distcp"), ("fsync", f"{_WORK}.distcp")),
+    "data": (("create", f"{_WORK}/*.distcp"), ("write", f"{_WORK}/*.distcp"), ("fsync", f"{_WORK}/*.distcp")),
     "rank's small files": (
         ("create", f"{_WORK}/rank-*.json"),
         ("write", f"{_WORK}/rank-*.json"),
         ("fsync", f"{_WORK}/chunks-*.json"),
     ),
-    "rank's directory": (("fsync", f"{_NEW}.incomplete-{'?' * 24}"),),
+    "rank's directory": (("fsync", f".incomplete-{'?' * 24}-{_NEW}"),),
     ".metadata": (
         ("create", f"{_WORK}/.metadata"),
         ("write", f"{_WORK}/.metadata"),
@@ -47,8 +47,8 @@ PLACES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "root after the rename": (("fsync", ""),),
     "prune": (
         ("rename", "step-000000001 -> *"),
-        ("unlink", "step-000000001.trash-*"),
-        ("rmdir", "step-000000001.trash-*"),
+        ("unlink", ".trash-*-step-000000001/*"),
+        ("rmdir", ".trash-*-step-000000001"),
     ),
     "load: look": (("list", ""), ("read", "step-000000002/COMMITTED")),
     "load: small files": (("open", "step-000000002/manifest.json"), ("read", "step-000000002/chunks-*.json")),

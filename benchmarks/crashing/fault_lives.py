@@ -66,7 +66,7 @@ class Life:
         if self._rank not in self._cell.ranks:
             return
         if self._cell.place == "root after the rename":
-            rename = Fault(method="rename", key="step-*.incomplete-* -> step-*", after=self._break_root)
+            rename = Fault(method="rename", key=".incomplete-*-step-* -> step-*", after=self._break_root)
             self._calls.inject([rename])
         else:
             self._calls.inject(self._faults())

@@ -23,7 +23,7 @@ from ckpt_core.commit import Catalog, verify
 from ckpt_core.names import DAMAGED, PINS, WRITER, step_name
 from ckpt_core.storage import LocalStorage
 
-_CORRUPT = re.compile(rf"{re.escape(step_name(SWEPT))}\.corrupt-[0-9a-f]{{8}}")
+_CORRUPT = re.compile(rf"\.corrupt-[0-9a-f]{{8}}-{re.escape(step_name(SWEPT))}")
 AHEAD: Final = 100
 """How many steps later the job after a crash saves again."""
 

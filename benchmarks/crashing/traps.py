@@ -48,6 +48,7 @@ _DEEDS: Final = {
     ".trash-": "prune",
     ".corrupt-": "move a damaged checkpoint aside",
     "last.ckpt": "replace",
+    "theirs": "save among the user's files",
     "step-000000003": "save",
     "damaged.json": "mark",
     "writer.json": "take and give back the root",

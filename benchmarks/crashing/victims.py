@@ -24,6 +24,8 @@ SOUND: Final = 2
 SWEPT: Final = 3
 """The step that the victim saves; a damaged checkpoint is in its way."""
 LAST_NAME: Final = "last.ckpt"
+THEIR_NAME: Final = "theirs"
+"""A directory in which there is a file of the user's when the victim saves into it."""
 ROWS: Final = 8
 DEADLINE_SECONDS: Final = 4.0
 """What ranks grant one another where some are killed and others live on."""
@@ -33,14 +35,18 @@ FOREIGN: Final = {
     ".hidden.tmp": b"not ours either",
     "step-12/model.pt": b"a name like ours",
     "plots.incomplete-draft/loss.png": b"a name like a torn save's",
-    f"{step_name(1)}.corrupt-0badc0de/COMMITTED": b"kept for a person to look at",
+    f".corrupt-0badc0de-{step_name(1)}/COMMITTED": b"kept for a person to look at",
+    f"{LAST_NAME}/tokenizer.json": b"in a checkpoint that is replaced",
+    f"{step_name(1)}/adapter/model.bin": b"in a checkpoint that is pruned",
+    f"{THEIR_NAME}/args.json": b"in a directory that becomes a checkpoint",
 }
 """What the sweep must find untouched."""
 
 TORN: Final = {
-    f"{step_name(9)}.incomplete-0123abcd/{data_name(0, 0)}": b"half",
-    f"{step_name(9)}.incomplete-0123abcd/part/.metadata": b"half",
-    f"{step_name(8)}.trash-4567cdef/{data_name(0, 0)}": b"half deleted",
+    f".incomplete-0123abcd-{step_name(9)}/{data_name(0, 0)}": b"half",
+    f".incomplete-0123abcd-{step_name(9)}/part/.metadata": b"half",
+    f".trash-4567cdef-{step_name(8)}/{data_name(0, 0)}": b"half deleted",
+    f"{step_name(7)}.trash-4567cdef/{data_name(0, 0)}": b"half deleted by an earlier version",
     ".writer.json.89ab0123.tmp": b"half a claim",
     ".damaged.json.89ab0123.tmp": b"half a mark",
     ".pins.json.89ab0123.tmp": b"half a pin",
@@ -112,14 +118,14 @@ def prepare(root: Path, place: Rank) -> None:
 
 
 def train(root: Path, place: Rank, tell: Callable[[Any], None], *, deadline_seconds: float = 60.0) -> None:
-    """Resume past the damaged checkpoint, save the step again, replace `last.ckpt`; say what is committed.
+    """Resume past the damaged checkpoint, save it again, replace another, save among the user's files.
 
     Every save is acknowledged when it is committed, and so is the failure of one: then the job stops.
     """
     checkpoints = manager(root, deadline_seconds=deadline_seconds)
     try:
         checkpoints.resume(state_of(0, place))
-        for name in (None, LAST_NAME):
+        for name in (None, LAST_NAME, THEIR_NAME):
             checkpoints.save(SWEPT, state_of(SWEPT, place), name=name).result()
             tell({"committed": SWEPT, "name": name})
         checkpoints.close()

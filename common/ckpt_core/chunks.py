@@ -9,7 +9,7 @@ The table is read as hostile input: what it says is checked before anyone acts o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from struct import iter_unpack
@@ -86,10 +86,22 @@ class TableEntry:
         )
 
 
-def encode_table(entries: Iterable[TableEntry]) -> bytes:
-    """The content of a chunk table."""
+def encode_table(entries: Iterable[TableEntry], *, beside: Collection[str] = ()) -> bytes:
+    """The content of a chunk table.
+
+    Args:
+        entries: the data files.
+        beside: paths of the rank's other files whose names do not tell that they are ours. Written before
+            them, the table tells whose they are if the save does not end, where nothing else does.
+    """
     files = b",".join(entry.encode() for entry in entries)
-    return b'{"format_version":%d,"block_bytes":%d,"files":[%b]}' % (FORMAT_VERSION, BLOCK_BYTES, files)
+    others = b',"beside":%b' % _encode(sorted(beside)) if beside else b""
+    return b'{"format_version":%d,"block_bytes":%d%b,"files":[%b]}' % (
+        FORMAT_VERSION,
+        BLOCK_BYTES,
+        others,
+        files,
+    )
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 FORMAT_VERSION = 1
@@ -15,11 +16,15 @@ WRITER = "writer.json"
 DATA_SUFFIX = ".distcp"
 
 _STEP = re.compile(r"(step-(\d{9,}))(?:\.run-[0-9a-f]{8,32})?")
-_INCOMPLETE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})")
-_CORRUPT = re.compile(r"(?P<name>.+)\.corrupt-(?P<id>[0-9a-f]{8,32})")
 _DATA = re.compile(rf"__(\d{{1,9}})_\d+{re.escape(DATA_SUFFIX)}")
-_TRASH = re.compile(r"(?P<name>.+)\.trash-(?P<id>[0-9a-f]{8,32})")
-_ASIDE = re.compile(rf"{_INCOMPLETE.pattern}\.exchange")
+_OWN_JSON = re.compile(r"(rank|local|chunks)-\d{5,}\.json")
+# The dot keeps them out of the way of `checkpoint-*`, `*.ckpt` and the like, by which hosts and scripts look
+# for checkpoints. The forms with the name in front are those of earlier versions.
+_RESERVED = re.compile(
+    r"\.(?P<kind>incomplete|trash|corrupt|replaced|aside)-(?P<id>[0-9a-f]{8,32})-(?P<name>.+)", re.DOTALL
+)
+_FORMER = re.compile(r"(?P<name>.+)\.(?P<kind>incomplete|trash|corrupt)-(?P<id>[0-9a-f]{8,32})", re.DOTALL)
+_FORMER_ASIDE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})\.exchange", re.DOTALL)
 _DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
 _PROBE = re.compile(r"\.probe-[0-9a-z_]{8,16}")
 
@@ -44,43 +49,67 @@ def run_name(name: str, lineage_id: str) -> str:
 
 def incomplete_name(name: str, save_id: str) -> str:
     """Name under which checkpoint `name` is written before its commit."""
-    return f"{name}.incomplete-{save_id}"
+    return f".incomplete-{save_id}-{name}"
 
 
 def trash_name(name: str, prune_id: str) -> str:
     """Name under which checkpoint `name` waits for its deletion."""
-    return f"{name}.trash-{prune_id}"
+    return f".trash-{prune_id}-{name}"
 
 
 def corrupt_name(name: str, quarantine_id: str) -> str:
     """Name under which a damaged checkpoint `name` is kept for a person to look at; it never counts."""
-    return f"{name}.corrupt-{quarantine_id}"
+    return f".corrupt-{quarantine_id}-{name}"
+
+
+def replaced_name(name: str, replace_id: str) -> str:
+    """Name under which what is not ours is kept after a checkpoint has taken `name`; it never counts."""
+    return f".replaced-{replace_id}-{name}"
+
+
+def aside_name(name: str, exchange_id: str) -> str:
+    """Name under which checkpoint `name` waits while another one takes its place."""
+    return f".aside-{exchange_id}-{name}"
 
 
 def is_corrupt(name: str) -> bool:
     """Whether `name` is a damaged checkpoint that was moved aside."""
-    return _CORRUPT.fullmatch(name) is not None
+    return _parse(name)[0] == "corrupt"
 
 
 def is_incomplete(name: str) -> bool:
     """Whether `name` is a checkpoint being written, or torn."""
-    return _INCOMPLETE.fullmatch(name) is not None
+    return _parse(name)[0] == "incomplete"
 
 
 def is_trash(name: str) -> bool:
     """Whether `name` is a checkpoint being deleted."""
-    return _TRASH.fullmatch(name) is not None
+    return _parse(name)[0] == "trash"
 
 
-def aside_name(working: str) -> str:
-    """Name under which a checkpoint waits while the one in `working` takes its place."""
-    return f"{working}.exchange"
+def is_replaced(name: str) -> bool:
+    """Whether `name` is what another program or a person had where a checkpoint of ours is now."""
+    return _parse(name)[0] == "replaced"
 
 
 def set_aside(name: str) -> str | None:
     """The name of a checkpoint that was to be replaced, if `name` is where it waits; else None."""
-    match = _ASIDE.fullmatch(name)
-    return None if match is None else str(match["name"])
+    kind, original = _parse(name)
+    return original if kind == "aside" else None
+
+
+def original_name(name: str) -> str:
+    """The checkpoint that a name in flight is of; a name that is not in flight is its own."""
+    kind, original = _parse(name)
+    return name if kind is None else original_name(original)
+
+
+def _parse(name: str) -> tuple[str | None, str]:
+    """What kind of name in flight this is, and of which checkpoint; (None, name) if it is none."""
+    if (match := _FORMER_ASIDE.fullmatch(name)) is not None:
+        return "aside", match["name"]
+    match = _RESERVED.fullmatch(name) or _FORMER.fullmatch(name)
+    return (None, name) if match is None else (match["kind"], match["name"])
 
 
 def draft_name(name: str, draft_id: str) -> str:
@@ -123,3 +152,19 @@ def data_rank(path: str) -> int | None:
     """The rank that wrote the data file at `path`, or None if that is not the name of one."""
     match = _DATA.fullmatch(path.rpartition("/")[2])
     return None if match is None else int(match[1])
+
+
+def is_own_file(path: str) -> bool:
+    """Whether a file of a checkpoint has one of the names that only this package gives; DCP's included."""
+    name = path.rpartition("/")[2]
+    return name in {MARKER, MANIFEST, METADATA, SHARED} or bool(_DATA.fullmatch(name) or is_own_json(name))
+
+
+def is_own_json(path: str) -> bool:
+    """Whether it is the name of one of the small files that each rank writes."""
+    return _OWN_JSON.fullmatch(path) is not None
+
+
+def beside_name(name: str, move_id: str) -> str:
+    """Name of a user's file whose own name a file of the checkpoint has; `move_id` has 8 hex digits."""
+    return f"{os.fsdecode(os.fsencode(name)[:220])}.yours-{move_id}"

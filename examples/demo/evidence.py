@@ -116,7 +116,7 @@ def read_evidence(folder: Path) -> Evidence:
         resumed=_read_phase(folder / RESUMED),
         resharded=_read_phase(folder / RESHARDED),
         kill=Kill(**json.loads((folder / KILL_FILE).read_text())),
-        still_torn=sorted(path.name for path in (folder / "checkpoints").glob("*.incomplete-*")),
+        still_torn=sorted(path.name for path in (folder / "checkpoints").glob(".incomplete-*")),
     )
 
 

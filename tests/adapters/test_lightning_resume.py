@@ -150,7 +150,7 @@ def test_last_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, caplog):
 
     assert min(resumed.losses) == 3
     assert "step-000000006 is committed but damaged" in caplog.text
-    assert len(list((tmp_path / "run").glob("step-000000006.corrupt-*"))) == 1
+    assert len(list((tmp_path / "run").glob(".corrupt-*-step-000000006"))) == 1
 
 
 @pytest.mark.parametrize("plugin", [False, True], ids=["callback", "plugin"])

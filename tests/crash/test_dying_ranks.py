@@ -42,4 +42,4 @@ def test_killed_ranks_cost_only_the_save_in_flight(tmp_path, victims, where):
         "names": ["step-000000001", "step-000000003"],
         "failures": [],
     }
-    assert not list((tmp_path / "run").glob("*.incomplete-*"))
+    assert not list((tmp_path / "run").glob(".incomplete-*"))

@@ -66,7 +66,7 @@ def touch_a_stranger(root):
 
 
 def remove_a_stranger(root):
-    shutil.rmtree(root / f"{step_name(1)}.corrupt-0badc0de")
+    shutil.rmtree(root / f".corrupt-0badc0de-{step_name(1)}")
 
 
 def leave_something(root):
@@ -118,6 +118,7 @@ def test_a_rehearsal_sees_every_deed_of_a_job(root):
         "save",
         "prune",
         "replace",
+        "save among the user's files",
     }
     assert "exchange" in {call.method for call in calls}
 
@@ -126,7 +127,9 @@ def test_a_rehearsal_without_exchange_sees_the_renames_instead(root):
     calls = Recorder(root, [NO_EXCHANGE]).record(lambda: train(root, ALONE, lambda _said: None))
     replaced = [call for call in calls if call.deed == "replace"]
     assert [call.succeeded for call in replaced if call.method == "exchange"] == [False]
-    assert len([call for call in replaced if call.method == "rename"]) == 3
+    moved = [call for call in replaced if call.method == "rename"]
+    assert len([call for call in moved if "tokenizer.json" not in call.key]) == 3
+    assert len(moved) == 4, "and the user's file goes along"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

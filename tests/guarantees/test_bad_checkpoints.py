@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_makes_way_for_a_new_one_of_its_step_and_is_kept_fo
         checkpoints.save(NEWEST, state_of(NEWEST)).result()
         checkpoints.wait()
     assert resumed(run) == NEWEST
-    (moved,) = run.glob("*.corrupt-*")
+    (moved,) = run.glob(".corrupt-*")
     assert (moved / name).read_bytes() == evidence
 
 

@@ -142,8 +142,10 @@ def test_room_is_made_by_what_the_policy_would_drop_anyway_oldest_first(disk):
         saved(checkpoints, 3)
         done = changes(storage, before)
         saved(checkpoints, 4, 5)
-    gone = next(place for place, each in enumerate(done) if "step-000000001.trash" in each)
-    begun = next(place for place, each in enumerate(done) if "step-000000003.incomplete" in each)
+    gone = next(place for place, each in enumerate(done) if ".trash-" in each and "step-000000001" in each)
+    begun = next(
+        place for place, each in enumerate(done) if ".incomplete-" in each and "step-000000003" in each
+    )
     assert gone < begun
     assert steps(disk) == [4, 5]
 
@@ -226,7 +228,7 @@ def test_without_a_policy_nothing_is_ever_removed(disk):
 
 def test_what_crashes_left_goes_before_any_checkpoint(disk):
     checkpoints, _ = tight(disk, 1.5, keep=KeepLatest(2))
-    disk.write_bytes("step-000000009.trash-0123abcd/__0_0.distcp", bytes(SIZE))
+    disk.write_bytes(".trash-0123abcd-step-000000009/__0_0.distcp", bytes(SIZE))
     sink = InMemorySink()
     with checkpoints:
         checkpoints._telemetry._sinks = (sink,)
@@ -330,7 +332,7 @@ def test_a_save_that_is_let_through_fits_on_a_real_filesystem(mounted, options, 
             checkpoints.wait()
     assert saves >= least
     assert len(steps(LocalStorage(root))) == saves
-    assert not list(root.glob("*.incomplete-*"))
+    assert not list(root.glob(".incomplete-*"))
 
 
 def test_on_a_full_filesystem_saves_succeed_once_there_is_room_again(mounted):

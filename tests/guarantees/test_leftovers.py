@@ -92,7 +92,7 @@ def test_without_exchange_three_renames_replace(tmp_path):
 def test_what_waits_for_a_name_that_is_no_checkpoint_is_left_for_a_person(tmp_path, caplog):
     storage = LocalStorage(tmp_path)
     save_over(storage, 1, "last.ckpt")
-    aside = tmp_path / "last.ckpt.incomplete-00000002.exchange"
+    aside = tmp_path / ".aside-00000002-last.ckpt"
     (tmp_path / "last.ckpt").rename(aside)
     (tmp_path / "last.ckpt").mkdir()
     assert collect_orphans(storage, keep=()) == []
@@ -106,7 +106,7 @@ def test_a_prune_or_quarantine_cut_short_keeps_or_removes_the_whole(tmp_path, re
         root = tmp_path / job
         assert killed(job, root, "rename", renames) == there
         assert ("step-000000001" in next_run(root)) == there
-        assert strays(root) == set() or next(iter(strays(root))).startswith("step-000000001.corrupt-")
+        assert strays(root) == set() or next(iter(strays(root))).startswith(".corrupt-")
 
 
 def test_a_prune_killed_while_it_deletes_is_finished_by_the_next_run(tmp_path):
@@ -131,7 +131,7 @@ def test_the_draft_of_somebody_who_is_writing_just_now_is_left_alone(tmp_path):
 def test_a_torn_directory_loses_its_name_before_its_files(tmp_path):
     """A job that was replaced and is about to commit it then finds nothing, instead of half of it."""
     storage = LocalStorage(tmp_path)
-    torn = tmp_path / "step-000000005.incomplete-0123abcd"
+    torn = tmp_path / ".incomplete-0123abcd-step-000000005"
     torn.mkdir()
     (torn / "COMMITTED").write_bytes(b"x")
     seen = []

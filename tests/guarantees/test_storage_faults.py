@@ -182,7 +182,7 @@ def test_a_working_directory_that_is_removed_under_a_save_costs_that_save_only(t
     root = tmp_path / "run"
 
     def remove(_: object) -> None:
-        for working in root.glob("step-000000002.incomplete-*"):
+        for working in root.glob(".incomplete-*-step-000000002"):
             shutil.rmtree(working)
 
     fault = Fault(method="sync_directory", key="step-000000002*", nth=0, before=remove)
@@ -244,7 +244,7 @@ def test_a_name_that_could_not_be_made_durable_is_told_as_in_doubt_and_what_it_r
         assert caught.value.in_doubt
         assert "was not saved" not in str(caught.value)
         # After a power cut that name may mean the old one: so that one is still there, whole.
-        (old,) = root.glob(f"{name}.incomplete-*")
+        (old,) = root.glob(f".incomplete-*-{name}")
         assert (old / "COMMITTED").exists()
         calls.inject(())
         with pytest.raises(SaveError):
@@ -294,4 +294,4 @@ def test_a_process_whose_write_hangs_can_end_without_closing_anything(tmp_path):
     command = [sys.executable, "-c", HANGS, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "run").glob("step-000000001.incomplete-*")), "nothing was begun"
+    assert list((tmp_path / "run").glob(".incomplete-*-step-000000001")), "nothing was begun"

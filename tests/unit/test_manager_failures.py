@@ -102,14 +102,14 @@ def test_training_goes_on_after_a_failed_save_if_errors_are_to_be_warnings(tmp_p
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(method="create", key="*.incomplete-*/__0_0.distcp", error=NO_SPACE),
+        Fault(method="create", key=".incomplete-*/__0_0.distcp", error=NO_SPACE),
         Fault(method="write", key="*.distcp", error=NO_SPACE, nth=0),
         Fault(method="close", key="*.distcp", error=OSError(errno.EIO, "Input/output error")),
         Fault(method="create", key="*/rank-00000.json", error=NO_SPACE),
         Fault(method="create", key="*/.metadata", error=NO_SPACE),
         Fault(method="create", key="*/manifest.json", error=NO_SPACE),
         Fault(method="close", key="*/COMMITTED", error=NO_SPACE),
-        Fault(method="sync_directory", key="*.incomplete-*", error=OSError(errno.EIO, "Input/output error")),
+        Fault(method="sync_directory", key=".incomplete-*", error=OSError(errno.EIO, "Input/output error")),
         Fault(method="rename", key="*", error=OSError(errno.EIO, "Input/output error")),
     ],
     ids=lambda fault: f"{fault.method} {fault.key}",
@@ -133,7 +133,7 @@ def test_whatever_fails_in_a_save_nothing_is_committed_and_nothing_is_lost(tmp_p
 def test_a_prune_that_fails_leaves_the_new_checkpoint_and_is_tried_again(tmp_path, caplog):
     sink, denied = InMemorySink(), OSError(errno.EACCES, "Permission denied")
     storage = FaultyStorage(
-        LocalStorage(tmp_path), [Fault(method="rename", key="*.trash-*", error=denied, nth=0)]
+        LocalStorage(tmp_path), [Fault(method="rename", key="* -> .trash-*", error=denied, nth=0)]
     )
     with CheckpointManager(storage, keep=KeepLatest(1), sinks=[sink]) as checkpoints:
         checkpoints.save(1, {"a": 1})
@@ -164,8 +164,8 @@ def test_resume_passes_over_a_damaged_checkpoint_aloud_and_takes_the_one_before(
         run.step()
         checkpoints.save(3, run.state).result(LONG)
         assert checkpoints.verify(3) == []
-    (kept,) = [name for name in children(tmp_path) if ".corrupt-" in name]
-    assert kept.startswith("step-000000003.corrupt-")
+    (kept,) = [name for name in children(tmp_path) if name.startswith(".corrupt-")]
+    assert kept.endswith("-step-000000003")
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.resume(Run.make().state) == 3
 
@@ -266,7 +266,7 @@ def test_what_only_pickle_can_hold_is_refused_at_load_unless_allowed(tmp_path):
 
 def test_a_torn_save_of_a_crashed_job_is_cleared_away_and_never_counted(tmp_path, caplog):
     saved(tmp_path, 1)
-    torn = tmp_path / "step-000000002.incomplete-0123abcd"
+    torn = tmp_path / ".incomplete-0123abcd-step-000000002"
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
     with CheckpointManager(tmp_path) as checkpoints:

@@ -48,7 +48,32 @@ def test_incomplete_and_trash_are_told_apart_and_from_checkpoints():
 
 
 @pytest.mark.parametrize(
-    "name", ["step-000000005.incomplete-", "x.incomplete-XYZ12345", "my.trash-bin", ".trash-"]
+    ("former", "kind"),
+    [
+        ("step-000000005.incomplete-0123abcd", names.is_incomplete),
+        ("step-000000005.trash-0123abcd", names.is_trash),
+        ("step-000000005.corrupt-0123abcd", names.is_corrupt),
+        ("step-000000005.incomplete-0123abcd.exchange", names.set_aside),
+    ],
+)
+def test_the_names_of_earlier_versions_are_still_known(former, kind):
+    kinds = (names.is_incomplete, names.is_trash, names.is_corrupt, names.is_replaced, names.set_aside)
+    assert [each for each in kinds if each(former)] == [kind]
+    assert names.original_name(former) == "step-000000005"
+
+
+def test_a_name_in_flight_of_a_name_in_flight_is_of_the_checkpoint():
+    torn = names.incomplete_name("last.ckpt", "0123abcd")
+    assert names.original_name(names.trash_name(torn, "4567abcd")) == "last.ckpt"
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "\udcff" * 100, "\u6a21" * 85])
+def test_a_name_beside_fits_and_can_be_made(tmp_path, name):
+    (tmp_path / names.beside_name(name, "0123abcd")).touch()
+
+
+@pytest.mark.parametrize(
+    "name", ["step-000000005.incomplete-", "x.incomplete-XYZ12345", "my.trash-bin", ".trash-", ".trash-1000"]
 )
 def test_a_persons_own_directory_is_not_mistaken_for_ours(name):
     assert not names.is_incomplete(name)

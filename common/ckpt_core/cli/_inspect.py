@@ -19,6 +19,7 @@ def ls(arguments: Namespace) -> Outcome:
     storage = open_root(arguments.root, arguments.storage_options)
     catalog = Catalog(storage)
     infos, torn, quarantined = catalog.committed(abandoned=True), catalog.torn(), catalog.quarantined()
+    replaced = catalog.replaced()
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
     return Outcome(
         fields={
@@ -26,6 +27,7 @@ def ls(arguments: Namespace) -> Outcome:
             "checkpoints": [asdict(info) for info in infos],
             "torn": torn,
             "quarantined": quarantined,
+            "replaced": replaced,
         },
         parts=[
             *([_info_table(infos)] if infos else []),
@@ -35,6 +37,7 @@ def ls(arguments: Namespace) -> Outcome:
             *(f"abandoned: {i.name}" for i in infos if i.abandoned),
             *(f"torn or being written: {name}" for name in torn),
             *(f"damaged and moved aside: {name}" for name in quarantined),
+            *(f"not ours and moved aside: {name}" for name in replaced),
         ],
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
@@ -12,6 +12,7 @@ from ckpt_core.commit._lineage import on_present_line, present_lineage
 from ckpt_core.commit._locked import locked
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._marks import Mark, Marks, known_marks, marks_to_change, problem_of, replace_marks
+from ckpt_core.commit._occupant import holds_torn_save
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import (
     CheckpointError,
@@ -27,6 +28,7 @@ from ckpt_core.names import (
     PINS,
     is_corrupt,
     is_incomplete,
+    is_replaced,
     is_trash,
     parse_step_name,
     set_aside,
@@ -51,12 +53,14 @@ class Survey:
         unreadable: name -> error; a marker that cannot be read says that something was committed, not what.
         abandoned: what is committed and not of the present lineage, oldest step first.
         lineage: the present one.
+        size: how many directories hold a marker.
     """
 
     committed: list[CheckpointInfo]
     unreadable: dict[str, CheckpointError | OSError]
     abandoned: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
     lineage: Lineage = field(default_factory=Lineage)
+    size: int = 0
 
     @property
     def everything(self) -> list[CheckpointInfo]:
@@ -94,11 +98,11 @@ class Catalog:
         be gone and the new one not be seen.
         """
         for _ in range(_MOST_LISTINGS - 1):
-            listed = _countable(self._storage)
-            survey, missing = _survey(self, self._storage, listed)
-            if not missing or _countable(self._storage) == listed:
+            listed = countable_names(self._storage)
+            survey = survey_of(self._storage, listed, self._read)
+            if survey.size == len(listed) or countable_names(self._storage) == listed:
                 return survey
-        return _survey(self, self._storage, _countable(self._storage))[0]
+        return survey_of(self._storage, countable_names(self._storage), self._read)
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step of the present lineage that is not marked, or None.
@@ -160,6 +164,9 @@ class Catalog:
             raise _corrupt(f"{self._storage.url}/{name}", MARKER, "too large to be a commit marker")
         return Marker.from_bytes(content)
 
+    def _read(self, name: str) -> CheckpointInfo:
+        return self.marker(name).info(name)
+
     def manifest(self, name: str) -> Manifest:
         """The manifest of directory `name`, the one that was committed.
 
@@ -184,14 +191,16 @@ class Catalog:
         return [
             name
             for name in _directories(self._storage)
-            if is_incomplete(name)
-            or is_trash(name)
-            or (in_place and _is_uncommitted_step(self._storage, name))
+            if is_incomplete(name) or is_trash(name) or (in_place and _is_torn_step(self._storage, name))
         ]
 
     def quarantined(self) -> list[str]:
         """Directories of damaged checkpoints that were moved aside; nobody but a person deletes them."""
         return [name for name in _directories(self._storage) if is_corrupt(name)]
+
+    def replaced(self) -> list[str]:
+        """What was not ours and had the name of a checkpoint: moved aside, and left for a person."""
+        return [entry.name for entry in self._storage.list("") if is_replaced(entry.name)]
 
     def pins(self) -> dict[int, str]:
         """Step -> reason, for every step protected from pruning.
@@ -235,7 +244,7 @@ class Catalog:
             CorruptCheckpointError: its marker is malformed.
             IncompatibleCheckpointError: its marker was written by a newer version.
         """
-        return problem_of(known_marks(self._storage).damaged, name, self.marker(name))
+        return problem_of(known_marks(self._storage).damaged, name, self.marker(name).save_id)
 
     def mark_damaged(self, name: str, problem: str) -> None:
         """Tell everyone to come that checkpoint `name` did not verify, and why, in words.
@@ -299,29 +308,44 @@ def _directories(storage: Storage) -> list[str]:
     return [entry.name for entry in storage.list("") if entry.is_directory]
 
 
-def _countable(storage: Storage) -> list[str]:
+def countable_names(storage: Storage) -> list[str]:
+    """The directories of a root that are checkpoints if they hold a marker."""
     return [name for name in _directories(storage) if can_count(name)]
 
 
-def _survey(catalog: Catalog, storage: Storage, names: Sequence[str]) -> tuple[Survey, bool]:
-    """The survey of these directories, and whether any of them has no marker."""
+def survey_of(storage: Storage, names: Sequence[str], read: Callable[[str], CheckpointInfo]) -> Survey:
+    """The survey of these directories.
+
+    Args:
+        storage: the root.
+        names: of directories.
+        read: tells what the marker in a directory says; errors as by `Catalog.marker`.
+    """
     pins, marks = _pins_or_none(storage), known_marks(storage)
     committed: list[CheckpointInfo] = []
     unreadable: dict[str, CheckpointError | OSError] = {}
     for name in names:
         try:
-            marker = catalog.marker(name)
+            info = read(name)
         except CheckpointNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
             unreadable[name] = error
         else:
-            pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
-            damaged, bad = (problem_of(of_kind, name, marker) for of_kind in (marks.damaged, marks.bad))
-            committed.append(marker.info(name, pinned, damaged=damaged, bad=bad))
-    missing = len(committed) + len(unreadable) < len(names)
+            pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step)
+            damaged, bad = (problem_of(kind, name, info.save_id) for kind in (marks.damaged, marks.bad))
+            plain = pinned is None and damaged is None and bad is None
+            committed.append(info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad))
     others = [lineage for name in unreadable if (lineage := _told_by_manifest(storage, name)) is not None]
-    return _sorted_out(_without_replaced(committed), unreadable, others), missing
+    present = present_lineage(committed, others)
+    judged = on_present_line(_without_replaced(committed), present)
+    return Survey(
+        lineage=present,
+        committed=[info for info in judged if not info.abandoned],
+        unreadable=unreadable,
+        abandoned=[info for info in judged if info.abandoned],
+        size=len(committed) + len(unreadable),
+    )
 
 
 def _told_by_manifest(storage: Storage, name: str) -> Lineage | None:
@@ -332,29 +356,18 @@ def _told_by_manifest(storage: Storage, name: str) -> Lineage | None:
         return None
 
 
-def _sorted_out(
-    committed: Sequence[CheckpointInfo],
-    unreadable: dict[str, CheckpointError | OSError],
-    others: Sequence[Lineage],
-) -> Survey:
-    present = present_lineage(committed, others)
-    judged = on_present_line(committed, present)
-    return Survey(
-        lineage=present,
-        committed=[info for info in judged if not info.abandoned],
-        unreadable=unreadable,
-        abandoned=[info for info in judged if info.abandoned],
-    )
-
-
 def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
     """Leave out what was set aside for a checkpoint that has its name by now."""
     names = {info.name for info in committed}
     return [info for info in committed if set_aside(info.name) not in names]
 
 
-def _is_uncommitted_step(storage: Storage, name: str) -> bool:
-    return parse_step_name(name) is not None and not storage.exists(f"{name}/{MARKER}")
+def _is_torn_step(storage: Storage, name: str) -> bool:
+    return (
+        parse_step_name(name) is not None
+        and not storage.exists(f"{name}/{MARKER}")
+        and holds_torn_save(storage, name)
+    )
 
 
 def _corrupt(place: str, path: str, problem: str) -> CorruptCheckpointError:
@@ -381,7 +394,7 @@ def _in_force(catalog: Catalog, marks: Marks) -> Marks:
 
 def _may_mean(catalog: Catalog, name: str, mark: Mark) -> bool:
     try:
-        return mark.means(catalog.marker(name))
+        return mark.means(catalog.marker(name).save_id)
     except CheckpointNotFoundError:
         return False
     except (CheckpointError, OSError):
@@ -399,4 +412,4 @@ def _placed(place: str, error: CheckpointError | OSError) -> CheckpointError | O
 
 def can_count(name: str) -> bool:
     """Whether a directory of that name is a checkpoint if it holds a marker: not one on its way in or out."""
-    return not (is_incomplete(name) or is_trash(name) or is_corrupt(name))
+    return not (is_incomplete(name) or is_trash(name) or is_corrupt(name) or is_replaced(name))

@@ -4,14 +4,19 @@ The one rule: no `COMMITTED`, no checkpoint. A crash at any point leaves either 
 the new one, because exactly one operation, atomic on its storage, moves between them:
 
     POSIX                                    after a crash here, on disk is
-    1. make `<name>.incomplete-<id>`         a torn directory, ignored by everyone
+    1. make `.incomplete-<id>-<name>`        a torn directory, ignored by everyone
     2. every rank writes and fsyncs files    a torn directory
     3. manifest.json, then COMMITTED, fsync  a torn directory, complete, but under a name that never counts
     4. rename onto `<name>`                  the checkpoint, or (power loss before 5) the torn directory of 3
     5. fsync the parent                      the checkpoint
 
+    Where `<name>` is a directory of the user's, 4 is: move the files into it one by one, fsync, then the
+    marker. After a crash on the way both directories are there, and the next run goes on (see `merge`). Where
+    a checkpoint is replaced, 4 exchanges the names; then what is not ours moves from the old one to the new
+    one, and the old one is deleted. What is neither makes way under another name (see `set_aside`).
+
     object store                             after a crash here, in the bucket is
-    1. clear what a torn save left           nothing, or fewer leftovers without marker
+    1. clear what a torn save of ours left   nothing, or fewer leftovers without marker
     2. every rank uploads its objects        objects without marker, ignored by everyone
     3. manifest.json                         objects without marker
     4. COMMITTED                             the checkpoint: a completed upload appears at once and whole
@@ -22,7 +27,8 @@ On an object store an upload may arrive although its sender was told nothing, or
 place of another there, and a marker of which it is not known whether it arrived is not given up: its objects
 stay, so that it tells the truth whenever it shows.
 
-Nothing that is committed, or that we did not write, is ever overwritten or deleted on this path.
+Nothing that we did not write is ever overwritten or deleted on this path, and nothing that is committed but
+what is to be replaced, after the new one has its name.
 Any thread of the coordinator may call these, one save at a time per root.
 """
 
@@ -30,11 +36,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import PurePosixPath
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.commit._occupant import Occupant, is_link, occupant
+from ckpt_core.commit._quarantine import quarantine, set_aside
+from ckpt_core.commit._strangers import delete_in_place, merge, retire
+from ckpt_core.commit._tree import directories_of, join, unlike
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -47,20 +56,31 @@ from ckpt_core.names import (
     MANIFEST,
     MARKER,
     PINS,
+    SHARED,
     WRITER,
     incomplete_name,
     is_incomplete,
-    parse_step_name,
+    original_name,
 )
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
+_RESERVED: Final = frozenset({DAMAGED, PINS, WRITER, MANIFEST, MARKER, SHARED})
+_LONGEST_NAME: Final = 200
+"""In bytes; most filesystems allow 255, of which the names in flight need some for themselves."""
+_MOST_ATTEMPTS: Final = 8
+"""So often somebody else may take the name between a look at it and the commit."""
+
 
 def is_name(name: str) -> bool:
     """Whether a checkpoint may be called `name`: one plain directory name, none of those we use ourselves."""
-    return "/" not in name and name not in {"", ".", "..", DAMAGED, PINS, WRITER} and can_count(name)
+    plain = not name.startswith(".") and all(char >= " " and char not in "/\x7f" for char in name)
+    reserved = name in _RESERVED or (name.endswith(".lock") and name.removesuffix(".lock") in _RESERVED)
+    return (
+        plain and 0 < len(name.encode(errors="replace")) <= _LONGEST_NAME and not reserved and can_count(name)
+    )
 
 
 def working_name(storage: Storage, name: str, save_id: str) -> str:
@@ -77,14 +97,16 @@ def begin(storage: Storage, name: str, save_id: str, *, replace: bool = False) -
     With `replace`, `name` may be committed; then `commit` must be told so too.
 
     Raises:
-        CheckpointExistsError: `name` is committed, or occupied by something that is not ours to remove.
+        CheckpointExistsError: `name` is committed, or nothing can make way for it; see `require_free`.
         ConfigError: `name` cannot be the name of a checkpoint.
     """
-    require_free(storage, name, replace=replace)
+    found = require_free(storage, name, replace=replace)
     working = working_name(storage, name, save_id)
     if not storage.supports_rename:
-        if storage.list(name):
-            storage.delete(name)  # what a torn save of ours left
+        if found is Occupant.UNREADABLE:
+            quarantine(storage, name)
+        if found in {Occupant.UNREADABLE, Occupant.TORN}:
+            delete_in_place(storage, name)
         return working
     if not is_incomplete(working):
         raise ConfigError(f"save id {save_id!r} is not 8 to 32 lower-case hex digits")
@@ -97,19 +119,32 @@ def begin(storage: Storage, name: str, save_id: str, *, replace: bool = False) -
     return working
 
 
-def require_free(storage: Storage, name: str, *, replace: bool = False) -> None:
-    """Refuse a name that a save could not take; see `begin` for the arguments and what is raised."""
+def require_free(storage: Storage, name: str, *, replace: bool = False) -> Occupant:
+    """Refuse a name that a save could not take, before anything is written; tell what has it now.
+
+    Where things can be renamed, only a committed checkpoint that is not to be replaced is in the way. On an
+    object store nothing can make way for a checkpoint, so that what counts, and what another program wrote
+    under file names that ours has too, is refused.
+
+    Raises:
+        CheckpointExistsError: `name` is taken.
+        ConfigError: `name` cannot be the name of a checkpoint.
+    """
     if not is_name(name):
-        raise ConfigError(f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed")
-    committed = storage.exists(f"{name}/{MARKER}")
-    if storage.supports_rename:
-        if not (replace and committed) and any(entry.name == name for entry in storage.list("")):
-            _refuse(storage, name)
-        return
-    # A name that `step_name` makes is ours, so what lies there without a marker is a torn save of ours.
-    # Any other name may hold a checkpoint that a host framework wrote without us.
-    if committed or (parse_step_name(name) is None and storage.list(name)):
+        raise ConfigError(
+            f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed, of at most "
+            f"{_LONGEST_NAME} bytes, that does not begin with a dot and is none of "
+            f"{', '.join(sorted(_RESERVED))}"
+        )
+    found = occupant(storage, name)
+    if found is Occupant.COMMITTED and not (replace and storage.supports_rename):
         _refuse(storage, name)
+    if found is Occupant.STOCK and not storage.supports_rename:
+        raise CheckpointExistsError(
+            f"{storage.url}/{name} is a checkpoint that another program wrote, and an object store cannot "
+            "move it aside; nothing there was touched: move or delete it, or save under another name"
+        )
+    return found
 
 
 def commit(
@@ -136,7 +171,7 @@ def commit(
             that job from writing under the same name.
 
     Raises:
-        CheckpointExistsError: `name` has been taken since `begin`; nothing there was touched.
+        CheckpointExistsError: `name` has been committed since `begin`; nothing there was touched.
         SaveError: a file is missing or has another size than promised, or the manifest is not sound; or, with
             `in_doubt`, all is in place and its name could not be made durable, or storage, an object store,
             did not tell what became of the marker.
@@ -152,8 +187,15 @@ def commit(
             _move_into_place(storage, working, name, manifest, replace=replace)
         else:
             _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
-    except FileExistsError:
-        _refuse(storage, name)
+    except CheckpointExistsError:
+        raise
+    except FileExistsError as error:
+        if storage.exists(f"{name}/{MARKER}"):
+            _refuse(storage, name)
+        raise CheckpointExistsError(
+            f"{storage.url}/{name} is occupied by what was not there when the save began ({error}); nothing "
+            "there was touched: look at it, then move or delete it"
+        ) from error
     return marker.info(name)
 
 
@@ -186,29 +228,78 @@ def _commit_in_place(
 def _withdraw_if_torn(storage: Storage, name: str, manifest: Manifest, marker: bytes) -> None:
     """Take back a marker that came after another job had cleared away what it stands for."""
     try:
-        if _unlike(storage, name, manifest) and storage.read_bytes(f"{name}/{MARKER}") == marker:
+        if unlike(storage, name, manifest) and storage.read_bytes(f"{name}/{MARKER}") == marker:
             storage.delete(f"{name}/{MARKER}")
     except OSError as error:
         _logger.warning("%s/%s may be torn, and could not be looked at: %s", storage.url, name, error)
 
 
 def _move_into_place(storage: Storage, working: str, name: str, manifest: Manifest, *, replace: bool) -> None:
-    for directory in _directories(manifest):
-        storage.sync_directory(_join(working, directory))
-    replaced = replace and storage.exists(f"{name}/{MARKER}")
-    if replaced:
-        storage.exchange(working, name)
-    else:
-        storage.rename(working, name)
-    _make_name_durable(storage, name, manifest)
-    if replaced:
+    for directory in directories_of(manifest):
+        storage.sync_directory(join(working, directory))
+    for attempt in range(_MOST_ATTEMPTS):
+        # Only what is to be replaced is looked for beforehand: mostly nothing has the name.
+        found = occupant(storage, name) if replace or attempt else Occupant.NOTHING
+        try:
+            found = _take_name(storage, working, name, manifest, found=found, replace=replace)
+        except FileExistsError:
+            if attempt == _MOST_ATTEMPTS - 1:
+                raise
+        else:
+            break
+    for directory in (name, "") if found is Occupant.FILES else ("",):
+        _make_name_durable(storage, name, manifest, directory)
+    if found in {Occupant.COMMITTED, Occupant.FILES}:
         abandon(storage, working)
 
 
-def _make_name_durable(storage: Storage, name: str, manifest: Manifest) -> None:
-    """Fsync the root. A failure is not tried again: the kernel may report the loss of a page only once."""
+def _take_name(
+    storage: Storage, working: str, name: str, manifest: Manifest, *, found: Occupant, replace: bool
+) -> Occupant:
+    """Give the finished save its name, whatever has it now; returns what had it.
+
+    Raises:
+        FileExistsError: something else has taken it meanwhile.
+        CheckpointExistsError: it is committed.
+    """
+    if found is Occupant.COMMITTED and replace and not is_link(storage, name):
+        storage.exchange(working, name)
+        return found
+    if found is Occupant.COMMITTED and not replace:
+        _refuse(storage, name)
+    if found is Occupant.FILES:
+        try:
+            merge(storage, working, name, manifest)
+        except PermissionError as error:
+            _logger.warning("files cannot be put into %s/%s (%s)", storage.url, name, error)
+        else:
+            return found
+    if found is not Occupant.NOTHING:
+        _clear_away(storage, name, found)
+    storage.rename(working, name)
+    return Occupant.NOTHING
+
+
+def _clear_away(storage: Storage, name: str, found: Occupant) -> None:
+    if found in {Occupant.UNREADABLE, Occupant.TORN}:
+        what, moved = "a torn or damaged checkpoint", quarantine(storage, name)
+    else:
+        what = "another program's checkpoint" if found is Occupant.STOCK else "not a checkpoint of ours"
+        moved = set_aside(storage, name)
+    _logger.warning(
+        "%s/%s was %s and stood in the way of a new checkpoint: it is %s/%s now",
+        storage.url,
+        name,
+        what,
+        storage.url,
+        moved,
+    )
+
+
+def _make_name_durable(storage: Storage, name: str, manifest: Manifest, directory: str) -> None:
+    """Fsync what holds it. No second try after a failure: the kernel may tell of a lost page only once."""
     try:
-        storage.sync_directory("")
+        storage.sync_directory(directory)
     except OSError as error:
         text = f"{type(error).__name__}: {error}"
         raise SaveError(
@@ -223,20 +314,19 @@ def _make_name_durable(storage: Storage, name: str, manifest: Manifest) -> None:
 
 
 def abandon(storage: Storage, working: str) -> None:
-    """Remove the directory of a save that failed, as far as possible; never one that is committed.
+    """Remove the directory of a save, as far as possible; never one that is committed, nor the user's files.
 
     On an object store the marker may have arrived although its upload reported an error: then the
     checkpoint is whole, and stays.
     """
     try:
-        if storage.supports_rename:
-            committed = not is_incomplete(working)
-        else:
-            committed = storage.exists(f"{working}/{MARKER}")
-        if not committed:
-            storage.delete(working)
+        if not storage.supports_rename:
+            if not storage.exists(f"{working}/{MARKER}"):
+                delete_in_place(storage, working)
+        elif is_incomplete(working):
+            retire(storage, working, original_name(working))
     except OSError as error:
-        # The failure that led here is reported by the caller; leftovers are collected by a later prune.
+        # A failure that led here is reported by the caller; leftovers are collected by a later prune.
         _logger.warning("could not remove torn %s/%s: %s", storage.url, working, error)
 
 
@@ -256,7 +346,7 @@ def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
 
 def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
     """Compare what the ranks say they wrote with what is there, at the price of one listing per directory."""
-    problems = _unlike(storage, working, manifest)
+    problems = unlike(storage, working, manifest)
     if problems:
         raise SaveError(
             f"step {manifest.step} was not committed: of the files in {storage.url}/{working}, "
@@ -267,49 +357,7 @@ def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
         )
 
 
-def _unlike(storage: Storage, working: str, manifest: Manifest) -> list[str]:
-    """The files that are not as the manifest says, by their sizes, each with what is there."""
-    sizes = {
-        _join(directory, child.name): child.size_bytes
-        for directory in _directories(manifest)
-        for child in storage.list(_join(working, directory))
-        if not child.is_directory
-    }
-    suspects = [entry for entry in manifest.files if sizes.get(entry.path) != entry.size_bytes]
-    # By their names: a listing may not show yet what is there.
-    found = {entry.path: _size(storage, f"{working}/{entry.path}") for entry in suspects}
-    return [
-        f"{entry.path} has {'no' if found[entry.path] is None else found[entry.path]} bytes, "
-        f"not {entry.size_bytes}"
-        for entry in suspects
-        if found[entry.path] != entry.size_bytes
-    ]
-
-
-def _size(storage: Storage, key: str) -> int | None:
-    try:
-        return storage.size(key)
-    except FileNotFoundError:
-        return None
-
-
-def _directories(manifest: Manifest) -> list[str]:
-    """Every directory that holds a file or a directory of the manifest, "" for the checkpoint's own."""
-    holders = {entry.path.rpartition("/")[0] for entry in manifest.files}
-    parents = {str(parent) for holder in holders for parent in PurePosixPath(holder).parents}
-    return sorted({""} | holders | (parents - {"."}))
-
-
-def _join(directory: str, name: str) -> str:
-    return f"{directory}/{name}" if directory and name else directory or name
-
-
 def _refuse(storage: Storage, name: str) -> NoReturn:
-    """Say that `name` is taken, and by what."""
-    place = f"{storage.url}/{name}"
-    if storage.exists(f"{name}/{MARKER}"):
-        raise CheckpointExistsError(f"{place} is committed already; checkpoints are never overwritten")
     raise CheckpointExistsError(
-        f"{place} is occupied by something that is not a committed checkpoint; nothing there was touched: "
-        "look at it, then move or delete it"
+        f"{storage.url}/{name} is committed already; checkpoints are never overwritten"
     )

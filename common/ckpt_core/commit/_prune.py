@@ -4,69 +4,51 @@ A crash at any point leaves the old set of checkpoints or the new one, and at wo
 `collect_orphans` removes:
 
     POSIX                                    after a crash here, on disk is
-    1. rename onto `<name>.trash-<id>`       the checkpoint, or (power loss before 2 too) torn
+    1. rename onto `.trash-<id>-<name>`      the checkpoint, or (power loss before 2 too) torn
     2. fsync the parent                      a torn directory; its marker does not count under that name
-    3. delete it                             less of the torn directory, or nothing
+    3. move what is not ours back, fsync     the user's files in both places; `collect_orphans` goes on
+    4. delete it                             less of the torn directory, or nothing
 
     object store                             after a crash here, in the bucket is
     1. delete COMMITTED                      objects without marker, ignored by everyone
-    2. delete the rest                       fewer of them, or nothing
+    2. delete what else is ours              fewer of them, or nothing
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
-from dataclasses import replace
 
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._leftovers import bring_back, remove_drafts
-from ckpt_core.names import MARKER, is_trash, parse_step_name, trash_name
+from ckpt_core.commit._occupant import is_link
+from ckpt_core.commit._strangers import delete_in_place, finish_merge, has_manifest, retire
+from ckpt_core.names import MARKER, is_trash, original_name, parse_step_name, trash_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
 
-def countable(storage: Storage) -> list[CheckpointInfo]:
-    """The committed checkpoints, abandoned ones, too, oldest step first, as retention may count them.
-
-    On an object store the marker of a job that was replaced may arrive after the objects that it stands for
-    were cleared away. Such a checkpoint must not be why another is pruned: it is said to be damaged.
-    """
-    infos = Catalog(storage).committed(abandoned=True)
-    if storage.supports_rename:
-        return infos
-    return [_as_found(storage, info) for info in infos]
-
-
-def _as_found(storage: Storage, info: CheckpointInfo) -> CheckpointInfo:
-    found = _bytes_below(storage, info.name) if info.damaged is None else info.size_bytes
-    if found >= info.size_bytes:
-        return info
-    return replace(info, damaged=f"only {found} of {info.size_bytes} bytes are there")
-
-
-def _bytes_below(storage: Storage, directory: str) -> int:
-    return sum(
-        _bytes_below(storage, f"{directory}/{child.name}") if child.is_directory else child.size_bytes
-        for child in storage.list(directory)
-    )
-
-
 def remove(storage: Storage, info: CheckpointInfo) -> None:
-    """Remove a committed checkpoint; the caller owns the root (see `Lease`)."""
-    if storage.supports_rename:
+    """Remove a committed checkpoint, but not what others put beside its files; the caller owns the root.
+
+    Where no manifest tells which files are ours, those go that have names that only we give.
+    """
+    if storage.supports_rename and (has_manifest(storage, info.name) or is_link(storage, info.name)):
         _remove_directory(storage, info.name)
-    else:
-        storage.delete(f"{info.name}/{MARKER}")
-        storage.delete(info.name)
+        return
+    storage.delete(f"{info.name}/{MARKER}")
+    storage.sync_directory(info.name)
+    delete_in_place(storage, info.name)
 
 
 def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
     """Remove what crashes left behind, but the directories in `keep`: those of saves in flight.
 
-    Only names that this package makes are touched; the caller owns the root (see `Lease`). A checkpoint that
-    was being replaced, and has lost its name to nobody, gets it back (see `bring_back`). Uploads that were
-    never completed go too, which also keeps a job that was replaced from completing them.
+    Only names that this package makes are touched, and what is the user's in them is put back where it was;
+    the caller owns the root (see `Lease`). A checkpoint that was being replaced, and has lost its name to
+    nobody, gets it back (see `bring_back`); a commit that was cut short half-way is finished (see
+    `finish_merge`). Uploads that were never completed go too, which also keeps a job that was replaced from
+    completing them.
 
     Returns:
         The names removed, and those of the checkpoints that the uploads were for.
@@ -74,10 +56,12 @@ def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
     superseded = bring_back(storage)
     orphans = [name for name in Catalog(storage).torn() if name not in keep]
     for name in (*superseded, *orphans):
-        if storage.supports_rename and not is_trash(name):
+        if not storage.supports_rename:
+            delete_in_place(storage, name)
+        elif is_trash(name):
+            retire(storage, name, original_name(name))
+        elif not finish_merge(storage, name, original_name(name)):
             _remove_directory(storage, name)
-        else:
-            storage.delete(name)
     unfinished = storage.abandon_uploads(lambda key: _is_ours(key) and key.partition("/")[0] not in keep)
     of_uploads = {key.partition("/")[0] for key in unfinished}
     return sorted({*superseded, *orphans, *of_uploads, *remove_drafts(storage)})
@@ -89,10 +73,11 @@ def _remove_directory(storage: Storage, name: str) -> None:
     A job that was replaced and does not know it yet may be about to commit this directory: it then finds no
     directory, where it would else make a checkpoint of one that is half deleted.
     """
-    trash = trash_name(name, secrets.token_hex(4))
+    original = original_name(name)
+    trash = trash_name(original, secrets.token_hex(4))
     storage.rename(name, trash)
     storage.sync_directory("")
-    storage.delete(trash)
+    retire(storage, trash, original)
 
 
 def _is_ours(key: str) -> bool:

@@ -1,11 +1,14 @@
-"""How a damaged checkpoint makes way for a new one of its name, without being destroyed where possible."""
+"""How what stands in the way of a new checkpoint makes way for it, without being destroyed where possible."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 
-from ckpt_core.names import MARKER, corrupt_name
+from ckpt_core.names import MARKER, corrupt_name, replaced_name
 from ckpt_core.storage import Storage
+
+_logger = logging.getLogger(__name__)
 
 
 def quarantine(storage: Storage, name: str) -> str:
@@ -18,7 +21,20 @@ def quarantine(storage: Storage, name: str) -> str:
     if not storage.supports_rename:
         storage.delete(f"{name}/{MARKER}")
         return name
-    moved = corrupt_name(name, secrets.token_hex(4))
-    storage.rename(name, moved)
+    return _rename(storage, name, corrupt_name(name, secrets.token_hex(4)))
+
+
+def set_aside(storage: Storage, name: str) -> str:
+    """Take what is not ours out of the way, as it is; POSIX only, and the caller owns the root.
+
+    Returns:
+        Where it is now.
+    """
+    return _rename(storage, name, replaced_name(name, secrets.token_hex(4)))
+
+
+def _rename(storage: Storage, name: str, target: str) -> str:
+    storage.rename(name, target)
+    # Durable before anything else takes the name: a power cut that kept only the latter would lose this.
     storage.sync_directory("")
-    return moved
+    return target

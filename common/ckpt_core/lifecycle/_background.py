@@ -92,6 +92,11 @@ class Background:
         """
         self._beat = _Beat(doing, self.deadline_seconds if limit_seconds is None else limit_seconds)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether more work waits for the thread."""
+        return not self._work.empty()
+
     def stuck(self) -> str:
         """In what the thread hangs still, after it was given up; "" if it is not so."""
         last = self._last

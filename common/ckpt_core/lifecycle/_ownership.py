@@ -6,10 +6,19 @@ import errno
 import logging
 import secrets
 import sys
-from collections.abc import Mapping
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Final, final
 
-from ckpt_core.commit import Catalog, Lease, collect_orphans, is_name, quarantine, require_free
+from ckpt_core.commit import (
+    Catalog,
+    Inventory,
+    Lease,
+    Soundness,
+    collect_orphans,
+    is_name,
+    quarantine,
+    require_free,
+)
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
     CheckpointError,
@@ -17,6 +26,7 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
+    FileFailure,
     IncompatibleCheckpointError,
     RootBusyError,
 )
@@ -27,13 +37,17 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
+_MOST_TOLD: Final = 5
+
 
 @final
 class Ownership:
     """Holds the lease of a root, what is known to be in it, and the lineage that saves belong to.
 
     Attributes:
-        line: the lineage of the live state; of use on the coordinator only.
+        line: the lineage of the live state; of use on the coordinator only, as all that follows.
+        inventory: what is committed in the root.
+        soundness: what of it is known to be whole.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
@@ -48,6 +62,8 @@ class Ownership:
         self._occupied: set[str] = set()
         self._prefix = ""
         self.line = Line(storage.url)
+        self.inventory = Inventory(storage)
+        self.soundness = Soundness(storage, lambda name, problem: self.note_damaged({name: problem}))
 
     def take(self) -> None:
         """Claim the root, unless it is claimed already, and clear away what crashed saves left.
@@ -118,6 +134,7 @@ class Ownership:
     def note_committed(self, info: CheckpointInfo) -> None:
         """Remember a checkpoint that this job has committed."""
         self._occupied.add(info.name)
+        self.inventory.add(info)
         self.line.committed(info)
 
     def note_damaged(self, damaged: Mapping[str, str]) -> None:
@@ -146,6 +163,27 @@ class Ownership:
         except (CheckpointError, OSError) as error:
             _logger.warning(
                 "%s/%s verifies, but is still marked as damaged: %s", self._storage.url, name, error
+            )
+
+    def note_verified(self, info: CheckpointInfo, failures: Sequence[FileFailure]) -> None:
+        """A checkpoint was verified on a person's behalf, whoever owns the root: mark it, or take its mark.
+
+        What cannot be written to the root is a warning, and known to this process all the same.
+        """
+        problem = "; ".join(map(str, failures[:_MOST_TOLD]))
+        if failures:
+            self._damaged.add(info.name)
+        else:
+            self._damaged.discard(info.name)
+        try:
+            self.soundness.learn(info, problem)
+        except (CheckpointError, OSError) as error:
+            _logger.warning(
+                "%s/%s %s, and its mark could not be changed: %s",
+                self._storage.url,
+                info.name,
+                f"is damaged ({problem})" if failures else "is whole",
+                error,
             )
 
     def release(self) -> None:
@@ -203,7 +241,8 @@ class Ownership:
                 self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
-            survey = Catalog(self._storage).survey()
+            self.inventory = Inventory(self._storage)
+            survey = self.inventory.survey()
             self.line.surveyed(survey.everything, survey.lineage)
         except OSError as error:
             raise ConfigError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_core.errors import ConfigError
+from ckpt_core.names import parse_step_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,12 @@ class SaveRequest:
     replace: bool = False
 
     def __post_init__(self) -> None:
+        named = parse_step_name(self.name)
+        if named not in {None, self.step}:
+            raise ConfigError(
+                f"{self.name!r} is the name of step {named}, which would find it taken: give this "
+                f"step, {self.step}, another name"
+            )
         # At once: the commit would find out only after everything has been written.
         try:
             json.dumps(self.annotations, allow_nan=False, ensure_ascii=False).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import final
 
@@ -17,14 +18,13 @@ from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans
 from ckpt_core.lifecycle._prepare import PreparedSave, Workshop, prepare, warm_up
-from ckpt_core.lifecycle._prune import prune
+from ckpt_core.lifecycle._prune import Pruner
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._room import Room
 from ckpt_core.lifecycle._save import SaveContext, SaveRun
 from ckpt_core.lifecycle._stage import Stager
 from ckpt_core.lifecycle._throttle import Throttle
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.retention import KeepSteps, RetentionPolicy
 from ckpt_core.staging import Arenas
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -39,6 +39,7 @@ class Saver:
 
     Attributes:
         ownership: of the root.
+        pruner: applies the retention policy; on the coordinator only.
 
     Concurrency: methods on the main thread; `save` and `own_root` are collective.
     """
@@ -59,7 +60,8 @@ class Saver:
         self._asked = ""
         self.ownership = Ownership(storage, coordinator)
         self._room = Room(storage, options, ownership=self.ownership, telemetry=telemetry)
-        background = Background(options.deadline_seconds)
+        self.pruner = Pruner(storage, options, ownership=self.ownership, telemetry=telemetry)
+        self._background = background = Background(options.deadline_seconds)
         rate = options.write_bytes_per_second
         self._context = SaveContext(
             storage=storage,
@@ -181,23 +183,24 @@ class Saver:
 
     def _committed(self, info: CheckpointInfo) -> None:
         self.ownership.note_committed(info)
+        if self._options.verification == "off":
+            self.ownership.soundness.vouch(info)
         if self._options.keep is not None:
-            self._prune(self._options.keep, info)
+            self._prune(info)
         try:
             self._room.look_ahead(info)
         except (OSError, CheckpointError) as error:
             _logger.warning("the room left in %s is not known: %s", self._storage.url, error)
 
-    def _prune(self, policy: RetentionPolicy, info: CheckpointInfo) -> None:
+    def _prune(self, info: CheckpointInfo) -> None:
+        deadline = time.monotonic() + self._options.deadline_seconds / 2
+
+        def go_on() -> bool:
+            self._background.beat("verifying what is relied on before older checkpoints are removed")
+            return not self._background.waiting and time.monotonic() < deadline
+
         try:
-            prune(
-                self._storage,
-                # What was committed last is told by clocks; after one was put back, only we know.
-                policy | KeepSteps((info.step,)),
-                telemetry=self._telemetry,
-                abandoned=self._options.abandoned,
-                check=self.ownership.check,
-            )
+            self.pruner.apply(newest=info.step, go_on=go_on)
         except (OSError, CheckpointError) as error:
             # The checkpoint is committed all the same; what was not removed is removed after the next commit.
             self._telemetry.point("prune.failed", error=str(error))

@@ -18,7 +18,7 @@ from ckpt_core.errors import SaveError
 from ckpt_core.lifecycle._memory import RankReport, WriteMemory
 from ckpt_core.lifecycle._prepare import Assignment, PreparedSave
 from ckpt_core.lifecycle._stage import StagedParts
-from ckpt_core.names import METADATA, chunks_name
+from ckpt_core.names import METADATA, chunks_name, is_own_file
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, FileEntry
 
@@ -52,14 +52,21 @@ def write_rank(
         files += writer.files
         entries += writer.tables
     _finish_copies(staged)
-    table = {chunks_name(prepared.rank): encode_table(entries)} if entries else {}
-    for name, content in {**small, **table}.items():
+    for name, content in {**_table(storage, prepared.rank, entries, small), **small}.items():
         beat(f"writing {working}/{name}")
         files.append(_write_file(storage, working, name, content))
     for directory in _directories(prepared.assignment, files):
         beat(f"writing {directory}")
         storage.sync_directory(directory)
     return memory.report(files, entries).encode()
+
+
+def _table(
+    storage: Storage, rank: int, entries: Sequence[TableEntry], small: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """The chunk table, which goes first: in place, what a torn save leaves must be known to be ours."""
+    beside = [] if storage.supports_rename else [path for path in small if not is_own_file(path)]
+    return {chunks_name(rank): encode_table(entries, beside=beside)} if entries or beside else {}
 
 
 def _next_slot(staged: StagedParts, part: str, beat: Callable[[str], None], slot: int) -> None:

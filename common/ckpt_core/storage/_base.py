@@ -20,11 +20,19 @@ ALIGNMENT: Final = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageEntry:
-    """One child of a directory. `size_bytes` is 0 for directories."""
+    """One child of a directory.
+
+    Attributes:
+        name: of the child.
+        is_directory: whether it is a directory, or a link to one.
+        size_bytes: 0 for directories, and for links that lead nowhere.
+        is_link: whether it is a symbolic link.
+    """
 
     name: str
     is_directory: bool
     size_bytes: int
+    is_link: bool = False
 
 
 class Lock(Protocol):
@@ -64,7 +72,8 @@ class Storage(ABC):
     3. (all ranks, background thread) `write_pieces` or `create` for each of the rank's files, then
        `sync_directory`.
     4. (coordinator, background thread) `create` for metadata, manifest and marker; `sync_directory`;
-       where `supports_rename`, `rename` onto the final name and `sync_directory` of the parent.
+       where `supports_rename`, `rename` onto the final name, or of each file into a directory that has it,
+       and `sync_directory` of the parent.
     5. (coordinator) `rename` to a trash name or `delete` of the marker, then `delete` of the rest, to prune.
 
     Concurrency: every method may be called from any thread of any process at the same time.
@@ -182,7 +191,9 @@ class Storage(ABC):
 
     @abstractmethod
     def rename(self, source: str, target: str) -> None:
-        """Rename a directory atomically, onto unoccupied space only.
+        """Rename a directory, a file or a link atomically, onto unoccupied space only.
+
+        Links are renamed as such; `target` may be in another directory.
 
         Raises:
             FileExistsError: `target` exists.

@@ -196,14 +196,20 @@ class LocalStorage(Storage):
 
 
 def _entry(child: os.DirEntry[str]) -> StorageEntry | None:
-    """The child, or None if it vanished during the listing or is a link to nothing."""
-    if child.is_dir():
-        return StorageEntry(name=child.name, is_directory=True, size_bytes=0)
+    """The child, or None if it vanished during the listing."""
+    is_link = child.is_symlink()
     try:
-        size = child.stat().st_size
+        is_directory = child.is_dir()
+        size = 0 if is_directory else child.stat().st_size
     except FileNotFoundError:
-        return None
-    return StorageEntry(name=child.name, is_directory=False, size_bytes=size)
+        if not is_link:
+            return None
+        is_directory, size = False, 0
+    except OSError:
+        if not is_link:
+            raise
+        is_directory, size = False, 0  # it leads in a circle, or where this user may not look
+    return StorageEntry(name=child.name, is_directory=is_directory, size_bytes=size, is_link=is_link)
 
 
 def _explained(kind: type[OSError], error: OSError, hint: str, at: Path | None = None) -> OSError:

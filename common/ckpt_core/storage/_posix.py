@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -100,14 +101,14 @@ def rename_checked(source: Path, target: Path) -> None:
 def exchange(first: Path, second: Path) -> None:
     """Exchange two names in one step; in three renames where the kernel or the filesystem cannot.
 
-    A crash between the three leaves `second` under the name that `aside_name` gives it.
+    A crash between the three leaves what was `second` under a name by which `set_aside` knows it.
 
     Raises:
         FileNotFoundError: one of them does not exist.
     """
     number = errno.ENOSYS if _renameat2 is None else _renameat2(first, second, _RENAME_EXCHANGE)
     if number in _UNSUPPORTED:
-        aside = first.with_name(aside_name(first.name))
+        aside = second.with_name(aside_name(second.name, secrets.token_hex(4)))
         # Each is durable before the next: a power cut that kept only the last would leave `second` to nobody.
         second.rename(aside)
         sync_directory(second.parent)

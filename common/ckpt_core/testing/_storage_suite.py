@@ -248,24 +248,37 @@ class StorageTests:
     # --- directories
 
     def test_make_directory_prepares_for_files(self, storage: Storage) -> None:
-        storage.make_directory("run/step.incomplete-1")
-        storage.write_bytes("run/step.incomplete-1/a", b"x")
-        storage.sync_directory("run/step.incomplete-1")
+        storage.make_directory("run/.incomplete-1-step")
+        storage.write_bytes("run/.incomplete-1-step/a", b"x")
+        storage.sync_directory("run/.incomplete-1-step")
         storage.sync_directory("")
-        assert self.raw_read(storage, "run/step.incomplete-1/a") == b"x"
+        assert self.raw_read(storage, "run/.incomplete-1-step/a") == b"x"
         if storage.supports_rename:
             with pytest.raises(FileExistsError):
-                storage.make_directory("run/step.incomplete-1")
+                storage.make_directory("run/.incomplete-1-step")
 
     def test_rename_moves_a_directory_whole(self, storage: Storage) -> None:
-        self.raw_write(storage, "step.incomplete-1/deep/a", b"x")
+        self.raw_write(storage, ".incomplete-1-step/deep/a", b"x")
         if not storage.supports_rename:
             with pytest.raises(NotImplementedError):
-                storage.rename("step.incomplete-1", "step")
+                storage.rename(".incomplete-1-step", "step")
             return
-        storage.rename("step.incomplete-1", "step")
+        storage.rename(".incomplete-1-step", "step")
         assert self.raw_read(storage, "step/deep/a") == b"x"
         assert [entry.name for entry in storage.list("")] == ["step"]
+
+    def test_rename_moves_a_file_into_another_directory(self, storage: Storage) -> None:
+        if not storage.supports_rename:
+            pytest.skip("no rename")
+        self.raw_write(storage, "new/a", b"x")
+        self.raw_write(storage, "step/b", b"y")
+        storage.rename("new/a", "step/a")
+        with pytest.raises(FileExistsError):
+            storage.rename("step/a", "step/b")
+        assert (self.raw_read(storage, "step/a"), self.raw_read(storage, "step/b")) == (b"x", b"y")
+        assert storage.list("new") == []
+        with pytest.raises(FileNotFoundError):
+            storage.rename("step/a", "nowhere/a")
 
     @pytest.mark.parametrize("occupant", ["file", "empty directory", "full directory"])
     def test_rename_never_replaces(self, storage: Storage, occupant: str) -> None:

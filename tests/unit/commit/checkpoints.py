@@ -12,11 +12,11 @@ from ckpt_core.storage import MemoryStorage, ObjectStorage, Storage
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 FILES = {
-    ".metadata": b"index of DCP",
     "__0_0.distcp": bytes(range(256)) * 40,
     "__1_0.distcp": b"\0" * 5000,
     "model/__0_0.distcp": b"nested",
     "rank-00000.json": b"{}",
+    ".metadata": b"index of DCP",
 }
 
 

@@ -65,7 +65,13 @@ def test_what_is_missing_is_named_with_what_is_there(storage):
 
 
 @pytest.mark.parametrize(
-    "name", ["step-000000009.incomplete-0123456789abcdef", "step-000000009.trash-01234567"]
+    "name",
+    [
+        ".incomplete-0123456789abcdef-step-000000009",
+        ".trash-01234567-step-000000009",
+        "step-000000009.incomplete-0123456789abcdef",
+        "step-000000009.trash-01234567",
+    ],
 )
 def test_a_marker_in_a_passing_directory_does_not_count(storage, name):
     info = save(storage, 9)
@@ -150,13 +156,21 @@ def test_orphans_are_collected_but_not_what_is_kept_or_foreign(storage):
     save(storage, 1)
     in_flight = begin(storage, "step-000000002", "abcdef01")
     write_files(storage, in_flight)
-    for name in ("step-000000003.incomplete-deadbeef", "step-000000001.trash-deadbeef"):
+    for name in (
+        ".incomplete-deadbeef-step-000000004",
+        "step-000000003.incomplete-deadbeef",
+        "step-000000001.trash-deadbeef",
+    ):
         storage.write_bytes(f"{name}/__0_0.distcp", b"torn")
     for name in ("tensorboard", "step-3", "checkpoint-5", "step-000000004.incomplete-xyz", "old.trash"):
         storage.write_bytes(f"{name}/file", b"foreign")
     before = {entry.name for entry in storage.list("")}
     removed = collect_orphans(storage, keep={in_flight})
-    assert removed == ["step-000000001.trash-deadbeef", "step-000000003.incomplete-deadbeef"]
+    assert removed == [
+        ".incomplete-deadbeef-step-000000004",
+        "step-000000001.trash-deadbeef",
+        "step-000000003.incomplete-deadbeef",
+    ]
     assert {entry.name for entry in storage.list("")} == before - set(removed)
 
 

@@ -82,7 +82,7 @@ def test_a_failed_replace_keeps_the_old_content_and_no_draft(storage, monkeypatc
 
 
 def test_make_directory_is_durable_in_its_parent(storage, recorder):
-    storage.make_directory("step.incomplete-1")
+    storage.make_directory(".incomplete-1-step")
     assert [path for path, _ in recorder.synced] == [storage.local_path("")]
 
 
@@ -168,10 +168,25 @@ def test_a_root_that_cannot_be_made_is_named():
     assert "/proc/ckpt" in str(caught.value)
 
 
-def test_a_listing_survives_links_to_nothing(storage):
+def test_a_listing_shows_links_as_links_wherever_they_lead(storage):
+    storage.local_path("circle").symlink_to("circle")
     storage.local_path("dangling").symlink_to("nowhere")
-    storage.write_bytes("a", b"x")
-    assert [entry.name for entry in storage.list("")] == ["a"]
+    storage.write_bytes("deep/a", b"x")
+    storage.local_path("linked").symlink_to("deep")
+    found = [(entry.name, entry.is_directory, entry.is_link) for entry in storage.list("")]
+    assert found == [
+        ("circle", False, True),
+        ("dangling", False, True),
+        ("deep", True, False),
+        ("linked", True, True),
+    ]
+
+
+def test_a_link_is_renamed_as_a_link(storage):
+    storage.write_bytes("deep/a", b"x")
+    storage.local_path("link").symlink_to("deep")
+    storage.rename("link", "deep/moved")
+    assert storage.local_path("deep/moved").is_symlink()
 
 
 def test_free_space_of_a_root_that_is_not_there_yet_is_unknown(tmp_path):

@@ -19,16 +19,16 @@ def full() -> OSError:
 
 def test_operations_are_numbered_in_order():
     storage = FaultyStorage(MemoryStorage())
-    storage.make_directory("step.incomplete-1")
-    storage.write_bytes("step.incomplete-1/a", b"x")
-    storage.rename("step.incomplete-1", "step")
+    storage.make_directory(".incomplete-1-step")
+    storage.write_bytes(".incomplete-1-step/a", b"x")
+    storage.rename(".incomplete-1-step", "step")
     assert storage.read_bytes("step/a") == b"x"
     assert [(op.number, op.method, op.key) for op in storage.operations] == [
-        (0, "make_directory", "step.incomplete-1"),
-        (1, "create", "step.incomplete-1/a"),
-        (2, "write", "step.incomplete-1/a"),
-        (3, "close", "step.incomplete-1/a"),
-        (4, "rename", "step.incomplete-1 -> step"),
+        (0, "make_directory", ".incomplete-1-step"),
+        (1, "create", ".incomplete-1-step/a"),
+        (2, "write", ".incomplete-1-step/a"),
+        (3, "close", ".incomplete-1-step/a"),
+        (4, "rename", ".incomplete-1-step -> step"),
         (5, "open", "step/a"),
         (6, "read", "step/a"),
     ]
@@ -76,12 +76,12 @@ def test_the_process_can_be_killed_at_an_operation(tmp_path):
         "from ckpt_core.storage import LocalStorage\n"
         "from ckpt_core.testing import Fault, FaultyStorage, kill_process\n"
         "storage = FaultyStorage(LocalStorage(sys.argv[1]), [Fault(method='rename', before=kill_process)])\n"
-        "storage.make_directory('step.incomplete-1')\n"
-        "storage.rename('step.incomplete-1', 'step')\n"
+        "storage.make_directory('.incomplete-1-step')\n"
+        "storage.rename('.incomplete-1-step', 'step')\n"
     )
     answer = subprocess.run([sys.executable, "-c", program, tmp_path], timeout=60, check=False)
     assert answer.returncode == -signal.SIGKILL
-    assert [entry.name for entry in LocalStorage(tmp_path).list("")] == ["step.incomplete-1"]
+    assert [entry.name for entry in LocalStorage(tmp_path).list("")] == [".incomplete-1-step"]
 
 
 def test_the_clock_moves_only_forward_and_only_when_told():

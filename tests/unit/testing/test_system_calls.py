@@ -34,20 +34,20 @@ def did(calls):
 def test_what_a_storage_does_is_seen_call_by_call(root):
     storage = LocalStorage(root)
     with SystemCalls(root) as calls:
-        storage.make_directory("step.incomplete-1")
-        storage.write_bytes("step.incomplete-1/a", b"content")
-        storage.sync_directory("step.incomplete-1")
-        storage.rename("step.incomplete-1", "step")
+        storage.make_directory(".incomplete-1-step")
+        storage.write_bytes(".incomplete-1-step/a", b"content")
+        storage.sync_directory(".incomplete-1-step")
+        storage.rename(".incomplete-1-step", "step")
         storage.sync_directory("")
         storage.delete("step")
     assert [line for line in did(calls) if line.split()[0] in CHANGING] == [
-        "mkdir step.incomplete-1",
+        "mkdir .incomplete-1-step",
         "fsync",
-        "create step.incomplete-1/a",
-        "write step.incomplete-1/a",
-        "fsync step.incomplete-1/a",
-        "fsync step.incomplete-1",
-        "rename step.incomplete-1 -> step",
+        "create .incomplete-1-step/a",
+        "write .incomplete-1-step/a",
+        "fsync .incomplete-1-step/a",
+        "fsync .incomplete-1-step",
+        "rename .incomplete-1-step -> step",
         "fsync",
         "unlink step/a",
         "rmdir step",

@@ -1,0 +1,126 @@
+"""What has the name that a checkpoint is to have: a checkpoint, or files of the user's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import Final
+
+from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
+from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from ckpt_core.names import (
+    MANIFEST,
+    MARKER,
+    METADATA,
+    data_rank,
+    is_own_json,
+    parse_step_name,
+)
+from ckpt_core.storage import Storage, StorageEntry
+
+# Training state as Accelerate, the Trainer, Lightning's sharded strategies and DeepSpeed write it: what makes
+# a directory one of their checkpoints. Weights alone do not: people put exported models beside ours.
+_TRAINING_STATE: Final = re.compile(
+    r"optimizer(_\d+)?\.(bin|pt)|scheduler(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|rng_state(_\d+)?\.pth"
+    r"|trainer_state\.json|meta\.pt|zero_to_fp32\.py|.*_(optim|model)_states\.pt"
+)
+
+
+class Occupant(Enum):
+    """What a directory of a root is."""
+
+    NOTHING = auto()
+    COMMITTED = auto()
+    """A checkpoint that counts, also one of a newer version."""
+    UNREADABLE = auto()
+    """A checkpoint of ours whose marker is damaged."""
+    TORN = auto()
+    """Files of ours without a marker."""
+    STOCK = auto()
+    """A checkpoint that another program wrote."""
+    FILES = auto()
+    """A directory in which there is nothing but files of the user's, or nothing at all."""
+    OTHER = auto()
+    """A file, a symbolic link to no checkpoint, or a directory that this job may not look into."""
+
+
+def occupant(storage: Storage, name: str) -> Occupant:
+    """Tell what is under a name; on an object store, under a prefix.
+
+    Raises:
+        OSError: storage is unwell.
+    """
+    if not storage.supports_rename:
+        return _marked(storage, name) or _unmarked(storage, name)
+    entry = find_entry(storage, name)
+    if entry is None:
+        return Occupant.NOTHING
+    try:
+        marked = _marked(storage, name)
+        if entry.is_link or not entry.is_directory:
+            return marked or Occupant.OTHER
+        return marked or _unmarked(storage, name)
+    except PermissionError:
+        return Occupant.OTHER
+
+
+def find_entry(storage: Storage, name: str) -> StorageEntry | None:
+    """The entry of that name in the root."""
+    return next((entry for entry in storage.list("") if entry.name == name), None)
+
+
+def is_link(storage: Storage, name: str) -> bool:
+    """Whether `name` is a symbolic link in the root."""
+    entry = find_entry(storage, name)
+    return entry is not None and entry.is_link
+
+
+def holds_torn_save(storage: Storage, name: str) -> bool:
+    """Whether a directory without marker holds files of a save of ours."""
+    return _unmarked(storage, name) is Occupant.TORN
+
+
+def _marked(storage: Storage, name: str) -> Occupant | None:
+    try:
+        with storage.open(f"{name}/{MARKER}") as stream:
+            Marker.from_bytes(stream.read(MAX_MARKER_BYTES))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except IncompatibleCheckpointError:
+        return Occupant.COMMITTED
+    except CorruptCheckpointError:
+        return Occupant.UNREADABLE
+    return Occupant.COMMITTED
+
+
+def _unmarked(storage: Storage, name: str) -> Occupant:
+    paths = list(_files(storage, name, depth=2))
+    if any(map(is_own_json, paths)) or (MANIFEST in paths and _has_manifest(storage, name)):
+        return Occupant.TORN
+    files = {path.rpartition("/")[2] for path in paths}
+    if any(data_rank(file) is not None for file in files) and METADATA not in files:
+        # Nobody's checkpoint: DCP writes its index last. Ours is moved onto its name only when it is whole.
+        in_place = not storage.supports_rename and parse_step_name(name) is not None
+        return Occupant.TORN if in_place else Occupant.STOCK
+    if METADATA in files or any(map(_TRAINING_STATE.fullmatch, files)):
+        return Occupant.STOCK
+    return Occupant.FILES if paths or storage.supports_rename else Occupant.NOTHING
+
+
+def _has_manifest(storage: Storage, name: str) -> bool:
+    try:
+        Manifest.check_bytes(storage.read_bytes(f"{name}/{MANIFEST}"))
+    except (CheckpointError, FileNotFoundError):
+        return False
+    return True
+
+
+def _files(storage: Storage, directory: str, *, depth: int) -> Iterator[str]:
+    """Paths of what is no directory, so far down and no farther; links are not followed."""
+    for child in storage.list(directory):
+        if not child.is_directory or child.is_link:
+            yield child.name
+        elif depth > 1:
+            for path in _files(storage, f"{directory}/{child.name}", depth=depth - 1):
+                yield f"{child.name}/{path}"
