@@ -375,3 +375,42 @@ def test_a_checkpoint_named_by_another_spelling_of_its_path_is_gone_on_from(
     trained(job.but(steps=3, resume=f"{tmp_path}/link/checkpoint-2"))
     assert "starting afresh" not in caplog.text
     assert len(CheckpointManager(tmp_path / "run").checkpoints()) == 3
+
+
+class Writing(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """As PEFT's `SavePeftModelCallback` and many like it: before the checkpoint is committed."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder.mkdir(exist_ok=True)
+        (folder / "mine.json").write_text(str(state.global_step))
+
+
+def test_what_users_write_into_a_checkpoint_costs_neither_it_nor_the_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "notes.txt").write_text("written before")
+    (tmp_path / "logs").mkdir()
+    made = trainer(TrainerJob(root=str(tmp_path), steps=3, save_steps=1))
+    made.add_callback(Writing())
+    made.train()
+    assert steps(tmp_path) == [1, 2, 3]
+    assert [(tmp_path / f"checkpoint-{step}" / "mine.json").read_text() for step in (1, 2, 3)] == [
+        "1",
+        "2",
+        "3",
+    ]
+    assert (tmp_path / "checkpoint-2" / "notes.txt").read_text() == "written before"
+    forget_accelerators()
+    trained(TrainerJob(root=str(tmp_path), steps=4, save_steps=1, resume=True))
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_stock_checkpoints_of_the_same_name_are_set_aside_and_not_lost(tmp_path: Path) -> None:
+    """Who switches to us in an old output directory, and begins again or goes back."""
+    stock = TrainerJob(root=str(tmp_path), steps=2, save_steps=1, enabled=False)
+    trained(stock)
+    trained(stock.but(enabled=True, resume=str(tmp_path / "checkpoint-1")))
+    assert steps(tmp_path) == [2]
+    aside = [path for path in tmp_path.iterdir() if path.name.startswith(".") and path.is_dir()]
+    assert [path for path in aside if (path / "model.safetensors").exists()], "the stock one of step 2"
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
