@@ -25,7 +25,7 @@ from ckpt_core.telemetry import Sink
 
 _logger = logging.getLogger(__name__)
 
-_ATTACHED = "_ckpt_suite"
+_ATTACHED, _WAITING = "_ckpt_suite", "_ckpt_suite_waiting"
 _SHADOWED = (
     "train",
     "_save_checkpoint",
@@ -145,7 +145,7 @@ class TrainerCheckpoints:
         )
         if handle is None:
             state.best_model_checkpoint = best
-        self.events.saved(state.global_step)
+        self._session.saved_step = state.global_step
 
     @property
     def preempted(self) -> bool:
@@ -230,18 +230,22 @@ def enable_trainer(
 def enable_trainer_implicitly(trainer: Trainer) -> None:
     """What the runner does for scripts that do not call `enable_trainer`, which may still be called.
 
+    Nothing happens before it trains: a Trainer that one rank has made alone, to evaluate, waits for no other.
+
     Raises:
         ConfigError: a setting is wrong. What is not supported stays as it is, with a warning.
     """
     settings = Settings.resolve({})
-    if settings.root is not None:
-        _logger.info("root=%s is not for a Trainer, which saves in its output_dir", settings.root)
-    try:
-        _check_supported(trainer)
-    except ConfigError as error:
-        _logger.warning("%s: they stay the stock Trainer's own", error)
-        return
-    attach(trainer, settings, implicit=True)
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        del trainer.__dict__["train"], trainer.__dict__[_WAITING]
+        try:
+            attach(trainer, settings, implicit=True)
+        except ConfigError as error:
+            _logger.warning("%s: they stay the stock Trainer's own", error)
+        return trainer.train(*args, **kwargs)
+
+    trainer.__dict__.update({"train": train, _WAITING: True})
 
 
 def attach(
@@ -266,6 +270,8 @@ def disable_trainer(trainer: Trainer) -> Trainer:
         SaveError: the save in flight failed; the methods are back all the same.
     """
     _check_is_trainer(trainer)
+    if trainer.__dict__.pop(_WAITING, False):
+        del trainer.__dict__["train"]
     attached = attached_to(trainer)
     if attached is None:
         return trainer

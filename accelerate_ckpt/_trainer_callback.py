@@ -37,14 +37,13 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._session = session
         self._arguments: dict[str, Any] = {}
         self._wanted: list[KeepBest] = []
-        self._last_save: int | None = None
         self.gated = gated
         self.reason = "trainer"
         self.own_evaluation = False
 
     def take_over(self, args: TrainingArguments, keep: RetentionPolicy | None) -> None:
         """Keep the Trainer from deleting, and let it follow its best model whoever decides about saves."""
-        self._wanted, self._last_save = wanted_best(keep, args), None
+        self._wanted = wanted_best(keep, args)
         taken = {"save_total_limit": None, **({"save_strategy": SaveStrategy.STEPS} if self.gated else {})}
         self._arguments = {name: getattr(args, name) for name in taken}
         for name, value in taken.items():
@@ -57,18 +56,12 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         for name, value in self._arguments.items():
             setattr(args, name, value)
 
-    def saved(self, step: int) -> None:
-        """Note that a save of this step was made."""
-        self._last_save = step
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin, or try again from less than was saved, as `auto_find_batch_size` does."""
+        """Begin, or try again, as `auto_find_batch_size` does."""
         del args, control, kwargs
-        if self._last_save is not None and state.global_step < self._last_save:
-            self._session.begin_again()
-        self._last_save = None
+        self._session.begin(state.global_step)
         # Each rank has looked for it on its own disk, and all of them or none must load it at the end.
         state.best_model_checkpoint = self._session.coordinator.agree(state.best_model_checkpoint)
 

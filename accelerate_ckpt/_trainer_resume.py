@@ -101,6 +101,8 @@ class TrainerResume:
         items = None if with_optimizer else ["model"]
         if os.path.realpath(place.root) == os.path.realpath(manager.storage.url):
             manager.load(state, name=place.name, items=items)
+            if with_optimizer:
+                self._session.saved_step = None
             return
         options = replace(manager.options, save=None, keep=None)
         with CheckpointManager(place.root, coordinator=self._session.coordinator, options=options) as other:

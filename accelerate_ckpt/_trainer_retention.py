@@ -91,7 +91,11 @@ def is_new_best(wanted: Sequence[KeepBest], history: Sequence[Mapping[str, Any]]
 def _is_among_best(policy: KeepBest, history: Sequence[Mapping[str, Any]], step: int) -> bool:
     sign = 1 if policy.mode == "min" else -1
     # A run that was resumed may have evaluated a step twice: the later value counts.
-    scores = {entry["step"]: sign * entry[policy.metric] for entry in history if policy.metric in entry}
+    scores = {
+        entry["step"]: sign * value
+        for entry in history
+        if isinstance(value := entry.get(policy.metric), int | float)
+    }
     now = scores.pop(step, math.nan)
     return not math.isnan(now) and sum(score <= now for score in scores.values()) < policy.n
 

@@ -29,6 +29,7 @@ class TrainerSession:
         coordinator: how ranks agree.
         manager: of the training that runs, or one to look with.
         preempted: whether the last training was stopped for a preemption.
+        saved_step: the last step saved, if what is live now goes on from it.
     """
 
     def __init__(self, trainer: Trainer, settings: Settings, sinks: Sequence[Sink]) -> None:
@@ -41,8 +42,10 @@ class TrainerSession:
         # As paths of checkpoints are spelled, too.
         root = os.path.abspath(os.path.expanduser(trainer.args.output_dir or "."))  # noqa: PTH100, PTH111
         self._storage = open_storage(root, settings.options.storage_options, deadline_seconds=deadline)
-        self.manager = self._manager(self._at_rest())
+        self._options = self._at_rest()
+        self.manager = self._manager(self._options)
         self.preempted = False
+        self.saved_step: int | None = None
 
     @contextmanager
     def training(self) -> Generator[CheckpointManager]:
@@ -54,7 +57,8 @@ class TrainerSession:
         if self._closed:
             raise ConfigError("the checkpoints of this Trainer are closed: call enable_trainer() again")
         self.preempted = False
-        self._replace(self._in_training())
+        self._options = self._in_training()
+        self._replace()
         try:
             yield self.manager
         except BaseException as error:
@@ -64,11 +68,14 @@ class TrainerSession:
         self.manager.wait()
         self.manager.due()
         self.preempted = self.manager.preempted
-        self._replace(self._at_rest())
+        self._options = self._at_rest()
+        self._replace()
 
-    def begin_again(self) -> None:
-        """What is saved from now on does not continue what was saved before."""
-        self._replace(self._in_training())
+    def begin(self, step: int) -> None:
+        """Begin, or try again: from less than was saved, and from no checkpoint, on a line of its own."""
+        if self.saved_step is not None and step < self.saved_step:
+            self._replace()
+        self.saved_step = None
 
     def close(self) -> None:
         """Wait for the save in flight and give the output directory back; harmless when repeated.
@@ -84,9 +91,10 @@ class TrainerSession:
         finally:
             self.coordinator.close()
 
-    def _replace(self, options: CheckpointOptions) -> None:
+    def _replace(self) -> None:
         self.manager.close()
-        self.manager = self._manager(options)
+        self.manager = self._manager(self._options)
+        self.saved_step = None
 
     def _manager(self, options: CheckpointOptions) -> CheckpointManager:
         return CheckpointManager(

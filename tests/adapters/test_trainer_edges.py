@@ -245,14 +245,22 @@ def test_a_second_trainer_and_a_second_training_go_on_in_the_same_process(tmp_pa
 
 
 def test_a_retry_with_a_smaller_batch_begins_a_line_of_its_own(tmp_path: Path) -> None:
-    job = TrainerJob(root=str(tmp_path), steps=5, save_steps=2, arguments={"auto_find_batch_size": True})
+    arguments = {"auto_find_batch_size": True, "save_total_limit": 2}
+    job = TrainerJob(root=str(tmp_path), steps=5, save_steps=2, arguments=arguments)
     made = trainer(job)
     made.add_callback(OutOfMemoryOnce(at=5))
     made.train()
     infos = CheckpointManager(tmp_path).checkpoints(abandoned=True)
-    assert {info.step for info in infos if not info.abandoned} == {2, 4, 5}
-    assert len({info.lineage.id for info in infos}) == 1, "those of the first try were replaced"
+    assert [info.step for info in infos] == [4, 5], "of the second try, within the limit"
+    assert len({info.lineage.id for info in infos}) == 1
+    assert made.args.save_total_limit == 2
     forget_accelerators()
+    again = trainer(job.but(steps=8, resume=True))
+    again.add_callback(OutOfMemoryOnce(at=8))
+    again.train(resume_from_checkpoint=True)
+    infos = CheckpointManager(tmp_path).checkpoints()
+    assert [info.step for info in infos] == [6, 8]
+    assert infos[-1].lineage.ancestry, "it goes on from what it was resumed from"
 
 
 class OutOfMemoryOnce(TrainerCallback):  # type: ignore[misc,unused-ignore]

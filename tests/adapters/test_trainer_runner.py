@@ -99,10 +99,11 @@ def test_a_subclass_is_enabled_with_its_own_methods_and_the_users_call_wins(
 
     every_trainer_enabled.setattr(transformers, "Trainer", Sub)
     made = unchanged(tmp_path, save_steps=3)
+    assert attached_to(made) is None, "nothing is claimed before it trains"
+    made.train()
     implicit = attached_to(made)
     assert implicit is not None
     assert implicit.implicit
-    made.train()
     assert trained == ["set after the base class"]
     assert len(list(tmp_path.glob("*/COMMITTED"))) == 2
     accelerate_ckpt.enable_trainer(made)
@@ -110,12 +111,20 @@ def test_a_subclass_is_enabled_with_its_own_methods_and_the_users_call_wins(
     with pytest.raises(ConfigError, match="enabled already"):
         accelerate_ckpt.enable_trainer(made)
     accelerate_ckpt.disable_trainer(made)
+    waiting = unchanged(tmp_path / "explicit", save_steps=3)
+    accelerate_ckpt.enable_trainer(waiting, stock_files=False)
+    waiting.train()
+    assert trained == ["set after the base class"] * 2
+    assert not (tmp_path / "explicit" / "checkpoint-3" / "model.safetensors").exists()
 
 
 def test_what_cannot_be_enabled_is_said_and_stays_the_stock_trainers(
     tmp_path: Path, every_trainer_enabled: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = unchanged(tmp_path, enable_jit_checkpoint=True)
+    made = unchanged(tmp_path, push_to_hub=False, max_steps=1)
+    made.args.push_to_hub = True
+    with pytest.raises(AttributeError):  # no repository was made when it was made
+        made.train()
     assert attached_to(made) is None
     assert "they stay the stock Trainer's own" in caplog.text
     searched = unchanged(tmp_path)

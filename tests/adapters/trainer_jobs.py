@@ -87,8 +87,9 @@ def _sharded_at_load_time(model: Any, job: TrainerJob) -> Any:
     """What transformers shards itself, and the Trainer takes only if it need not save."""
     from transformers.distributed import DistributedConfig
 
-    folder = f"{job.root}-base-{os.environ['RANK']}"
-    model.save_pretrained(folder)
+    folder = f"{job.root}-base"
+    model.save_pretrained(folder)  # on the first rank alone
+    torch.distributed.barrier()
     return type(model).from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=job.world))
 
 
