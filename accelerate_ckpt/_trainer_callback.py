@@ -148,8 +148,8 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             or args.save_strategy == SaveStrategy.BEST
         ):
             return
-        same = args.save_strategy == args.eval_strategy
-        if same and (args.save_strategy != SaveStrategy.STEPS or args.eval_steps % args.save_steps == 0):
+        same, every = args.save_strategy == args.eval_strategy, args.eval_steps
+        if same and (args.save_strategy != SaveStrategy.STEPS or (every and every % args.save_steps == 0)):
             return
         _logger.warning(
             "the Trainer evaluates where it does not save (eval_strategy=%s, save_strategy=%s): the best "

@@ -137,7 +137,7 @@ class TrainerResume:
             told = f"rank {coordinator.rank}: {error}"
         except (CheckpointError, OSError) as error:
             told = error  # carried to every rank below
-        problems = [each for each in coordinator.gather(told, what="verifying small files") if each]
+        problems = [str(each) for each in coordinator.gather(told, what="verifying small files") if each]
         if problems:
             raise CorruptCheckpointError(f"{checkpoint} cannot be resumed from. {'; '.join(problems)}")
         return found

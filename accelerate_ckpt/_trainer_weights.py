@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 
@@ -41,9 +42,9 @@ def has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config") or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def _gathered_adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _gathered_adapters(model: torch.nn.Module) -> Mapping[str, Any]:
     """Everything that is trained, or belongs to an adapter by its name, in one piece. Collective."""
-    if isinstance(model, torch.distributed.fsdp.FullyShardedDataParallel):
+    if isinstance(model, FullyShardedDataParallel):
         # Its state dict holds shards of another kind, which only torch itself can put together.
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         return get_model_state_dict(model, options=whole)

@@ -131,7 +131,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     create = storage.create
 
     def full(key: str) -> object:
-        if key.startswith("checkpoint-6"):
+        if "checkpoint-6" in key:
             raise OSError(errno.ENOSPC, "No space left on device")
         return create(key)
 
@@ -186,19 +186,21 @@ def test_what_cannot_work_is_refused_and_disable_puts_everything_back(tmp_path: 
 def test_a_resume_is_exact_on_two_ranks(tmp_path: Path, strategy: str) -> None:
     """Of what transformers has sharded at load time, too, which the stock Trainer cannot resume."""
     job = TrainerJob(root=f"{tmp_path}/ours", world=2, strategy=strategy)
+    starts = [3, 9]
     if strategy == "native":
-        job = job.but(arguments={"save_strategy": "no"}, options={"save": EverySteps(3)})
+        job = job.but(steps=5, arguments={"save_strategy": "no"}, options={"save": EverySteps(3)})
+        starts = [3]
     resumed = [
         job.but(root=f"{tmp_path}/from-{step}", resume=f"{tmp_path}/ours/checkpoint-{step}")
-        for step in (3, 9)
+        for step in starts
     ]
     for whole, *others in run_ranks(in_turn, 2, [job, *resumed]):
         for other in others:
             assert other["weights"] == whole["weights"]
     if strategy == "native":
-        weights = load_file(tmp_path / "ours" / "checkpoint-12" / "model.safetensors")
+        weights = load_file(tmp_path / "ours" / "checkpoint-3" / "model.safetensors")
         assert all(value.numel() for value in weights.values()), "whole, not one rank's shard"
-        assert not (tmp_path / "ours" / "checkpoint-12" / "optimizer.pt").exists()
+        assert not (tmp_path / "ours" / "checkpoint-3" / "optimizer.pt").exists()
 
 
 def test_the_trainer_still_has_the_seams_that_are_used() -> None:
