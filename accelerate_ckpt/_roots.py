@@ -47,7 +47,7 @@ class Roots:
         self._accelerator = accelerator
         self._listen = listen
         self._options = settings.options
-        self._abandoned_given = settings.abandoned
+        self._abandoned_given = "abandoned" in settings.given
         self._sinks = sinks
         self._managers: dict[str, CheckpointManager] = {}
         self._coordinator: Coordinator | None = None

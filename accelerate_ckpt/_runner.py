@@ -1,4 +1,4 @@
-"""Runs a training script that knows nothing of us, with every `Accelerator` it makes enabled."""
+"""Runs a script that knows nothing of us, with every `Accelerator` and `Trainer` it makes enabled."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from accelerate import Accelerator
 
 from accelerate_ckpt._patch import enable_implicitly
+from accelerate_ckpt._trainer_runner import enable_every_trainer, made_by_trainer
 
 _USAGE = """\
 usage: python -m accelerate_ckpt [-h] {-m MODULE | SCRIPT} [ARGUMENTS …]
 
-Runs a training script with the checkpoints of every Accelerator in it made by ckpt-suite. Settings come
-from CKPT_SUITE_… in the environment, e.g. CKPT_SUITE_SAVE='{every_steps: 500, on_preemption: true}', from the
-file that CKPT_SUITE_CONFIG names, or from fsdp_config: {ckpt: …} in the accelerate configuration.
+Runs a training script with the checkpoints of every Accelerator and Trainer in it made by ckpt-suite.
+Settings come from CKPT_SUITE_… in the environment, e.g. CKPT_SUITE_SAVE='{every_steps: 500}', from the file
+that CKPT_SUITE_CONFIG names, or from fsdp_config: {ckpt: …} in the accelerate configuration.
 A script that is preempted ends after its last checkpoint, with exit code 143."""
 
 
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[0] != "-m" and not Path(arguments[0]).exists():
         raise SystemExit(f"accelerate_ckpt: there is no script {arguments[0]!r}\n{_USAGE}")
     _enable_every_accelerator()
+    enable_every_trainer()
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -61,7 +63,8 @@ def _enable_every_accelerator() -> None:
     @functools.wraps(stock)
     def initialise(self: Accelerator, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        enable_implicitly(self)
+        if not made_by_trainer():
+            enable_implicitly(self)
 
     # The script makes its accelerators itself: the class is the only place to reach them.
     Accelerator.__init__ = initialise  # type: ignore[method-assign]

@@ -40,13 +40,13 @@ class Settings:
         root: where automatic names go.
         stock_files: whether plain replicas get single files for the stock loader.
         options: of the managers.
-        abandoned: whether anybody has said what becomes of abandoned checkpoints.
+        given: what somebody has asked for; everything else is a default.
     """
 
     root: str | os.PathLike[str] | Storage | None
     stock_files: bool
     options: CheckpointOptions
-    abandoned: bool = False
+    given: frozenset[str] = frozenset()
 
     @classmethod
     def resolve(
@@ -69,18 +69,15 @@ class Settings:
         given = {name: value for name, value in explicit.items() if value is not None}
         _refuse_unknown(given, _NAMES, "no such option")
         merged: dict[str, Any] = {**_from_file(environment), **_from_environment(environment), **given}
+        names = frozenset(merged)
         stock_files = merged.pop("stock_files", stock_files)
         if not isinstance(stock_files, bool):
             raise ConfigError(f"stock_files must be true or false, not {stock_files!r}")
         root = merged.pop("root", None)
         if root is not None and not isinstance(root, str | os.PathLike | Storage):
             raise ConfigError(f"root must be a directory, a URL or a Storage, not {root!r}")
-        return cls(
-            root=root,
-            stock_files=stock_files,
-            options=CheckpointOptions.from_mapping(merged),
-            abandoned="abandoned" in merged,
-        )
+        options = CheckpointOptions.from_mapping(merged)
+        return cls(root=root, stock_files=stock_files, options=options, given=names)
 
 
 def _refuse_unknown(found: Collection[str], known: Collection[str], told: str) -> None:

@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import reduce
-from pathlib import Path
 from typing import Any, final
 
-import torch
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME
 
-from accelerate_ckpt._places import Place, kind_of
+from accelerate_ckpt._patch import ENDED
 from accelerate_ckpt._settings import Settings
-from accelerate_ckpt._trainer_callback import EvaluationLeft, TrainerEvents
-from accelerate_ckpt._trainer_choice import newest_to_resume
+from accelerate_ckpt._trainer_callback import BEST, EvaluationLeft, TrainerEvents
+from accelerate_ckpt._trainer_resume import TrainerResume
+from accelerate_ckpt._trainer_retention import metrics_at
+from accelerate_ckpt._trainer_session import TrainerSession
 from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
-from ckpt_core import (
-    CheckpointError,
-    CheckpointInfo,
-    CheckpointManager,
-    ConfigError,
-    CorruptCheckpointError,
-    KeepBest,
-    KeepLatest,
-)
+from ckpt_core import CheckpointError, CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy
-from ckpt_core.coordination import coordinator_for_job
 from ckpt_core.retention import RetentionPolicy
-from ckpt_core.storage import open_storage
 from ckpt_core.telemetry import Sink
 
 _logger = logging.getLogger(__name__)
 
-_ATTACHED = "_ckpt_suite"
+_ATTACHED, _WAITING = "_ckpt_suite", "_ckpt_suite_waiting"
 _SHADOWED = (
     "train",
     "_save_checkpoint",
@@ -54,51 +42,86 @@ class TrainerCheckpoints:
 
     - Threads: all methods on the thread that trains.
     - Ranks: every method but `latest` is collective.
+    - Jobs: the output directory is claimed, and signals are heard, only while `train` runs.
 
     Attributes:
-        manager: saves, finds and removes them.
+        events: what a callback does of it.
+        implicit: whether nobody asked for it in the script, so that `enable_trainer` may still be called.
     """
 
-    def __init__(self, trainer: Trainer, settings: Settings, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self, trainer: Trainer, settings: Settings, sinks: Sequence[Sink] = (), *, implicit: bool = False
+    ) -> None:
         _check_supported(trainer)
         self._trainer: Any = trainer
         self._stock_files = settings.stock_files
         self._stock = StockTrainer(
             train=trainer.train,
             save_checkpoint=trainer._save_checkpoint,
+            save_model=trainer.save_model,
             load_from_checkpoint=trainer._load_from_checkpoint,
             load_optimizer_and_scheduler=trainer._load_optimizer_and_scheduler,
             load_best_model=trainer._load_best_model,
             maybe_log_save_evaluate=trainer._maybe_log_save_evaluate,
         )
-        self._coordinator = coordinator_for_job(deadline_seconds=settings.options.deadline_seconds)
-        self._closed = False
-        self._gated = settings.options.save is not None
-        root: Any = trainer.args.output_dir
-        self.manager = CheckpointManager(
-            root, options=settings.options, coordinator=self._coordinator, sinks=sinks
-        )
-        self.events = TrainerEvents(self.manager, gated=self._gated)
+        self._session = TrainerSession(trainer, settings, sinks)
+        self._resume = TrainerResume(trainer, self._stock, self._session, stock_files=self._stock_files)
+        self.events = TrainerEvents(self._session, gated=settings.options.save is not None)
+        self.implicit = implicit
 
     def shadows(self) -> dict[str, Any]:
         """What the Trainer is to call instead of its own methods."""
+        resume = self._resume
         made = (
-            self.train, self.save, self._load_model, self._load_rest, self._load_best, self._after_step
+            self.train, self.save, resume.load_model, resume.load_rest, resume.load_best, self._after_step
         )  # fmt: skip
         return dict(zip(_SHADOWED, made, strict=True))
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001
-        """Train; `resume_from_checkpoint=True` takes the newest checkpoint that verifies.
+    @property
+    def manager(self) -> CheckpointManager:
+        """Saves, finds and removes them; every training has its own."""
+        return self._session.manager
+
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,  # noqa: FBT001 - as in stock
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Train; `resume_from_checkpoint=True` takes the newest checkpoint that verifies, if there is any.
 
         Raises:
-            CheckpointNotFoundError: there is none to resume from.
-            CorruptCheckpointError: all are damaged.
+            CorruptCheckpointError: all are damaged, or the one that was named is.
+            ConfigError: what was named holds checkpoints, but is none.
+            SaveError: the last save failed.
+            SystemExit: it was preempted, in a script that knows nothing of us.
         """
-        chosen: Any = resume_from_checkpoint
-        if resume_from_checkpoint is True:
-            self.manager.wait()
-            chosen = self._coordinator.once(lambda: newest_to_resume(self.manager))
-        return self._stock.train(chosen, *args, **kwargs)
+        if kwargs.get("trial", args[0] if args else None) is not None:
+            return self._train_trial(resume_from_checkpoint, *args, **kwargs)
+        arguments = self._trainer.args
+        with self._session.training() as manager:
+            self.events.take_over(arguments, manager.options.keep)
+            try:
+                chosen = self._resume.choose(resume_from_checkpoint)
+                result = self._stock.train(chosen, *args, **kwargs)
+            finally:
+                self.events.give_back(arguments)
+        if self.implicit and self.preempted:
+            # The script does not know of it, and would take the training for finished.
+            _logger.warning(
+                "preempted: step %d is saved, and the script ends", self._trainer.state.global_step
+            )
+            raise SystemExit(ENDED)
+        return result
+
+    def _train_trial(self, *args: Any, **kwargs: Any) -> Any:
+        """Train for a hyperparameter search, whose trials have directories of their own."""
+        told = "a hyperparameter search has a directory for each trial: it keeps the stock checkpoints"
+        if not self.implicit:
+            raise ConfigError(f"{told}; call disable_trainer() before hyperparameter_search()")
+        _logger.warning("%s", told)
+        disable_trainer(self._trainer)
+        return self._stock.train(*args, **kwargs)
 
     def save(self, model: Any, trial: Any) -> None:
         """Save now, as the Trainer does when its control says so.
@@ -106,24 +129,28 @@ class TrainerCheckpoints:
         Raises:
             SaveError: it could not start, or the save before has failed.
         """
-        del model
-        if trial is not None:
-            raise ConfigError(
-                "hyperparameter search moves the output directory: it keeps the stock checkpoints"
-            )
-        state = self._trainer.state
-        self.manager.save(
+        del model, trial
+        state, name = self._trainer.state, f"checkpoint-{self._trainer.state.global_step}"
+        if self.events.reason == BEST:
+            self.manager.wait()  # back-pressure must not leave it out
+        best = state.best_model_checkpoint
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = os.path.join(self._trainer.args.output_dir, name)  # noqa: PTH118
+        handle = self.manager.save(
             state.global_step,
             TrainingState(self._trainer, self._stock, stock_files=self._stock_files),
-            metrics=_metrics(state.log_history),
+            metrics=metrics_at(state.log_history, state.global_step),
             annotations={"framework": "transformers", "reason": self.events.reason},
-            name=f"checkpoint-{state.global_step}",
+            name=name,
         )
+        if handle is None:
+            state.best_model_checkpoint = best
+        self._session.saved_step = state.global_step
 
     @property
     def preempted(self) -> bool:
         """Whether a preemption announced to any rank has stopped the training."""
-        return self.manager.preempted
+        return self._session.preempted or self.manager.preempted
 
     def latest(self) -> CheckpointInfo | None:
         """The newest committed checkpoint; it is not verified here."""
@@ -143,17 +170,11 @@ class TrainerCheckpoints:
         Raises:
             SaveError: the save in flight failed.
         """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self.manager.close()
-        finally:
-            self._coordinator.close()
+        self._session.close()
 
     def _after_step(self, *args: Any, **kwargs: Any) -> None:
         """Log, evaluate and save, as the control says; a preemption ends the evaluation early."""
-        self.events.may_leave = self._gated
+        self.events.own_evaluation = True
         try:
             self._stock.maybe_log_save_evaluate(*args, **kwargs)
         except EvaluationLeft:
@@ -164,53 +185,7 @@ class TrainerCheckpoints:
             # Again, for the save: what was to be logged has been.
             self._stock.maybe_log_save_evaluate(*args, **kwargs)
         finally:
-            self.events.may_leave = False
-
-    def _load_model(self, checkpoint: str, model: Any = None) -> None:
-        # Ours is loaded once, with its optimizer, as soon as both are wrapped: see `_load_rest`.
-        if not self._is_ours(checkpoint):
-            self._stock.load_from_checkpoint(checkpoint, model)
-
-    def _load_rest(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self._is_ours(checkpoint):
-            self._stock.load_optimizer_and_scheduler(checkpoint)
-            return
-        self._load(checkpoint, with_optimizer=True)
-        scheduler = Path(checkpoint) / SCHEDULER_NAME
-        if scheduler.is_file() and self._trainer.lr_scheduler is not None:
-            self._trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-
-    def _load_best(self) -> None:
-        self.manager.wait()
-        best = self._trainer.state.best_model_checkpoint
-        if best is not None and self._is_ours(best):
-            self._load(best, with_optimizer=False)
-        else:
-            self._stock.load_best_model()
-
-    def _load(self, checkpoint: str, *, with_optimizer: bool) -> None:
-        state = TrainingState(
-            self._trainer, self._stock, stock_files=self._stock_files, with_optimizer=with_optimizer
-        )
-        place = Place.of(checkpoint)
-        if place.root == self.manager.storage.url:
-            self.manager.load(state, name=place.name, items=None if with_optimizer else ["model"])
-            return
-        with CheckpointManager(
-            place.root, coordinator=self._coordinator, options=self.manager.options
-        ) as other:
-            other.load(state, name=place.name, items=None if with_optimizer else ["model"])
-
-    def _is_ours(self, checkpoint: str) -> bool:
-        place = Place.of(checkpoint)
-        storage = open_storage(place.root)
-        kind = self._coordinator.once(lambda: kind_of(storage, place.name))
-        if kind == "torn":
-            raise CorruptCheckpointError(
-                f"{checkpoint} was never committed: its save was interrupted, and nothing was loaded. Use "
-                "resume_from_checkpoint=True to get the newest that is whole"
-            )
-        return kind == "committed"
+            self.events.own_evaluation = False
 
 
 def enable_trainer(
@@ -237,17 +212,55 @@ def enable_trainer(
     Raises:
         ConfigError: an option is wrong, or the Trainer is set up for something that cannot work.
     """
-    if _ATTACHED in trainer.__dict__:
+    _check_is_trainer(trainer)
+    if "root" in options:
+        raise ConfigError(
+            f"checkpoints go to the Trainer's output_dir ({trainer.args.output_dir}); leave root= out"
+        )
+    attached = attached_to(trainer)
+    if attached is not None and not attached.implicit:
         raise ConfigError("this Trainer is enabled already; call disable_trainer() first")
     settings = Settings.resolve({"save": save, "keep": keep, **options})
-    if settings.options.keep is None:
-        settings = replace(settings, options=replace(settings.options, keep=_retention(trainer)))
-    attached = TrainerCheckpoints(trainer, settings, sinks)
+    _check_supported(trainer)  # before what is there goes
+    disable_trainer(trainer)
+    attach(trainer, settings, sinks)
+    return trainer
+
+
+def enable_trainer_implicitly(trainer: Trainer) -> None:
+    """What the runner does for scripts that do not call `enable_trainer`, which may still be called.
+
+    Nothing happens before it trains: a Trainer that one rank has made alone, to evaluate, waits for no other.
+
+    Raises:
+        ConfigError: a setting is wrong. What is not supported stays as it is, with a warning.
+    """
+    settings = Settings.resolve({})
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        del trainer.__dict__["train"], trainer.__dict__[_WAITING]
+        try:
+            attach(trainer, settings, implicit=True)
+        except ConfigError as error:
+            _logger.warning("%s: they stay the stock Trainer's own", error)
+        return trainer.train(*args, **kwargs)
+
+    trainer.__dict__.update({"train": train, _WAITING: True})
+
+
+def attach(
+    trainer: Trainer, settings: Settings, sinks: Sequence[Sink] = (), *, implicit: bool = False
+) -> None:
+    """Shadow the methods of this instance; its class and other instances are left alone."""
+    attached = TrainerCheckpoints(trainer, settings, sinks, implicit=implicit)
     trainer.add_callback(attached.events)
     trainer.__dict__.update({**attached.shadows(), _ATTACHED: attached})
-    attached.events.take_over_rotation(trainer.args)
     atexit.register(_close_at_exit, weakref.ref(attached))
-    return trainer
+
+
+def attached_to(trainer: Trainer) -> TrainerCheckpoints | None:
+    """The checkpoints of a Trainer, or None if it is not enabled."""
+    return trainer.__dict__.get(_ATTACHED)
 
 
 def disable_trainer(trainer: Trainer) -> Trainer:
@@ -256,13 +269,15 @@ def disable_trainer(trainer: Trainer) -> Trainer:
     Raises:
         SaveError: the save in flight failed; the methods are back all the same.
     """
-    attached: TrainerCheckpoints | None = trainer.__dict__.get(_ATTACHED)
+    _check_is_trainer(trainer)
+    if trainer.__dict__.pop(_WAITING, False):
+        del trainer.__dict__["train"]
+    attached = attached_to(trainer)
     if attached is None:
         return trainer
     for name in (*_SHADOWED, _ATTACHED):
         trainer.__dict__.pop(name, None)
     trainer.remove_callback(attached.events)
-    attached.events.give_back_rotation(trainer.args)
     attached.close()
     return trainer
 
@@ -273,10 +288,20 @@ def trainer_checkpoints(trainer: Trainer) -> TrainerCheckpoints:
     Raises:
         ConfigError: it is not enabled.
     """
-    attached: TrainerCheckpoints | None = trainer.__dict__.get(_ATTACHED)
+    _check_is_trainer(trainer)
+    attached = attached_to(trainer)
     if attached is None:
         raise ConfigError("this Trainer is not enabled: call accelerate_ckpt.enable_trainer(trainer) first")
     return attached
+
+
+def _check_is_trainer(trainer: Any) -> None:
+    if isinstance(trainer, Trainer):
+        return
+    if isinstance(trainer, type) and issubclass(trainer, Trainer):
+        raise ConfigError(f"{trainer.__name__} is a class: make a Trainer of it first, and give that")
+    other = "; an Accelerator has accelerate_ckpt.enable()" if type(trainer).__name__ == "Accelerator" else ""
+    raise ConfigError(f"a transformers.Trainer is needed, not {type(trainer).__name__}{other}")
 
 
 def _check_supported(trainer: Trainer) -> None:
@@ -291,28 +316,6 @@ def _check_supported(trainer: Trainer) -> None:
     found = [text for text, wrong in problems.items() if wrong]
     if found:
         raise ConfigError(f"this Trainer's checkpoints cannot be taken over: {'; '.join(found)}")
-
-
-def _retention(trainer: Trainer) -> RetentionPolicy | None:
-    """What `save_total_limit` means: the newest ones, and the best one beside them."""
-    args = trainer.args
-    if args.save_total_limit is None or args.save_total_limit <= 0:
-        return None
-    policies: list[RetentionPolicy] = [KeepLatest(args.save_total_limit)]
-    if args.metric_for_best_model is not None:
-        metric = args.metric_for_best_model.removeprefix("eval_")
-        policies.append(KeepBest(f"eval_{metric}", mode="max" if args.greater_is_better else "min"))
-    return reduce(lambda one, other: one | other, policies)
-
-
-def _metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The numbers logged last under every name."""
-    return {
-        name: float(value)
-        for entry in history
-        for name, value in entry.items()
-        if type(value) in {int, float}
-    }
 
 
 def _close_at_exit(reference: weakref.ref[TrainerCheckpoints]) -> None:

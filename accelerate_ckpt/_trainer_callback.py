@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from ckpt_core import CheckpointManager
+from accelerate_ckpt._trainer_retention import is_new_best, wanted_best
+from accelerate_ckpt._trainer_session import TrainerSession
+from ckpt_core import KeepBest
+from ckpt_core.retention import RetentionPolicy
+
+_logger = logging.getLogger(__name__)
+
+BEST = "new best"
+"""The reason of a save at an evaluation that is a new best."""
 
 
 class EvaluationLeft(Exception):  # noqa: N818 - it is no error, and never leaves the Trainer
@@ -18,37 +28,70 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Lets the save policy decide, stops after a save for a preemption, and drains at the end of training.
 
     Attributes:
+        gated: whether a save policy decides, instead of the Trainer's `save_strategy`.
         reason: why the save that is due is due.
-        may_leave: whether the evaluation that runs is one of the training's own, and is caught.
+        own_evaluation: whether the evaluation that runs is one of the training's own.
     """
 
-    def __init__(self, manager: CheckpointManager, *, gated: bool) -> None:
-        self._manager = manager
-        self._gated = gated
-        self._limit: int | None = None
+    def __init__(self, session: TrainerSession, *, gated: bool) -> None:
+        self._session = session
+        self._arguments: dict[str, Any] = {}
+        self._wanted: list[KeepBest] = []
+        self.gated = gated
         self.reason = "trainer"
-        self.may_leave = False
+        self.own_evaluation = False
 
-    def take_over_rotation(self, args: TrainingArguments) -> None:
-        """Keep the Trainer from deleting: its limit has become a retention policy."""
-        self._limit, args.save_total_limit = args.save_total_limit, None
+    def take_over(self, args: TrainingArguments, keep: RetentionPolicy | None) -> None:
+        """Keep the Trainer from deleting, and let it follow its best model whoever decides about saves."""
+        self._wanted = wanted_best(keep, args)
+        taken = {"save_total_limit": None, **({"save_strategy": SaveStrategy.STEPS} if self.gated else {})}
+        self._arguments = {name: getattr(args, name) for name in taken}
+        for name, value in taken.items():
+            setattr(args, name, value)
+        if not self.gated:
+            self._warn_of_lost_best(args)
 
-    def give_back_rotation(self, args: TrainingArguments) -> None:
-        """Undo `take_over_rotation`."""
-        args.save_total_limit = self._limit
+    def give_back(self, args: TrainingArguments) -> None:
+        """Undo `take_over`."""
+        for name, value in self._arguments.items():
+            setattr(args, name, value)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin, or try again, as `auto_find_batch_size` does."""
+        del args, control, kwargs
+        self._session.begin(state.global_step)
+        # Each rank has looked for it on its own disk, and all of them or none must load it at the end.
+        state.best_model_checkpoint = self._session.coordinator.agree(state.best_model_checkpoint)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Decide about this step, after the Trainer's own flow has."""
         del args, kwargs
-        if not self._gated:
+        self.reason = "trainer"
+        if not self.gated:
             return
-        reason = self._manager.due(state.global_step, total_steps=state.max_steps)
-        last = state.global_step >= state.max_steps and control.should_save
+        reason = self._session.manager.due(state.global_step, total_steps=state.max_steps)
+        at_end = state.global_step >= state.max_steps
+        wants_end = self._arguments.get("save_strategy") not in {SaveStrategy.NO, None}
         self.reason = reason or "end of training"
-        control.should_save = reason is not None or last
+        control.should_save = reason is not None or (at_end and wants_end)
         self._stop(control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Have a new best saved, whatever the save policy says, if the best is to be kept."""
+        del args, kwargs
+        wanted = self._wanted
+        if not (self.gated and self.own_evaluation and wanted):
+            return
+        # What was measured may differ in its last bit from rank to rank.
+        if self._session.coordinator.once(lambda: is_new_best(wanted, state.log_history, state.global_step)):
+            self.reason = BEST
+            control.should_save = True
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -59,19 +102,24 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             EvaluationLeft: see `left_evaluation`.
         """
         del args, state, control, kwargs
-        if self.may_leave and self._manager.due() and self._manager.preempted:
+        if (
+            self.gated
+            and self.own_evaluation
+            and self._session.manager.due()
+            and self._session.manager.preempted
+        ):
             raise EvaluationLeft
 
     def left_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
         """Decide about the step again, in whose evaluation a preemption was announced."""
-        reason = self._manager.due(state.global_step, total_steps=state.max_steps)
+        reason = self._session.manager.due(state.global_step, total_steps=state.max_steps)
         if reason is not None:
             self.reason, control.should_save = reason, True
         self._stop(control)
 
     def _stop(self, control: TrainerControl) -> None:
         """End the training after a preemption, without the evaluation that would come before the save."""
-        if self._manager.preempted:
+        if self._session.manager.preempted:
             control.should_training_stop = True
             control.should_evaluate = False
 
@@ -80,7 +128,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """The save policy has decided at the epoch's last step."""
         del args, state, kwargs
-        if self._gated:
+        if self.gated:
             control.should_save = False
             self._stop(control)
 
@@ -89,5 +137,25 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Training ends when its last checkpoint is committed."""
         del args, state, control, kwargs
-        self._manager.due()
-        self._manager.wait()
+        self._session.manager.wait()
+        self._session.manager.due()
+
+    def _warn_of_lost_best(self, args: TrainingArguments) -> None:
+        """Say at the start that the best may be measured where nothing is saved."""
+        if (
+            not self._wanted
+            or args.eval_strategy == IntervalStrategy.NO
+            or args.save_strategy == SaveStrategy.BEST
+        ):
+            return
+        same, every = args.save_strategy == args.eval_strategy, args.eval_steps
+        if same and (args.save_strategy != SaveStrategy.STEPS or (every and every % args.save_steps == 0)):
+            return
+        _logger.warning(
+            "the Trainer evaluates where it does not save (eval_strategy=%s, save_strategy=%s): the best "
+            "%s is only kept if a save follows its evaluation. Save at every evaluation, with "
+            'save_strategy="best", or with save= of enable_trainer(), which saves every new best',
+            args.eval_strategy,
+            args.save_strategy,
+            " or ".join(sorted({policy.metric for policy in self._wanted})),
+        )

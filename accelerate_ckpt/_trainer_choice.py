@@ -1,20 +1,22 @@
-"""Which checkpoint `resume_from_checkpoint=True` means.
+"""Which checkpoint `resume_from_checkpoint=True` means: the newest whole one of this run, whoever wrote it.
 
-The stock Trainer takes the highest number, whole or not: also a directory that its own preemption save left
-behind half-written.
+The stock Trainer takes the highest number: also a directory that its own preemption save left behind
+half-written, and what a run before this one has left.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
+from typing import final
 
 from transformers.trainer import TRAINER_STATE_NAME
 
 from accelerate_ckpt._places import kind_of
-from ckpt_core import CheckpointManager, CheckpointNotFoundError, CorruptCheckpointError
-from ckpt_core.commit import quarantine, verify
-from ckpt_core.storage import Storage
+from ckpt_core import CheckpointError, CheckpointInfo, CheckpointManager, CorruptCheckpointError
+from ckpt_core.commit import Catalog, verify
+from ckpt_core.storage import LocalStorage, Storage
 
 _logger = logging.getLogger(__name__)
 
@@ -22,47 +24,102 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _SENTINEL = "checkpoint-is-incomplete.txt"
 
 
-def newest_to_resume(manager: CheckpointManager) -> str:
-    """Path of the newest committed checkpoint that verifies, or of the newest whole one of the stock Trainer.
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class _Stock:
+    """A checkpoint of the stock Trainer, which is finished as far as can be seen."""
 
-    Half-written ones are moved aside, for the run will come to their step again. On the coordinator only.
+    step: int
+    name: str
+    written: float
+
+
+def newest_to_resume(manager: CheckpointManager) -> str | None:
+    """Path of the newest checkpoint that verifies, ours or a whole one of the stock Trainer; on one rank.
+
+    Ours are those of the present lineage. Damage that is found is marked. None if nothing was ever saved:
+    what a killed save has left, and other people's directories, are passed over.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: all are damaged.
+        CorruptCheckpointError: there are some, and none can be used.
+        IncompatibleCheckpointError: one was written by a newer version.
+        OSError: storage is unwell.
     """
     storage = manager.storage
-    whole = _whole_stock(storage)
-    damaged: list[str] = []
-    for info in reversed(manager.checkpoints()):
+    stock = max(_whole_stock(storage), default=None)
+    survey = Catalog(storage).survey()
+    passed = [
+        _refused(storage, name, error) for name, error in survey.unreadable.items() if _NAME.fullmatch(name)
+    ]
+    for info in reversed(survey.committed):
         if _NAME.fullmatch(info.name) is None:
             continue
-        failures = verify(storage, info.name)
-        if not failures:
+        if stock is not None and stock.written > info.created:
+            _logger.warning(
+                "%s/%s is newer than %s and was written by the stock Trainer",
+                storage.url,
+                stock.name,
+                info.name,
+            )
+            break
+        problem = _problem(storage, info)
+        if problem is None:
             return f"{storage.url}/{info.name}"
-        damaged.append(info.name)
-        _logger.error("%s/%s is damaged and is passed over: %s", storage.url, info.name, failures[0])
-    if whole:
-        return f"{storage.url}/{max(whole)[1]}"
-    if damaged:
-        raise CorruptCheckpointError(
-            f"every checkpoint in {storage.url} is damaged: {', '.join(damaged)}; look at each "
-            "with `ckpt verify`"
-        )
-    raise CheckpointNotFoundError(f"there is no checkpoint to resume from in {storage.url}")
+        passed.append(info.name)
+        _logger.error("%s/%s is passed over: %s", storage.url, info.name, problem)
+    if stock is not None:
+        return f"{storage.url}/{stock.name}"
+    if not passed:
+        return None
+    left = [info.name for info in survey.abandoned if info.usable]
+    others = f"; of abandoned runs there are {', '.join(left)}, which can be named" if left else ""
+    raise CorruptCheckpointError(
+        f"no checkpoint in {storage.url} can be resumed from: {', '.join(passed)} are damaged or marked as "
+        f"bad{others}. Look at each with `ckpt verify`, or train into another output_dir"
+    )
 
 
-def _whole_stock(storage: Storage) -> list[tuple[int, str]]:
-    """The stock Trainer's checkpoints, by step; those that were never finished are moved aside."""
-    whole: list[tuple[int, str]] = []
+def _refused(storage: Storage, name: str, error: CheckpointError | OSError) -> str:
+    """Pass over a checkpoint whose marker is damaged; other trouble is no reason to take an older one."""
+    if not isinstance(error, CorruptCheckpointError):
+        raise error
+    _logger.error("%s/%s is passed over: it is damaged: %s", storage.url, name, error)
+    return name
+
+
+def _problem(storage: Storage, info: CheckpointInfo) -> str | None:
+    """Why a checkpoint cannot be used, or None; what is known of it from now on is written down."""
+    if info.bad is not None:
+        return f"it is marked as bad: {info.bad}"
+    failures = verify(storage, info.name)
+    problem = f"it is damaged: {failures[0]}" if failures else None
+    catalog = Catalog(storage)
+    try:
+        if problem is not None:
+            catalog.mark_damaged(info.name, "; ".join(str(failure) for failure in failures[:5]))
+        elif info.damaged is not None:
+            catalog.unmark(info.name)
+    except (CheckpointError, OSError) as error:
+        _logger.warning("%s/%s: its mark could not be changed: %s", storage.url, info.name, error)
+    return problem
+
+
+def _whole_stock(storage: Storage) -> list[_Stock]:
+    """The stock Trainer's checkpoints; those that were never finished are passed over."""
+    whole: list[_Stock] = []
     for entry in storage.list(""):
         match = _NAME.fullmatch(entry.name)
         if match is None or not entry.is_directory or kind_of(storage, entry.name) == "committed":
             continue
         names = {child.name for child in storage.list(entry.name)}
         if kind_of(storage, entry.name) == "stock" and TRAINER_STATE_NAME in names and _SENTINEL not in names:
-            whole.append((int(match[1]), entry.name))
+            whole.append(_Stock(step=int(match[1]), name=entry.name, written=_written(storage, entry.name)))
         else:
-            moved = quarantine(storage, entry.name)
-            _logger.warning("%s/%s was never finished; moved to %s", storage.url, entry.name, moved)
+            _logger.warning("%s/%s was never finished, and is passed over", storage.url, entry.name)
     return whole
+
+
+def _written(storage: Storage, name: str) -> float:
+    if not isinstance(storage, LocalStorage):
+        return 0.0
+    return storage.local_path(f"{name}/{TRAINER_STATE_NAME}").stat().st_mtime

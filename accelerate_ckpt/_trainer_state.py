@@ -7,7 +7,7 @@ optimizer go through the core.
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from typing import Any, final
 import torch
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
 from accelerate_ckpt._stock import files_in
+from accelerate_ckpt._trainer_weights import gathered_already, remove_empty_weights, weights_for_files
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
     load_model_state,
@@ -46,6 +46,7 @@ class StockTrainer:
 
     train: Callable[..., Any]
     save_checkpoint: Callable[..., None]
+    save_model: Callable[..., None]
     load_from_checkpoint: Callable[..., None]
     load_optimizer_and_scheduler: Callable[..., None]
     load_best_model: Callable[..., None]
@@ -111,63 +112,58 @@ class TrainingState:
     def _files(self) -> dict[str, bytes]:
         """What the Trainer writes beside model and optimizer, and single files of both for its own loader."""
         trainer = self._trainer
-        run_directory = trainer._get_output_dir(trial=None)
-        with private_directory() as directory, self._writing_to(directory):
-            self._stock.save_checkpoint(trainer.model, None)
+        # What ranks do together comes first: a rank that fails later keeps no other one waiting.
+        trainer.store_flos()
+        weights = weights_for_files(trainer, stock_files=self._stock_files)
+        with private_directory() as directory:
+            with self._writing_to(directory, weights):
+                self._stock.save_checkpoint(trainer.model, None)
             folder = directory / f"checkpoint-{trainer.state.global_step}"
-            self._correct_best(folder, run_directory)
-            files = files_in(folder)
-        if not self._stock_files:
-            files.pop(SAFE_WEIGHTS_NAME, None)
-            files.pop(WEIGHTS_NAME, None)
-        return files
-
-    def _correct_best(self, folder: Path, run_directory: str) -> None:
-        """The Trainer looked for its best checkpoint where it was writing: not where it will be."""
-        trainer = self._trainer
-        best = trainer.state.best_global_step
-        if not best:
-            return
-        final = os.path.join(run_directory, f"checkpoint-{best}")  # noqa: PTH118 - as the Trainer spells it
-        if best == trainer.state.global_step or Path(final).exists():
-            trainer.state.best_model_checkpoint = final
-        if trainer.args.should_save:
-            trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            if trainer.args.should_save:
+                trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            remove_empty_weights(folder)
+            return files_in(folder)
 
     @contextmanager
-    def _writing_to(self, directory: Path) -> Generator[None]:
-        """The Trainer with another output directory, that leaves the large things to us."""
-        trainer = self._trainer
+    def _writing_to(self, directory: Path, weights: Mapping[str, Any] | None) -> Generator[None]:
+        """The Trainer with another output directory, that leaves large things and other ranks to us."""
+        trainer, state = self._trainer, self._trainer.state
         replaced: dict[str, Any] = {
             "_get_output_dir": lambda trial: str(directory),  # noqa: ARG005 - the Trainer's own signature
-            "save_model": self._save_model,
-            "_save_optimizer_and_scheduler": self._save_optimizer_and_scheduler,
+            "save_model": functools.partial(self._save_model, weights),
+            "_save_optimizer_and_scheduler": functools.partial(self._save_optimizer_and_scheduler, weights),
+            "store_flos": lambda: None,
         }
         before = {name: trainer.__dict__[name] for name in replaced if name in trainer.__dict__}
         trainer.__dict__.update(replaced)
+        # Where there is a best step, the Trainer waits for all ranks, and looks for it where it is writing.
+        best, state.best_global_step = state.best_global_step, None
         try:
             yield
         finally:
+            state.best_global_step = best
             for name in replaced:
                 trainer.__dict__.pop(name)
             trainer.__dict__.update(before)
 
-    def _save_model(self, output_dir: str, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
+    def _save_model(
+        self,
+        weights: Mapping[str, Any] | None,
+        output_dir: str,
+        _internal_call: bool = False,  # noqa: FBT001, FBT002 - the Trainer's own signature
+    ) -> None:
         trainer = self._trainer
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        if trainer.args.should_save:
-            # Under FSDP, and without stock files, only config and tokenizer: the weights are in the shards.
-            plain = self._stock_files and not trainer.is_fsdp_enabled
-            trainer._save(output_dir, state_dict=None if plain else {})
-        if trainer.is_fsdp_enabled:
-            for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-                (Path(output_dir) / name).unlink(missing_ok=True)
+        if weights is not None and trainer.args.should_save:
+            with gathered_already(trainer.model):
+                trainer._save(output_dir, state_dict=dict(weights))
+        if weights is None or type(trainer).save_model is not Trainer.save_model:
+            self._stock.save_model(output_dir, _internal_call=True)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def _save_optimizer_and_scheduler(self, weights: Mapping[str, Any] | None, output_dir: str) -> None:
         trainer = self._trainer
         if not trainer.args.should_save:
             return
-        if self._stock_files and not trainer.is_fsdp_enabled:
+        if self._stock_files and weights is None:
             torch.save(trainer.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 

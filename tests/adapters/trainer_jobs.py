@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer(job: TrainerJob) -> Any:
+def trainer(job: TrainerJob, adapt: Callable[[Any], Any] | None = None) -> Any:
     os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_TORCH_DEVICE="cpu")
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -64,8 +65,11 @@ def trainer(job: TrainerJob) -> Any:
         **job.arguments,
     }
     tokens = Tokens()
+    model = LlamaForCausalLM(config)
+    if job.strategy == "native":
+        model = _sharded_at_load_time(model, job)
     made = Trainer(
-        model=LlamaForCausalLM(config),
+        model=model if adapt is None else adapt(model),
         args=TrainingArguments(**arguments),
         train_dataset=tokens,
         eval_dataset=torch.utils.data.Subset(tokens, range(4)),
@@ -77,6 +81,16 @@ def trainer(job: TrainerJob) -> Any:
 
         accelerate_ckpt.enable_trainer(made, **job.options)
     return made
+
+
+def _sharded_at_load_time(model: Any, job: TrainerJob) -> Any:
+    """What transformers shards itself, and the Trainer takes only if it need not save."""
+    from transformers.distributed import DistributedConfig
+
+    folder = f"{job.root}-base"
+    model.save_pretrained(folder)  # on the first rank alone
+    torch.distributed.barrier()
+    return type(model).from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=job.world))
 
 
 def _choose_fsdp2(made: Any) -> None:
@@ -104,6 +118,16 @@ def run(job: TrainerJob) -> dict[str, Any]:
 
         accelerate_ckpt.disable_trainer(made)
     return {"losses": losses, "weights": weights, "best": best, "step": made.state.global_step}
+
+
+def lora_under_fsdp2(job: TrainerJob) -> dict[str, Any]:
+    """Train adapters of a sharded model, and tell what they are."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    made = trainer(job, adapt=lambda model: peft.get_peft_model(model, config))
+    made.train(resume_from_checkpoint=job.resume)
+    return {name: _whole(value) for name, value in made.model.state_dict().items() if "lora_" in name}
 
 
 def _whole(value: torch.Tensor) -> list[float]:

@@ -1,0 +1,424 @@
+"""The Hugging Face Trainer where it meets people: metrics, directories, second runs, small files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from transformers import Trainer, TrainerCallback
+
+import accelerate_ckpt
+from accelerate_ckpt._trainer_choice import newest_to_resume
+from ckpt_core import (
+    CheckpointManager,
+    ConfigError,
+    CorruptCheckpointError,
+    EverySteps,
+    KeepBest,
+    KeepLatest,
+    SaveError,
+)
+from tests.adapters.accelerate_jobs import forget_accelerators
+from tests.adapters.trainer_jobs import TrainerJob, run, trainer
+
+METRIC = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    forget_accelerators()
+    yield
+    forget_accelerators()
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.parent.name[11:]) for path in root.glob("checkpoint-*/COMMITTED"))
+
+
+class Measured:
+    """Evaluates to what is given for each step, in place of the real loss."""
+
+    def __init__(self, losses: dict[int, float]) -> None:
+        self._losses = losses
+
+    def attach(self, made: Trainer) -> None:
+        stock = made.evaluation_loop
+
+        def loop(*args: Any, **kwargs: Any) -> Any:
+            output = stock(*args, **kwargs)
+            output.metrics["eval_loss"] = self._losses[made.state.global_step]
+            return output
+
+        made.evaluation_loop = loop  # type: ignore[method-assign]
+
+
+def trained(job: TrainerJob, losses: dict[int, float] | None = None) -> Any:
+    made = trainer(job)
+    if losses is not None:
+        Measured(losses).attach(made)
+    made.train(resume_from_checkpoint=job.resume)
+    accelerate_ckpt.disable_trainer(made)
+    forget_accelerators()
+    return made
+
+
+def test_a_metric_belongs_to_the_step_at_which_it_was_measured(tmp_path: Path) -> None:
+    """Evaluated at 2 and 4, saved at every step: what is saved between has no metric, and is not the best."""
+    job = TrainerJob(root=str(tmp_path), steps=4, save_steps=1, arguments={**METRIC, "save_total_limit": 1})
+    made = trained(job, {2: 0.1, 4: 0.9})
+    assert steps(tmp_path) == [2, 4]
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    metrics = {info.step: info.metrics for info in CheckpointManager(tmp_path).checkpoints()}
+    assert metrics[2]["eval_loss"] == 0.1
+    assert metrics[4]["eval_loss"] == 0.9
+
+
+def test_of_equally_good_checkpoints_the_one_that_the_trainer_names_stays(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=6, save_steps=2, arguments={**METRIC, "save_total_limit": 2})
+    made = trained(job, {2: 0.5, 4: 0.5, 6: 0.5})
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert steps(tmp_path) == [2, 6], "as many as the stock Trainer keeps"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ({"load_best_model_at_end": True, "save_strategy": "steps"}, {}),
+        ({"save_strategy": "no"}, {"keep": KeepBest("eval_loss")}),
+        ({"save_strategy": "best"}, {"keep": KeepLatest(1), "back_pressure": "skip"}),
+    ],
+    ids=["load best", "keep best", "skip"],
+)
+def test_a_new_best_is_saved_whatever_the_policy_says(
+    tmp_path: Path, arguments: dict[str, Any], options: dict[str, Any]
+) -> None:
+    job = TrainerJob(
+        root=str(tmp_path),
+        steps=6,
+        save_steps=2,
+        arguments={**METRIC, **arguments},
+        options={"save": EverySteps(5), **options},
+    )
+    made = trained(job, {2: 0.5, 4: 0.2, 6: 0.7})
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    assert made.state.best_global_step == 4
+    assert 4 in steps(tmp_path)
+    told = json.loads((tmp_path / f"checkpoint-{steps(tmp_path)[-1]}" / "trainer_state.json").read_text())
+    assert (told["best_global_step"], told["best_model_checkpoint"]) == (4, str(tmp_path / "checkpoint-4"))
+
+
+def test_a_best_that_no_save_follows_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=3, arguments={**METRIC, "save_total_limit": 2})
+    trained(job, {2: 0.5})
+    assert "evaluates where it does not save" in caplog.text
+
+
+def test_a_fresh_run_never_resumes_an_older_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = TrainerJob(root=str(tmp_path), steps=8, save_steps=2, arguments={"save_total_limit": 2})
+    trained(old)
+    assert steps(tmp_path) == [6, 8]
+    trained(old.but(steps=4))
+    assert steps(tmp_path) == [2, 4], "as the stock Trainer has it"
+    assert "starting afresh" in caplog.text
+    resumed = trained(old.but(steps=6, resume=True))
+    assert (resumed.state.global_step, steps(tmp_path)) == (6, [4, 6])
+
+
+def test_going_back_by_path_abandons_what_lies_ahead(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=8, save_steps=2)
+    trained(job)
+    back = trained(job.but(steps=5, save_steps=5, resume=str(tmp_path / "checkpoint-2")))
+    assert back.state.global_step == 5
+    assert steps(tmp_path) == [2, 4, 5, 6, 8], "abandoned, but not deleted: nobody set a limit"
+    resumed = trainer(job.but(steps=5))
+    seen: list[int] = []
+    resumed.add_callback(Beginning(seen))
+    resumed.train(resume_from_checkpoint=True)
+    assert seen == [5]
+
+
+class Beginning(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    def __init__(self, seen: list[int]) -> None:
+        self._seen = seen
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._seen.append(state.global_step)
+
+
+def test_a_step_marked_as_bad_is_passed_over(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=6, save_steps=2)
+    whole = run(job)
+    forget_accelerators()
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.mark(6, "the loss exploded")
+    seen: list[int] = []
+    made = trainer(job)
+    made.add_callback(Beginning(seen))
+    made.train(resume_from_checkpoint=True)
+    assert seen == [4]
+    assert [value.flatten().tolist() for value in made.model.state_dict().values()] == list(
+        whole["weights"].values()
+    )
+
+
+def test_whichever_was_written_last_is_the_newest_stock_or_ours(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=4, save_steps=2)
+    trained(job)
+    trained(job.but(steps=8, enabled=False, resume=str(tmp_path / "checkpoint-4")))
+    with CheckpointManager(tmp_path) as manager:
+        assert newest_to_resume(manager) == str(tmp_path / "checkpoint-8"), "stock went on"
+        for step in (6, 8):
+            os.utime(tmp_path / f"checkpoint-{step}" / "trainer_state.json", (0, 0))
+        assert newest_to_resume(manager) == str(tmp_path / "checkpoint-4"), "ours went on"
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+@pytest.mark.parametrize("name", ["trainer_state.json", "scheduler.pt", "rng_state.pth"])
+def test_no_small_file_is_read_that_was_not_committed(tmp_path: Path, name: str, by_path: bool) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=1)
+    trained(job)
+    path = tmp_path / "checkpoint-2" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    made = trainer(job)
+    weights = [value.clone() for value in made.model.state_dict().values()]
+    seen: list[int] = []
+    made.add_callback(Beginning(seen))
+    if by_path:
+        with pytest.raises(CorruptCheckpointError, match=name):
+            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert all(
+            bool((a == b).all()) for a, b in zip(weights, made.model.state_dict().values(), strict=True)
+        )
+        return
+    made.train(resume_from_checkpoint=True)
+    assert seen == [1]
+
+
+def test_damage_that_a_resume_finds_is_marked(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=1)
+    trained(job)
+    (tmp_path / "checkpoint-2" / "scheduler.pt").unlink()
+    with CheckpointManager(tmp_path) as manager:
+        assert newest_to_resume(manager) == str(tmp_path / "checkpoint-1")
+        marks = {info.step: info.damaged for info in manager.checkpoints()}
+    assert marks[1] is None
+    assert "scheduler.pt" in str(marks[2])
+
+
+def test_where_every_checkpoint_is_damaged_nothing_starts_afresh(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=1)
+    trained(job)
+    (tmp_path / "checkpoint-1" / "COMMITTED").write_bytes(b"{}")
+    (tmp_path / "checkpoint-2" / "config.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"checkpoint-1.*checkpoint-2"):
+        trainer(job).train(resume_from_checkpoint=True)
+
+
+def test_a_second_trainer_and_a_second_training_go_on_in_the_same_process(tmp_path: Path) -> None:
+    """As a notebook cell that is run again: the first Trainer still lives."""
+    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=1)
+    first = trainer(job)
+    first.train()
+    forget_accelerators()
+    second = trainer(job.but(steps=3))
+    second.train(resume_from_checkpoint=True)
+    assert steps(tmp_path) == [1, 2, 3]
+    first.train()
+    assert first.state.global_step == 2
+    assert [info.step for info in accelerate_ckpt.trainer_checkpoints(first).manager.checkpoints()] == [1, 2]
+    accelerate_ckpt.disable_trainer(first)
+    with pytest.raises(ConfigError, match="enable_trainer"):
+        accelerate_ckpt.trainer_checkpoints(first)
+
+
+def test_a_retry_with_a_smaller_batch_begins_a_line_of_its_own(tmp_path: Path) -> None:
+    arguments = {"auto_find_batch_size": True, "save_total_limit": 2}
+    job = TrainerJob(root=str(tmp_path), steps=5, save_steps=2, arguments=arguments)
+    made = trainer(job)
+    made.add_callback(OutOfMemoryOnce(at=5))
+    made.train()
+    infos = CheckpointManager(tmp_path).checkpoints(abandoned=True)
+    assert [info.step for info in infos] == [4, 5], "of the second try, within the limit"
+    assert len({info.lineage.id for info in infos}) == 1
+    assert made.args.save_total_limit == 2
+    forget_accelerators()
+    again = trainer(job.but(steps=8, resume=True))
+    again.add_callback(OutOfMemoryOnce(at=8))
+    again.train(resume_from_checkpoint=True)
+    infos = CheckpointManager(tmp_path).checkpoints()
+    assert [info.step for info in infos] == [6, 8]
+    assert infos[-1].lineage.ancestry, "it goes on from what it was resumed from"
+
+
+class OutOfMemoryOnce(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    def __init__(self, at: int) -> None:
+        self._at = at
+        self._done = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._at - 1 and not self._done:
+            self._done = True
+            raise RuntimeError("CUDA out of memory.")
+
+
+def test_signals_are_heard_only_while_a_training_can_act_on_them(tmp_path: Path) -> None:
+    import signal
+
+    before = signal.getsignal(signal.SIGTERM)
+    made = trainer(TrainerJob(root=str(tmp_path), steps=2, options={"save": {"on_preemption": True}}))
+    heard: list[bool] = []
+
+    class Look(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            heard.append(signal.getsignal(signal.SIGTERM) is not before)
+
+    assert signal.getsignal(signal.SIGTERM) is before
+    made.add_callback(Look())
+    made.train()
+    assert heard == [True, True]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+    class Fail(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyError("a bug of the user's")
+
+    made.add_callback(Fail())
+    with pytest.raises(KeyError):
+        made.train()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_failing_save_keeps_its_error_and_the_directory_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(TrainerJob(root=str(tmp_path), steps=2, save_steps=1))
+    storage = accelerate_ckpt.trainer_checkpoints(made).manager.storage
+
+    def full(key: str) -> object:
+        raise OSError(28, "No space left on device", key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "create", full)
+        with pytest.raises(SaveError, match="No space left"):
+            made.train()
+    forget_accelerators()
+    trained(TrainerJob(root=str(tmp_path), steps=2, save_steps=1))
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_wrong_arguments_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    made = trainer(TrainerJob(root=str(tmp_path), enabled=False))
+    enable: Any = accelerate_ckpt.enable_trainer
+    with pytest.raises(ConfigError, match=r"accelerate_ckpt.enable\(\)"):
+        enable(Accelerator(cpu=True))
+    with pytest.raises(ConfigError, match="is a class"):
+        enable(Trainer)
+    with pytest.raises(ConfigError, match="output_dir"):
+        enable(made, root="elsewhere")
+    with pytest.raises(ConfigError, match="did you mean keep"):
+        enable(made, kep=KeepLatest(1))
+    enable(made)
+    with pytest.raises(ConfigError, match="hyperparameter"):
+        made.train(trial={"lr": 1.0})
+    with pytest.raises(ConfigError, match="Trainer is needed"):
+        accelerate_ckpt.disable_trainer(None)  # type: ignore[arg-type]
+
+
+def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path / "run"), steps=2, save_steps=1)
+    trained(job)
+    with pytest.raises(ConfigError, match="checkpoint-2"):
+        trainer(job).train(resume_from_checkpoint=str(tmp_path / "run"))
+
+
+def test_one_script_serves_the_first_run_and_those_after_a_kill_in_the_first_save(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=1, resume=True)
+    for left in (".incomplete-00112233-checkpoint-1", "checkpoint-1.incomplete-00112233"):
+        (tmp_path / left / "model_0").mkdir(parents=True)
+    assert run(job)["step"] == 2
+    forget_accelerators()
+    assert run(job.but(steps=3))["step"] == 3
+    shutil.rmtree(tmp_path)
+    forget_accelerators()
+    assert run(job)["step"] == 2
+
+
+def test_what_a_users_own_save_model_writes_is_in_the_checkpoint(tmp_path: Path) -> None:
+    made = trainer(TrainerJob(root=str(tmp_path), steps=1, save_steps=1, enabled=False))
+    stock = type(made)
+
+    class WithHead(stock):  # type: ignore[misc,valid-type]
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            super().save_model(output_dir, _internal_call)
+            Path(str(output_dir), "head.txt").write_text("trained")
+
+    made.__class__ = WithHead
+    for stock_files in (True, False):
+        accelerate_ckpt.enable_trainer(made, stock_files=stock_files)
+        made.train()
+        accelerate_ckpt.disable_trainer(made)
+        assert (tmp_path / "checkpoint-1" / "head.txt").read_text() == "trained"
+
+
+def test_a_checkpoint_named_by_another_spelling_of_its_path_is_gone_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = TrainerJob(root=f"{tmp_path}/x/../run", steps=2, save_steps=1)
+    trained(job)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    caplog.set_level(logging.WARNING)
+    trained(job.but(steps=3, resume=f"{tmp_path}/link/checkpoint-2"))
+    assert "starting afresh" not in caplog.text
+    assert len(CheckpointManager(tmp_path / "run").checkpoints()) == 3
+
+
+class Writing(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """As PEFT's `SavePeftModelCallback` and many like it: before the checkpoint is committed."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder.mkdir(exist_ok=True)
+        (folder / "mine.json").write_text(str(state.global_step))
+
+
+def test_what_users_write_into_a_checkpoint_costs_neither_it_nor_the_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "notes.txt").write_text("written before")
+    (tmp_path / "logs").mkdir()
+    made = trainer(TrainerJob(root=str(tmp_path), steps=3, save_steps=1))
+    made.add_callback(Writing())
+    made.train()
+    assert steps(tmp_path) == [1, 2, 3]
+    assert [(tmp_path / f"checkpoint-{step}" / "mine.json").read_text() for step in (1, 2, 3)] == [
+        "1",
+        "2",
+        "3",
+    ]
+    assert (tmp_path / "checkpoint-2" / "notes.txt").read_text() == "written before"
+    forget_accelerators()
+    trained(TrainerJob(root=str(tmp_path), steps=4, save_steps=1, resume=True))
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_stock_checkpoints_of_the_same_name_are_set_aside_and_not_lost(tmp_path: Path) -> None:
+    """Who switches to us in an old output directory, and begins again or goes back."""
+    stock = TrainerJob(root=str(tmp_path), steps=2, save_steps=1, enabled=False)
+    trained(stock)
+    trained(stock.but(enabled=True, resume=str(tmp_path / "checkpoint-1")))
+    assert steps(tmp_path) == [2]
+    aside = [path for path in tmp_path.iterdir() if path.name.startswith(".") and path.is_dir()]
+    assert [path for path in aside if (path / "model.safetensors").exists()], "the stock one of step 2"
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()

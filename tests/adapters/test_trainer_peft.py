@@ -1,0 +1,139 @@
+"""PEFT under `enable_trainer`: what others read from our directories is what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, Trainer
+
+import accelerate_ckpt
+from ckpt_core.testing import run_ranks
+from tests.adapters.accelerate_jobs import forget_accelerators
+from tests.adapters.trainer_jobs import TrainerJob, lora_under_fsdp2, trainer
+
+peft = pytest.importorskip("peft")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    forget_accelerators()
+    yield
+    forget_accelerators()
+
+
+def lora(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+def dora_and_a_head(model: Any) -> Any:
+    config = peft.LoraConfig(
+        r=2, use_dora=True, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+def ia3(model: Any) -> Any:
+    config = peft.IA3Config(
+        target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+def prompt(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+
+
+def two(model: Any) -> Any:
+    made = lora(model)
+    made.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+    return made
+
+
+def integrated(model: Any) -> Any:
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return model
+
+
+def adapted(
+    root: Path, adapt: Callable[[Any], Any], *, stock_files: bool, steps: int = 2
+) -> tuple[Trainer, Any]:
+    """A Trainer of the adapted model, and a model as it was before."""
+    arguments = {"learning_rate": 0.1}
+    plain = trainer(TrainerJob(root=str(root), enabled=False)).model
+    forget_accelerators()
+    job = TrainerJob(
+        root=str(root), steps=steps, save_steps=1, arguments=arguments, options={"stock_files": stock_files}
+    )
+    return trainer(job, adapt=adapt), plain
+
+
+@pytest.mark.parametrize(
+    ("adapt", "stock_files"),
+    [(lora, True), *((each, False) for each in (lora, dora_and_a_head, ia3, prompt, two, integrated))],
+)
+def test_what_peft_reads_is_what_was_trained(
+    tmp_path: Path, adapt: Callable[[Any], Any], stock_files: bool
+) -> None:
+    made, plain = adapted(tmp_path, adapt, stock_files=stock_files)
+    before = {name: value.clone() for name, value in made.model.named_parameters()}
+    made.train()
+    trained = dict(made.model.named_parameters())
+    assert any(not torch.equal(before[name], value) for name, value in trained.items())
+    read = loaded(plain, tmp_path / "checkpoint-2", adapt)
+    assert all(torch.equal(value, trained[name]) for name, value in read.named_parameters())
+    assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists(), "of the frozen base"
+    forget_accelerators()
+    resumed, _ = adapted(tmp_path / "resumed", adapt, stock_files=stock_files)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(value, trained[name]) for name, value in resumed.model.named_parameters())
+
+
+def loaded(plain: LlamaForCausalLM, checkpoint: Path, adapt: Callable[[Any], Any]) -> Any:
+    if adapt is integrated:
+        plain.load_adapter(str(checkpoint))
+        return plain
+    read = peft.PeftModel.from_pretrained(plain, str(checkpoint))
+    if adapt is two:
+        read.load_adapter(str(checkpoint / "other"), "other")
+    return read
+
+
+def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
+    made, _ = adapted(tmp_path, lora, stock_files=False, steps=3)
+    accelerate_ckpt.disable_trainer(made)
+    made.args.eval_strategy, made.args.eval_steps = "steps", 1
+    made.args.metric_for_best_model, made.args.load_best_model_at_end = "loss", True
+    made.args.greater_is_better = True  # the first evaluation is the worst, and this asks for it
+    accelerate_ckpt.enable_trainer(made, stock_files=False)
+    made.train()
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    read = peft.PeftModel.from_pretrained(
+        trainer(TrainerJob(root=str(tmp_path / "x"), enabled=False)).model, str(tmp_path / "checkpoint-1")
+    )
+    now = dict(made.model.named_parameters())
+    assert all(torch.equal(value, now[name]) for name, value in read.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("stock_files", [True, False])
+def test_the_adapters_of_a_sharded_model_are_written_whole(tmp_path: Path, stock_files: bool) -> None:
+    job = TrainerJob(
+        root=str(tmp_path),
+        steps=2,
+        save_steps=2,
+        world=2,
+        strategy="fsdp2",
+        options={"stock_files": stock_files},
+    )
+    (trained, _) = run_ranks(lora_under_fsdp2, 2, job)
+    read = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    assert {name.replace(".default", ""): value for name, value in trained.items()} == {
+        name: value.flatten().tolist() for name, value in read.items()
+    }
+    assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
