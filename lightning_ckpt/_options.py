@@ -36,17 +36,27 @@ class Settings:
     sinks: Sequence[Sink] = ()
 
     @property
+    def bests(self) -> tuple[KeepBest, ...]:
+        """The policies that rank checkpoints by a metric."""
+        return tuple(_bests(self.options.keep))
+
+    @property
     def best(self) -> KeepBest | None:
         """The policy that says which checkpoint is the best; the first if there are several."""
-        return next(_bests(self.options.keep), None)
+        return next(iter(self.bests), None)
 
-    def for_root(self, root: str) -> CheckpointOptions:
-        """The options of the manager of `root`: policies are for the run's own root only.
+    def for_root(self, root: str, *, training: bool) -> CheckpointOptions:
+        """The options of the manager of `root`: the save policy is for the run's own root while it trains.
 
-        Elsewhere whoever names the checkpoints (a `ModelCheckpoint`, the user) also decides what stays, and
-        believes that a save which returned was made; so none is skipped.
+        Outside a fit nobody would act on a preemption, so nothing may catch its signal. Whoever asks for a
+        save by path (a `ModelCheckpoint`, the user) believes that one which returned was made, so none is
+        skipped; outside the run's own root they also decide what stays.
         """
-        options = self.options if root == self.root else _without_policies(self.options)
+        options = self.options
+        if not training or root != self.root:
+            options = replace(options, save=None, back_pressure="wait")
+        if root != self.root:
+            options = replace(options, keep=None)
         return options if "://" in root else replace(options, storage_options={})
 
     def given(self, root: str) -> str | Storage:
@@ -55,11 +65,7 @@ class Settings:
 
     def storage_at(self, root: str) -> Storage:
         """The bytes at a root or path."""
-        return open_storage(self.given(root), self.for_root(root).storage_options)
-
-
-def _without_policies(options: CheckpointOptions) -> CheckpointOptions:
-    return replace(options, save=None, keep=None, back_pressure="wait")
+        return open_storage(self.given(root), self.for_root(root, training=False).storage_options)
 
 
 def _bests(policy: RetentionPolicy | None) -> Iterator[KeepBest]:

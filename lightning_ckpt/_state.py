@@ -69,11 +69,19 @@ class LightningState:
     Args:
         trainer: the Trainer.
         checkpoint: what Lightning has collected already; collected on demand if None.
+        loops: the state of Lightning's loops to resume with, if not the present one.
     """
 
-    def __init__(self, trainer: Any, checkpoint: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        checkpoint: Mapping[str, Any] | None = None,
+        *,
+        loops: Mapping[str, Any] | None = None,
+    ) -> None:
         self._trainer = trainer
         self._checkpoint = checkpoint
+        self._loops = loops
         self.loaded: Loaded | None = None
 
     def capture(self) -> CapturedState:
@@ -81,6 +89,8 @@ class LightningState:
         checkpoint = self._checkpoint
         if checkpoint is None:
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if self._loops is not None:
+            checkpoint = {**checkpoint, "loops": self._loops}
         return capture(self._trainer, cast("Mapping[str, Any]", checkpoint))
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:

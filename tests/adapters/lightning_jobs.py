@@ -75,7 +75,7 @@ class Model(pl.LightningModule):
         self._act(index)
         loss = (self.net(batch) - batch).pow(2).mean() + torch.rand(()) / 10
         self.losses[int(self.trainer.fit_loop.total_batch_idx)] = loss.item()
-        self.log("loss", loss)
+        self.log("loss", loss, on_step=True, on_epoch=self.options.get("epoch_loss", False))
         return loss
 
     def _act(self, index: int) -> None:
