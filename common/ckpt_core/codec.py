@@ -114,6 +114,10 @@ class Fields:
             raise ValueError(f"{name!r} should be {kind.__name__}, not {type(value).__name__}")
         return value
 
+    def optional(self, name: str) -> Fields | None:
+        """A field that is a JSON object, or is not there."""
+        return Fields(self.get(name, dict)) if name in self._fields else None
+
     def count(self, name: str, *, least: int = 0) -> int:
         """A field that is an integer of sane size."""
         return count(self._fields.get(name), name, least=least)

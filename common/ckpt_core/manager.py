@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, final
@@ -25,7 +24,7 @@ from ckpt_core.lifecycle import (
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.retention import KeepAll, PrunePlan
-from ckpt_core.state import State, as_captured, as_source
+from ckpt_core.state import State, as_captured, as_source, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
@@ -40,8 +39,9 @@ class CheckpointManager:
     """Saves, finds, loads and prunes the checkpoints of one run.
 
     - Threads: all methods on the thread that trains; saves end on one background thread.
-    - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `prune`, `pin`, `unpin` and `close` are
-      collective over the default process group: every rank calls them in the same order. The others are not.
+    - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `continue_from`, `prune`, `pin`, `unpin`,
+      `mark`, `unmark` and `close` are collective over the default process group: every rank calls them in the
+      same order. The others are not.
     - Jobs: one job writes to a root at a time, the next is refused; any number may read.
 
     Args:
@@ -196,11 +196,14 @@ class CheckpointManager:
         self._saver.rewound()
         self._saver.own_root()
         request = LoadRequest.of(self.options, Selection())
-        loaded = self._loader.newest(request, as_source(state), note_damaged=self._saver.note_damaged)
+        loaded = self._loader.newest(
+            request, as_source(state), note_damaged=self._saver.ownership.note_damaged
+        )
         if loaded is None:
             return None
         if loaded.info.damaged is not None:
-            self._saver.note_sound(loaded.info.name)
+            self._saver.ownership.note_sound(loaded.info.name)
+        self._saver.ownership.line.goes_on_from(loaded.info)
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
@@ -242,14 +245,43 @@ class CheckpointManager:
         _refuse(closed=self._closed)
         selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
         self._saver.rewound()
-        source, selection = narrowed(state, selection)
-        request = LoadRequest.of(self.options, selection)
+        source, narrower = narrowed(state, selection)
+        request = LoadRequest.of(self.options, narrower)
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
             if loaded is None:
                 raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
-            return loaded.saved
-        return self._loader.load(self._loader.locate(request, step=step, name=name), source)
+            saved, info = loaded.saved, loaded.info
+        else:
+            request = self._loader.locate(request, step=step, name=name)
+            saved, info = self._loader.load(request, source), request.committed
+        if info is not None and selection.is_all and takes_all(state, saved):
+            self._saver.ownership.line.goes_on_from(info)
+        return saved
+
+    def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
+        """Let saves go on from a committed checkpoint whose state is live already; collective.
+
+        For a host that has loaded it by other means, or whose training goes on in the same process under
+        another manager. Without it, saving into a root that has checkpoints begins a new lineage.
+
+        Args:
+            step: of the checkpoint; the newest of the present lineage if neither step nor name is given.
+            name: of its directory.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+        """
+        _refuse(closed=self._closed)
+        self._saver.rewound()
+        info = self._coordinator.once(
+            lambda: (
+                self._newest() if step is None and name is None else self._catalog.find(step=step, name=name)
+            ),
+            what="looking for a checkpoint",
+        )
+        self._saver.ownership.line.goes_on_from(info)
+        return info
 
     def wait(self) -> None:
         """Wait for the saves in flight.
@@ -269,12 +301,12 @@ class CheckpointManager:
         """
         self._saver.wait_staged()
 
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """The committed checkpoints, oldest first."""
-        return self._catalog.committed()
+    def checkpoints(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
+        """The committed checkpoints of the present lineage, or `abandoned` ones, too; oldest first."""
+        return self._catalog.committed(abandoned=abandoned)
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest committed checkpoint; it is not verified here."""
+        """The newest committed checkpoint that is not marked; it is not verified here."""
         return self._catalog.latest()
 
     def verify(self, step: int | None = None) -> list[FileFailure]:
@@ -283,9 +315,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
-        info = self._catalog.latest() if step is None else self._catalog.find(step=step)
-        if info is None:
-            raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
+        info = self._newest() if step is None else self._catalog.find(step=step)
         return verify(self.storage, info.name)
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
@@ -296,7 +326,13 @@ class CheckpointManager:
         if not dry_run:
             self._saver.own_root()
         return self._coordinator.once(
-            lambda: prune(self.storage, policy, now=time.time(), telemetry=self._telemetry, dry_run=dry_run),
+            lambda: prune(
+                self.storage,
+                policy,
+                telemetry=self._telemetry,
+                abandoned=self.options.abandoned,
+                dry_run=dry_run,
+            ),
             what="pruning",
         )
 
@@ -309,6 +345,26 @@ class CheckpointManager:
         """Take the protection of a step away."""
         _refuse(closed=self._closed)
         self._coordinator.once(lambda: self._catalog.unpin(step))
+
+    def mark(self, step: int, reason: str) -> None:
+        """Say that a step must not be trained on: it is passed over as a damaged one is. Collective.
+
+        Raises:
+            CheckpointNotFoundError: the step is not committed.
+        """
+        _refuse(closed=self._closed)
+        self._coordinator.once(lambda: self._catalog.mark_bad(self._catalog.find(step=step).name, reason))
+
+    def unmark(self, step: int) -> None:
+        """Take back what `mark` said of a step; harmless where nothing was said. Collective."""
+        _refuse(closed=self._closed)
+
+        def unmark() -> None:
+            for info in self._catalog.committed(abandoned=True):
+                if info.step == step and info.bad is not None:
+                    self._catalog.unmark(info.name, bad=True)
+
+        self._coordinator.once(unmark)
 
     def close(self) -> None:
         """Wait for the save in flight and give the root back; harmless when repeated.
@@ -325,6 +381,13 @@ class CheckpointManager:
             self._cadence.close()
             if self._owns_coordinator:
                 self._coordinator.close()
+
+    def _newest(self) -> CheckpointInfo:
+        """The newest of the present lineage, marked or not."""
+        committed = self._catalog.committed()
+        if not committed:
+            raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
+        return committed[-1]
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ DAMAGED = "damaged.json"
 WRITER = "writer.json"
 DATA_SUFFIX = ".distcp"
 
-_STEP = re.compile(r"step-(\d{9,})")
+_STEP = re.compile(r"(step-(\d{9,}))(?:\.run-[0-9a-f]{8,32})?")
 _INCOMPLETE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})")
 _CORRUPT = re.compile(r"(?P<name>.+)\.corrupt-(?P<id>[0-9a-f]{8,32})")
 _DATA = re.compile(rf"__(\d{{1,9}})_\d+{re.escape(DATA_SUFFIX)}")
@@ -30,11 +30,16 @@ def step_name(step: int) -> str:
 
 
 def parse_step_name(name: str) -> int | None:
-    """Step of a directory name, or None if it is not exactly one that `step_name` makes."""
+    """Step of a directory name, or None if it is none that `step_name` or `run_name` makes."""
     match = _STEP.fullmatch(name)
-    if match is None or step_name(int(match[1])) != name:
+    if match is None or step_name(int(match[2])) != match[1]:
         return None
-    return int(match[1])
+    return int(match[2])
+
+
+def run_name(name: str, lineage_id: str) -> str:
+    """Name of a step whose own name is occupied, by an abandoned checkpoint or one that nobody can use."""
+    return f"{name}.run-{lineage_id}"
 
 
 def incomplete_name(name: str, save_id: str) -> str:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, final
+from typing import Literal, TypeAlias, final
 
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import instances, integer, integers, one_of, positive, require, text
@@ -31,7 +31,8 @@ class RetentionPolicy(ABC):
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
         """Steps to keep. `now` is Unix time in seconds, like `CheckpointInfo.created`.
 
-        `history` holds the committed checkpoints that are not marked as damaged.
+        `history` holds the committed checkpoints of the present lineage that are marked neither as damaged
+        nor as bad.
         """
 
     @property
@@ -238,6 +239,10 @@ class Not(RetentionPolicy):
         return True
 
 
+Abandoned: TypeAlias = Literal["keep", "prune"]
+"""What becomes of checkpoints that the present lineage does not go on from."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunePlan:
     """What a prune would do.
@@ -246,29 +251,43 @@ class PrunePlan:
         keep: step -> why it stays, for people.
         drop: what would be deleted, lowest step first.
         damaged: what is marked as damaged and left for a person to look at, lowest step first.
+        bad: what is marked as bad and not as damaged, and left for a person, too.
+        abandoned: what the present lineage does not go on from, and is left.
     """
 
     keep: Mapping[int, tuple[str, ...]]
     drop: tuple[CheckpointInfo, ...]
     damaged: tuple[CheckpointInfo, ...] = ()
+    bad: tuple[CheckpointInfo, ...] = ()
+    abandoned: tuple[CheckpointInfo, ...] = ()
 
 
-def plan_prune(policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float) -> PrunePlan:
+def plan_prune(
+    policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float, *, abandoned: Abandoned = "keep"
+) -> PrunePlan:
     """Apply a policy to the committed checkpoints, with the guarantees no policy can undo.
 
-    The highest step (what a resume would load), the checkpoint committed last (training may have gone back
-    to an earlier step) and whatever is pinned always stay, so that a history is never emptied.
-    What is marked as damaged counts for nothing of that, lest a sound checkpoint go in its favour; it is not
-    deleted either, because it may be the only trace of a fault, and a mark may be wrong.
+    Of the present lineage, the highest step (what a resume would load), the checkpoint committed last
+    (training may have gone back to an earlier step) and whatever is pinned always stay, so that a history is
+    never emptied.
+    What is marked as damaged or bad counts for nothing of that: a sound checkpoint must not go in its favour.
+    It is not deleted either, because it may be the only trace of a fault, and a mark may be wrong. Abandoned
+    checkpoints count for nothing either; they go if `abandoned` says so and they are not pinned.
     """
-    damaged = sorted((info for info in history if info.damaged is not None), key=_by_step)
-    sound = [info for info in history if info.damaged is None]
+    ordered = sorted(history, key=_by_step)
+    usable = [info for info in ordered if info.usable]
+    present = [info for info in usable if not info.abandoned]
+    left = [info for info in usable if info.abandoned and (abandoned == "keep" or info.pinned is not None)]
     reasons: dict[int, tuple[str, ...]] = {}
-    for step, reason in (*_guaranteed(sound), *_wanted(policy, sound, now)):
+    for step, reason in (*_guaranteed(present), *_wanted(policy, present, now)):
         reasons[step] = (*reasons.get(step, ()), reason)
-    drop = sorted((info for info in sound if info.step not in reasons), key=_by_step)
+    drop = [info for info in usable if info not in left and (info.abandoned or info.step not in reasons)]
     return PrunePlan(
-        keep=MappingProxyType(dict(sorted(reasons.items()))), drop=tuple(drop), damaged=tuple(damaged)
+        keep=MappingProxyType(dict(sorted(reasons.items()))),
+        drop=tuple(drop),
+        damaged=tuple(info for info in ordered if info.damaged is not None),
+        bad=tuple(info for info in ordered if info.bad is not None and info.damaged is None),
+        abandoned=tuple(left),
     )
 
 
@@ -314,6 +333,7 @@ def _flat(policy: RetentionPolicy, kind: type[AnyOf] | type[AllOf]) -> tuple[Ret
 
 
 __all__ = [
+    "Abandoned",
     "AllOf",
     "AnyOf",
     "KeepAll",

@@ -49,12 +49,45 @@ class ChunkEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lineage:
+    """The unbroken line of saves that a checkpoint belongs to, and what that line goes on from.
+
+    Attributes:
+        id: hex digits; "" for what was written before checkpoints had a lineage.
+        number: one more than that of any lineage begun before it in the same root; 0 if `id` is "".
+        ancestry: (id of a lineage, highest step of it that this one goes on from), nearest first.
+    """
+
+    id: str = ""
+    number: int = 0
+    ancestry: tuple[tuple[str, int], ...] = ()
+
+    def includes(self, lineage: Lineage, step: int) -> bool:
+        """Whether a checkpoint of another lineage, or of this one, is among what this one goes on from."""
+        return lineage.id == self.id or any(
+            lineage.id == ancestor and step <= last for ancestor, last in self.ancestry
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
     """A committed checkpoint as listings and retention policies see it.
 
-    `created` is Unix time in seconds. `pinned` says why it is protected from pruning, None if it is not.
-    `damaged` says what a verification found wrong with it, None if it is not marked as damaged; a checkpoint
-    that nobody has verified is not marked.
+    Attributes:
+        step: optimizer steps done.
+        name: of its directory.
+        created: Unix time in seconds.
+        size_bytes: of its files.
+        world_size: ranks that saved it.
+        metrics: numbers given with the save.
+        pinned: why it is protected from pruning; None if it is not.
+        damaged: what a verification found wrong with it; None if it is not marked as damaged. A checkpoint
+            that nobody has verified is not marked.
+        bad: why it must not be trained on, in the words of whoever marked it; None if it is not marked.
+        lineage: the line of saves that it belongs to.
+        abandoned: whether the root's present lineage does not go on from it: training began afresh, or went
+            back to an earlier checkpoint.
+        save_id: of the save that wrote it.
     """
 
     step: int
@@ -65,6 +98,15 @@ class CheckpointInfo:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     pinned: str | None = None
     damaged: str | None = None
+    bad: str | None = None
+    lineage: Lineage = field(default_factory=Lineage)
+    abandoned: bool = False
+    save_id: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing speaks against going on from it: it is marked neither as damaged nor as bad."""
+        return self.damaged is None and self.bad is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ def ls(arguments: Namespace) -> Outcome:
     """List the committed checkpoints of a root, and what is damaged or torn."""
     storage = open_root(arguments.root, arguments.storage_options)
     catalog = Catalog(storage)
-    infos, torn, quarantined = catalog.committed(), catalog.torn(), catalog.quarantined()
+    infos, torn, quarantined = catalog.committed(abandoned=True), catalog.torn(), catalog.quarantined()
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
     return Outcome(
         fields={
@@ -31,6 +31,8 @@ def ls(arguments: Namespace) -> Outcome:
             *([_info_table(infos)] if infos else []),
             summary,
             *(f"marked as damaged: {i.name}: {i.damaged}" for i in infos if i.damaged is not None),
+            *(f"marked as bad: {i.name}: {i.bad}" for i in infos if i.bad is not None),
+            *(f"abandoned: {i.name}" for i in infos if i.abandoned),
             *(f"torn or being written: {name}" for name in torn),
             *(f"damaged and moved aside: {name}" for name in quarantined),
         ],
@@ -50,7 +52,7 @@ def show(arguments: Namespace) -> Outcome:
         return _show_uncommitted(place)
     pinned, damaged = catalog.pins().get(manifest.step), catalog.known_damage(name)
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
-    listed |= {"files": [asdict(entry) for entry in manifest.files]}
+    listed |= {"files": [asdict(entry) for entry in manifest.files], "lineage": asdict(manifest.lineage)}
     table = Table(
         columns=("FILE", "SIZE", "CHECKSUM"),
         rows=[(entry.path, bytes_text(entry.size_bytes), entry.checksum) for entry in manifest.files],

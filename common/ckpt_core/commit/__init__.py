@@ -6,6 +6,7 @@ torch, so that listing and verifying stay fast.
 
 from ckpt_core.commit._catalog import Catalog, Survey
 from ckpt_core.commit._lease import Lease, Owner
+from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
 from ckpt_core.commit._prune import collect_orphans, countable, remove
@@ -27,6 +28,9 @@ __all__ = [
     "commit",
     "countable",
     "is_name",
+    "is_same",
+    "next_lineage",
+    "on_present_line",
     "quarantine",
     "remove",
     "require_free",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
+from ckpt_core.commit._lineage import on_present_line, present_lineage
 from ckpt_core.commit._locked import locked
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
-from ckpt_core.commit._marks import Mark, known_marks, marks_to_change, problem_of, replace_marks
+from ckpt_core.commit._marks import Mark, Marks, known_marks, marks_to_change, problem_of, replace_marks
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import (
     CheckpointError,
@@ -32,7 +33,7 @@ from ckpt_core.names import (
     step_name,
 )
 from ckpt_core.storage import Storage
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logging.getLogger(__name__)
 
@@ -43,10 +44,24 @@ _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What is in a root. A marker that cannot be read says that something was committed, but not what."""
+    """What is in a root.
+
+    Attributes:
+        committed: what is committed and of the present lineage, oldest step first.
+        unreadable: name -> error; a marker that cannot be read says that something was committed, not what.
+        abandoned: what is committed and not of the present lineage, oldest step first.
+        lineage: the present one.
+    """
 
     committed: list[CheckpointInfo]
     unreadable: dict[str, CheckpointError | OSError]
+    abandoned: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
+    lineage: Lineage = field(default_factory=Lineage)
+
+    @property
+    def everything(self) -> list[CheckpointInfo]:
+        """What is committed, whatever its lineage, oldest step first."""
+        return on_present_line([*self.committed, *self.abandoned], self.lineage)
 
 
 @final
@@ -61,8 +76,8 @@ class Catalog:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
-    def committed(self) -> list[CheckpointInfo]:
-        """Every committed checkpoint, oldest step first.
+    def committed(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
+        """The committed checkpoints of the present lineage, or `abandoned` ones, too; oldest step first.
 
         Any directory with a readable marker counts, whatever its name; the step is what the marker says.
         A directory whose marker cannot be read is left out, with a warning in the log.
@@ -70,10 +85,10 @@ class Catalog:
         survey = self.survey()
         for name, error in survey.unreadable.items():
             _logger.warning("%s/%s is left out: %s", self._storage.url, name, error)
-        return survey.committed
+        return survey.everything if abandoned else survey.committed
 
     def survey(self) -> Survey:
-        """Every committed checkpoint, oldest step first, and every directory whose marker cannot be read.
+        """Every committed checkpoint, and every directory whose marker cannot be read.
 
         The job that owns the root may commit and prune meanwhile; then it is listed again, lest the old one
         be gone and the new one not be seen.
@@ -86,12 +101,19 @@ class Catalog:
         return _survey(self, self._storage, _countable(self._storage))[0]
 
     def latest(self) -> CheckpointInfo | None:
-        """The committed checkpoint with the highest step, or None."""
-        infos = self.committed()
-        return infos[-1] if infos else None
+        """The committed checkpoint with the highest step of the present lineage that is not marked, or None.
+
+        If all are marked, it is the highest that is damaged, not bad: such a mark may be wrong.
+        """
+        infos = [info for info in self.committed() if info.bad is None]
+        usable = [info for info in infos if info.damaged is None]
+        return max(usable or infos[-1:], key=lambda info: info.step, default=None)
 
     def find(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
-        """The newest committed checkpoint of that step, or the one of that name.
+        """The committed checkpoint of that step, or the one of that name.
+
+        Of several of one step it is the newest of the present lineage that is not marked, else the newest of
+        the present lineage, and an abandoned one only if the present lineage does not have that step.
 
         Raises:
             CheckpointNotFoundError: there is none; the message names those that are there.
@@ -99,16 +121,22 @@ class Catalog:
             IncompatibleCheckpointError: it was written by a newer version.
         """
         survey = self.survey()
-        for info in reversed(survey.committed):
-            if step in {None, info.step} and name in {None, info.name, set_aside(info.name)}:
-                return info
+        found = [
+            info
+            for info in survey.everything
+            if step in {None, info.step} and name in {None, info.name, set_aside(info.name)}
+        ]
+        if found:
+            return max(found, key=_preferred)
         expected = step_name(step or 0) if name is None else name
         if expected in survey.unreadable:
             raise _placed(f"{self._storage.url}/{expected}", survey.unreadable[expected])
         wanted = f"step {step}" if name is None else f"checkpoint {name!r}"
         there = ", ".join(str(info.step) for info in survey.committed) or "none"
+        left = ", ".join(str(info.step) for info in survey.abandoned)
         raise CheckpointNotFoundError(
             f"no committed {wanted} in {self._storage.url}; committed steps there: {there}"
+            + (f"; abandoned: {left}" if left else "")
         )
 
     def marker(self, name: str) -> Marker:
@@ -207,7 +235,7 @@ class Catalog:
             CorruptCheckpointError: its marker is malformed.
             IncompatibleCheckpointError: its marker was written by a newer version.
         """
-        return problem_of(known_marks(self._storage), name, self.marker(name))
+        return problem_of(known_marks(self._storage).damaged, name, self.marker(name))
 
     def mark_damaged(self, name: str, problem: str) -> None:
         """Tell everyone to come that checkpoint `name` did not verify, and why, in words.
@@ -221,27 +249,50 @@ class Catalog:
             IncompatibleCheckpointError: its marker, or the file of marks, was written by a newer version.
             OSError: the mark could not be written.
         """
-        marker = self.marker(name)
-        mark = Mark.of(marker, problem, found=time.time())
-        if mark.says_as_much_as(marks_to_change(self._storage).get(name)):
-            return
-        with locked(self._storage, DAMAGED):
-            marks = marks_to_change(self._storage)
-            replace_marks(self._storage, _in_force(self, marks) | {name: mark})
+        _mark(self._storage, self, name, problem, bad=False)
 
-    def unmark(self, name: str) -> None:
-        """Take a mark away, because the checkpoint is whole, or gone; harmless where there is none.
+    def mark_bad(self, name: str, reason: str) -> None:
+        """Tell everyone to come that checkpoint `name` is whole but must not be trained on, and why.
+
+        Errors and the rest as by `mark_damaged`.
+        """
+        _mark(self._storage, self, name, reason, bad=True)
+
+    def unmark(self, name: str, *, bad: bool = False) -> None:
+        """Take a mark of damage away, or that of a `bad` one; harmless where there is none.
 
         Raises:
             IncompatibleCheckpointError: the file of marks was written by a newer version.
             OSError: the marks could not be written.
         """
-        if name not in marks_to_change(self._storage):
+        if name not in _of_kind(marks_to_change(self._storage), bad=bad):
             return
         with locked(self._storage, DAMAGED):
             marks = marks_to_change(self._storage)
-            if marks.pop(name, None) is not None:
-                replace_marks(self._storage, _in_force(self, marks))
+            rest = {other: mark for other, mark in _of_kind(marks, bad=bad).items() if other != name}
+            replace_marks(self._storage, _in_force(self, _with_kind(marks, rest, bad=bad)))
+
+
+def _mark(storage: Storage, catalog: Catalog, name: str, problem: str, *, bad: bool) -> None:
+    mark = Mark.of(catalog.marker(name), problem, found=time.time())
+    if mark.says_as_much_as(_of_kind(marks_to_change(storage), bad=bad).get(name)):
+        return
+    with locked(storage, DAMAGED):
+        marks = _in_force(catalog, marks_to_change(storage))
+        of_kind = {**_of_kind(marks, bad=bad), name: mark}
+        replace_marks(storage, _with_kind(marks, of_kind, bad=bad))
+
+
+def _of_kind(marks: Marks, *, bad: bool) -> Mapping[str, Mark]:
+    return marks.bad if bad else marks.damaged
+
+
+def _with_kind(marks: Marks, of_kind: Mapping[str, Mark], *, bad: bool) -> Marks:
+    return replace(marks, bad=of_kind) if bad else replace(marks, damaged=of_kind)
+
+
+def _preferred(info: CheckpointInfo) -> tuple[bool, bool, int, float]:
+    return not info.abandoned, info.usable, info.lineage.number, info.created
 
 
 def _directories(storage: Storage) -> list[str]:
@@ -266,11 +317,34 @@ def _survey(catalog: Catalog, storage: Storage, names: Sequence[str]) -> tuple[S
             unreadable[name] = error
         else:
             pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
-            committed.append(marker.info(name, pinned, damaged=problem_of(marks, name, marker)))
+            damaged, bad = (problem_of(of_kind, name, marker) for of_kind in (marks.damaged, marks.bad))
+            committed.append(marker.info(name, pinned, damaged=damaged, bad=bad))
     missing = len(committed) + len(unreadable) < len(names)
-    committed = _without_replaced(committed)
-    committed.sort(key=lambda info: (info.step, info.created))
-    return Survey(committed=committed, unreadable=unreadable), missing
+    others = [lineage for name in unreadable if (lineage := _told_by_manifest(storage, name)) is not None]
+    return _sorted_out(_without_replaced(committed), unreadable, others), missing
+
+
+def _told_by_manifest(storage: Storage, name: str) -> Lineage | None:
+    """The lineage of a checkpoint whose marker cannot be read, if its manifest can be."""
+    try:
+        return Manifest.from_bytes(storage.read_bytes(f"{name}/{MANIFEST}")).lineage
+    except (CheckpointError, OSError):
+        return None
+
+
+def _sorted_out(
+    committed: Sequence[CheckpointInfo],
+    unreadable: dict[str, CheckpointError | OSError],
+    others: Sequence[Lineage],
+) -> Survey:
+    present = present_lineage(committed, others)
+    judged = on_present_line(committed, present)
+    return Survey(
+        lineage=present,
+        committed=[info for info in judged if not info.abandoned],
+        unreadable=unreadable,
+        abandoned=[info for info in judged if info.abandoned],
+    )
 
 
 def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -296,9 +370,13 @@ def _pins_or_none(storage: Storage) -> dict[int, str] | None:
         return None
 
 
-def _in_force(catalog: Catalog, marks: Mapping[str, Mark]) -> dict[str, Mark]:
+def _in_force(catalog: Catalog, marks: Marks) -> Marks:
     """The marks whose checkpoints are still there, as far as that can be told."""
-    return {name: mark for name, mark in marks.items() if _may_mean(catalog, name, mark)}
+    damaged, bad = (
+        {name: mark for name, mark in of_kind.items() if _may_mean(catalog, name, mark)}
+        for of_kind in (marks.damaged, marks.bad)
+    )
+    return Marks(damaged=damaged, bad=bad)
 
 
 def _may_mean(catalog: Catalog, name: str, mark: Mark) -> bool:

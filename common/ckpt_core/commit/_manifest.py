@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
 from ckpt_core import codec
-from ckpt_core.commit import _entries
+from ckpt_core.commit import _entries, _lineage
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import FORMAT_VERSION, MANIFEST
-from ckpt_core.types import CheckpointInfo, FileEntry
+from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
 
 ItemKind: TypeAlias = Literal["sharded", "per_rank", "shared", "files"]
 """How an item is kept: see `state`; "files" are those of a host framework, kept as they are."""
@@ -43,6 +43,7 @@ class Manifest:
         producer: name -> version of what wrote it (ckpt_suite, torch, python, framework).
         files: every file of the directory but the manifest and the marker.
         num_chunks: how many tensor shards and byte entries lie in those files; the chunk tables say where.
+        lineage: the line of saves that it belongs to.
     """
 
     save_id: str
@@ -55,6 +56,7 @@ class Manifest:
     producer: Mapping[str, str] = field(default_factory=dict[str, str])
     files: tuple[FileEntry, ...] = ()
     num_chunks: int = 0
+    lineage: Lineage = field(default_factory=Lineage)
     format_version: int = FORMAT_VERSION
 
     @property
@@ -80,6 +82,7 @@ class Manifest:
                 "annotations": dict(self.annotations),
                 "producer": dict(self.producer),
                 "num_chunks": self.num_chunks,
+                **_lineage.to_fields(self.lineage),
                 "files": _entries.to_columns(self.files),
             }
         )
@@ -115,6 +118,7 @@ class Manifest:
             annotations=fields.get("annotations", dict),
             producer=fields.mapping("producer", str),
             num_chunks=fields.count("num_chunks"),
+            lineage=_lineage.from_fields(fields),
             files=files,
         )
 
@@ -132,6 +136,7 @@ class Marker:
     size_bytes: int
     world_size: int
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    lineage: Lineage = field(default_factory=Lineage)
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -146,6 +151,7 @@ class Marker:
             size_bytes=manifest.size_bytes,
             world_size=manifest.world_size,
             metrics=manifest.metrics,
+            lineage=manifest.lineage,
             format_version=manifest.format_version,
         )
 
@@ -155,7 +161,14 @@ class Marker:
             return False
         return hashlib.sha256(content).hexdigest() == self.manifest_sha256
 
-    def info(self, name: str, pinned: str | None = None, *, damaged: str | None = None) -> CheckpointInfo:
+    def info(
+        self,
+        name: str,
+        pinned: str | None = None,
+        *,
+        damaged: str | None = None,
+        bad: str | None = None,
+    ) -> CheckpointInfo:
         """The checkpoint in directory `name`, as listings and retention policies see it."""
         return CheckpointInfo(
             step=self.step,
@@ -166,6 +179,9 @@ class Marker:
             metrics=self.metrics,
             pinned=pinned,
             damaged=damaged,
+            bad=bad,
+            lineage=self.lineage,
+            save_id=self.save_id,
         )
 
     def to_bytes(self) -> bytes:
@@ -185,6 +201,7 @@ class Marker:
                 "size_bytes": self.size_bytes,
                 "world_size": self.world_size,
                 "metrics": codec.numbers(self.metrics),
+                **_lineage.to_fields(self.lineage),
             }
         )
         content = codec.add_checksum(facts)
@@ -215,6 +232,7 @@ class Marker:
                 size_bytes=fields.count("size_bytes"),
                 world_size=fields.count("world_size", least=1),
                 metrics=fields.numbers("metrics"),
+                lineage=_lineage.from_fields(fields),
             )
 
 

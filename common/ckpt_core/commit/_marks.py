@@ -1,7 +1,8 @@
-"""Which checkpoints did not verify, in `damaged.json`, for people and jobs that come later.
+"""Which checkpoints nobody should go on from, in `damaged.json`, for people and jobs that come later.
 
-A mark is advice: it never makes a checkpoint count less than its marker says, and nothing is deleted for it.
-Losing the file costs no more than another verification.
+Either they did not verify (`damaged`), or their bytes are as they were written and a person or a check has
+found the training in them bad (`bad`). Nothing is deleted for a mark. One of damage is advice, and losing it
+costs no more than another verification.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Final, final
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, final
 
 from ckpt_core import codec
 from ckpt_core.commit._manifest import Marker
@@ -21,10 +22,11 @@ from ckpt_core.storage import Storage
 _logger = logging.getLogger(__name__)
 
 MAX_MARKS: Final = 1000
+"""Of either kind."""
 MAX_PROBLEM: Final = 400
 """Characters; the rest is cut off."""
 
-MAX_MARKS_BYTES: Final = 8 << 20
+MAX_MARKS_BYTES: Final = 16 << 20
 """As many marks as may be, with names and problems as long as may be, take less."""
 
 _MAX_ID: Final = 64
@@ -33,7 +35,7 @@ _MAX_ID: Final = 64
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """What is wrong with a checkpoint.
+    """What is wrong with one checkpoint.
 
     Attributes:
         save_id: of the save that wrote the checkpoint, so that another of its name is not meant.
@@ -59,8 +61,17 @@ class Mark:
         return other is not None and (self.save_id, self.problem) == (other.save_id, other.problem)
 
 
-def read_marks(storage: Storage) -> dict[str, Mark]:
-    """Name of a checkpoint -> its mark; empty if none was ever marked.
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marks:
+    """All marks of a root: name of a checkpoint -> its mark, of either kind."""
+
+    damaged: Mapping[str, Mark] = field(default_factory=dict[str, Mark])
+    bad: Mapping[str, Mark] = field(default_factory=dict[str, Mark])
+
+
+def read_marks(storage: Storage) -> Marks:
+    """The marks; none if nothing was ever marked.
 
     Raises:
         CorruptCheckpointError: the file is malformed, or has changed since it was written.
@@ -71,32 +82,33 @@ def read_marks(storage: Storage) -> dict[str, Mark]:
         with storage.open(DAMAGED) as stream:
             content = stream.read(MAX_MARKS_BYTES + 1)
     except FileNotFoundError:
-        return {}
+        return Marks()
     if len(content) > MAX_MARKS_BYTES:
         raise codec.corrupt(DAMAGED, "is too large to be a file of marks")
     vouched = codec.has_checksum(content, source=DAMAGED)
     with codec.Fields.parse(content, source=DAMAGED) as fields:
         if not vouched:
             raise ValueError("it does not name its checksum")
-        marks = fields.mapping("checkpoints", dict)
-        return {name: _mark(codec.Fields(mark)) for name, mark in marks.items()}
+        bad = {} if fields.optional("bad") is None else fields.mapping("bad", dict)
+        return Marks(damaged=_read(fields.mapping("checkpoints", dict)), bad=_read(bad))
 
 
-def known_marks(storage: Storage) -> dict[str, Mark]:
+def known_marks(storage: Storage) -> Marks:
     """The marks, for those who only look; if they cannot be read there are none, and the log says so."""
     try:
         return read_marks(storage)
     except (CheckpointError, OSError) as error:
         _logger.warning(
-            "%s/%s cannot be read, so that nothing counts as damaged before it is verified again: %s",
+            "%s/%s cannot be read, so that nothing counts as damaged before it is verified again, and "
+            "nothing as bad: %s",
             storage.url,
             DAMAGED,
             error,
         )
-        return {}
+        return Marks()
 
 
-def marks_to_change(storage: Storage) -> dict[str, Mark]:
+def marks_to_change(storage: Storage) -> Marks:
     """The marks, for one who will write them: what is malformed is lost anyway, all else is an error.
 
     Raises:
@@ -107,7 +119,7 @@ def marks_to_change(storage: Storage) -> dict[str, Mark]:
         return read_marks(storage)
     except CorruptCheckpointError as error:
         _logger.warning("what was marked in %s is forgotten: %s", storage.url, error)
-        return {}
+        return Marks()
 
 
 def problem_of(marks: Mapping[str, Mark], name: str, marker: Marker) -> str | None:
@@ -116,16 +128,23 @@ def problem_of(marks: Mapping[str, Mark], name: str, marker: Marker) -> str | No
     return mark.problem if mark is not None and mark.means(marker) else None
 
 
-def replace_marks(storage: Storage, marks: Mapping[str, Mark]) -> None:
+def replace_marks(storage: Storage, marks: Marks) -> None:
     """Write the marks, of too many the latest; a reader sees the old ones or the new ones."""
-    latest = sorted(marks, key=lambda name: (marks[name].found, name))[-MAX_MARKS:]
-    fields = {
-        "format_version": FORMAT_VERSION,
-        "checkpoints": {name: asdict(marks[name]) for name in latest},
-    }
+    fields = {"format_version": FORMAT_VERSION, "checkpoints": _latest(marks.damaged)}
+    if marks.bad:
+        fields["bad"] = _latest(marks.bad)
     # In ASCII: the name of a directory need not be valid Unicode.
     content = json.dumps(fields, separators=(",", ":")).encode()
     storage.replace(DAMAGED, codec.add_checksum(content))
+
+
+def _latest(marks: Mapping[str, Mark]) -> dict[str, dict[str, Any]]:
+    names = sorted(marks, key=lambda name: (marks[name].found, name))[-MAX_MARKS:]
+    return {name: asdict(marks[name]) for name in names}
+
+
+def _read(marks: Mapping[str, dict[str, Any]]) -> dict[str, Mark]:
+    return {name: _mark(codec.Fields(mark)) for name, mark in marks.items()}
 
 
 def _mark(fields: codec.Fields) -> Mark:

@@ -27,12 +27,12 @@ from ckpt_core.types import CheckpointInfo
 
 
 def countable(storage: Storage) -> list[CheckpointInfo]:
-    """The committed checkpoints, oldest step first, as retention may count them.
+    """The committed checkpoints, abandoned ones, too, oldest step first, as retention may count them.
 
     On an object store the marker of a job that was replaced may arrive after the objects that it stands for
     were cleared away. Such a checkpoint must not be why another is pruned: it is said to be damaged.
     """
-    infos = Catalog(storage).committed()
+    infos = Catalog(storage).committed(abandoned=True)
     if storage.supports_rename:
         return infos
     return [_as_found(storage, info) for info in infos]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
@@ -92,7 +92,7 @@ class Loader:
         for name, error in survey.unreadable.items():
             damaged[name] = str(error)
             self._report(name, parse_step_name(name), str(error))
-        for info in reversed(survey.committed):
+        for info in self._not_bad(survey):
             _refuse_newer(survey, self._storage.url, than=info.step)
             try:
                 saved = self.load(replace(request, directory=info.name, committed=info), source)
@@ -104,14 +104,10 @@ class Loader:
                     note_damaged(damaged)
                 return Loaded(info=info, saved=saved)
         _refuse_newer(survey, self._storage.url, than=-1)
-        if damaged:
-            if note_damaged is not None:
-                note_damaged(damaged)
-            raise CorruptCheckpointError(
-                f"every committed checkpoint in {self._storage.url} is damaged: "
-                f"{', '.join(damaged)}. Nothing was loaded; look at each "
-                "with `ckpt verify`, bring one back from a copy, or start in another root"
-            )
+        if damaged and note_damaged is not None:
+            note_damaged(damaged)
+        if damaged or survey.committed:
+            raise CorruptCheckpointError(_nothing_usable(self._storage.url, survey, damaged))
         return None
 
     def locate(self, request: LoadRequest, *, step: int | None, name: str | None) -> LoadRequest:
@@ -179,12 +175,37 @@ class Loader:
             return name
         return Catalog(self._storage).find(step=step, name=name)
 
+    def _not_bad(self, survey: Survey) -> Iterator[CheckpointInfo]:
+        """The checkpoints of the present lineage, newest first; those marked as bad are passed over."""
+        for info in reversed(survey.committed):
+            if info.bad is None:
+                yield info
+                continue
+            self._telemetry.point("load.rejected", name=info.name, step=info.step, failures=info.bad)
+            if self._coordinator.is_coordinator:
+                _logger.warning(
+                    "%s/%s is marked as bad (%s) and is passed over", self._storage.url, info.name, info.bad
+                )
+
     def _report(self, name: str, step: int | None, problem: str) -> None:
         self._telemetry.point("load.rejected", name=name, step=step, failures=problem)
         if self._coordinator.is_coordinator:
             _logger.error(
                 "%s/%s is committed but damaged (%s) and is passed over", self._storage.url, name, problem
             )
+
+
+def _nothing_usable(url: str, survey: Survey, damaged: Collection[str]) -> str:
+    bad = [info.name for info in survey.committed if info.bad is not None]
+    what = " or ".join(word for word, some in (("damaged", damaged), ("marked as bad", bad)) if some)
+    text = (
+        f"every committed checkpoint in {url} is {what}: {', '.join([*damaged, *bad])}. Nothing was loaded; "
+        "look at each with `ckpt verify`, bring one back from a copy, or start in another root"
+    )
+    if bad:
+        text += ", or take a mark away with `ckpt mark ROOT@STEP good`"
+    left = ", ".join(info.name for info in survey.abandoned)
+    return text + (f". An earlier run left {left}, to be loaded by name=" if left else "")
 
 
 def _refuse_newer(survey: Survey, url: str, *, than: int) -> None:

@@ -11,15 +11,29 @@ from typing import final
 
 from ckpt_core.commit import Catalog, Lease, collect_orphans, is_name, quarantine, require_free
 from ckpt_core.coordination import Coordinator
-from ckpt_core.errors import CheckpointError, ConfigError, CorruptCheckpointError, RootBusyError
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    RootBusyError,
+)
+from ckpt_core.lifecycle._line import Line
+from ckpt_core.names import run_name
 from ckpt_core.storage import Storage
+from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
 
 @final
 class Ownership:
-    """Holds the lease of a root, and the damaged checkpoints that this job may move out of its way.
+    """Holds the lease of a root, what is known to be in it, and the lineage that saves belong to.
+
+    Attributes:
+        line: the lineage of the live state; of use on the coordinator only.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
@@ -33,6 +47,7 @@ class Ownership:
         self._damaged: set[str] = set()
         self._occupied: set[str] = set()
         self._prefix = ""
+        self.line = Line(storage.url)
 
     def take(self) -> None:
         """Claim the root, unless it is claimed already, and clear away what crashed saves left.
@@ -75,8 +90,14 @@ class Ownership:
         known = self._damaged if replace else self._damaged | self._occupied
         return name in known or not is_name(name)
 
-    def clear_name(self, name: str, *, replace: bool) -> None:
-        """Look closer: move a damaged checkpoint of that name aside, or refuse.
+    def clear_name(self, name: str, step: int, *, replace: bool) -> str:
+        """Look closer: give the name that the save may have; a damaged checkpoint may be moved aside for it.
+
+        Args:
+            name: what it is to be called.
+            step: of the save.
+            replace: whether it takes the place of a committed checkpoint of that name; else, where an
+                abandoned one or one that nobody can use has the name, it gets one of its lineage.
 
         Raises:
             CheckpointExistsError: the name is taken.
@@ -84,16 +105,20 @@ class Ownership:
             RootBusyError: see `check`.
         """
         self.check()
+        if not replace:
+            return self._own_name(name, step)
         if name in self._damaged:
             moved = quarantine(self._storage, name)
             _logger.warning("damaged %s/%s was moved to %s", self._storage.url, name, moved)
             self._damaged.discard(name)
         require_free(self._storage, name, replace=replace)
         self._occupied.discard(name)
+        return name
 
-    def note_committed(self, name: str) -> None:
-        """Remember that a name is taken from now on."""
-        self._occupied.add(name)
+    def note_committed(self, info: CheckpointInfo) -> None:
+        """Remember a checkpoint that this job has committed."""
+        self._occupied.add(info.name)
+        self.line.committed(info)
 
     def note_damaged(self, damaged: Mapping[str, str]) -> None:
         """Remember checkpoints that did not verify: a later save of the same name takes their place.
@@ -131,6 +156,35 @@ class Ownership:
             self._given_back = True
         self._taken = False
 
+    def _own_name(self, name: str, step: int) -> str:
+        try:
+            require_free(self._storage, name)
+        except CheckpointExistsError:
+            if self._is_made(name, step):
+                raise
+        else:
+            self._occupied.discard(name)
+            return name
+        other = run_name(name, self.line.lineage_of(step).id)
+        require_free(self._storage, other)
+        _logger.warning(
+            "%s/%s is occupied by a checkpoint that this run does not go on from, or by something else: "
+            "step %d is saved as %s",
+            self._storage.url,
+            name,
+            step,
+            other,
+        )
+        return other
+
+    def _is_made(self, name: str, step: int) -> bool:
+        """Whether the checkpoint of that name is what a save of `step` would make a second time."""
+        try:
+            info = Catalog(self._storage).find(name=name)
+        except (CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError):
+            return False
+        return name not in self._damaged and self.line.is_committed(info, step)
+
     def _mark(self, lease: Lease, name: str, problem: str) -> None:
         try:
             lease.check()
@@ -149,6 +203,8 @@ class Ownership:
                 self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
+            survey = Catalog(self._storage).survey()
+            self.line.surveyed(survey.everything, survey.lineage)
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"

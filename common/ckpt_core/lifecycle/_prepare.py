@@ -10,7 +10,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,7 +27,7 @@ from ckpt_core.lifecycle._stage import NOTHING_STAGED, StagedParts, Stager
 from ckpt_core.lifecycle._volume import NO_EXTRAS, Extras
 from ckpt_core.names import SHARED, rank_name
 from ckpt_core.storage import Storage
-from ckpt_core.types import CapturedState
+from ckpt_core.types import CapturedState, Lineage
 
 _MICROSECONDS = 1_000_000
 _AGREEING = "agreeing on a save"
@@ -57,11 +57,13 @@ class PreparedSave:
         files: name -> content of this rank's small files.
         metadata: part -> DCP metadata; on the coordinator only.
         items: item -> kind, for the manifest.
+        buffers: (part, key) of module buffers.
         local: this rank's values of entries that nothing keeps equal over ranks.
         keeping: when it keeps them.
         staged: the copies, to be released after the write.
         rank: this rank.
         optimizers: whose steps wait for copies that are still being made.
+        lineage: the line of saves that it belongs to; on the coordinator only.
         error: what kept this rank from staging; it takes the error to the meeting instead of files.
         extras: what ranks write beside tensors, at most.
     """
@@ -71,11 +73,13 @@ class PreparedSave:
     files: Mapping[str, bytes]
     metadata: Mapping[str, Metadata]
     items: Mapping[str, str]
+    buffers: frozenset[tuple[str, str]]
     local: LocalValues
     keeping: Keeping
     staged: StagedParts
     rank: int
     optimizers: Sequence[Any] = ()
+    lineage: Lineage = field(default_factory=Lineage)
     error: BaseException | None = None
     extras: Extras = NO_EXTRAS
 
@@ -145,7 +149,7 @@ def prepare(
     surveyed = _try_survey(capture, coordinator, plans)
     try:
         verdict = _combine(request, surveyed, coordinator, ownership)
-        survey = _settle(request, surveyed, verdict, coordinator=coordinator, ownership=ownership)
+        survey, request = _settle(request, surveyed, verdict, coordinator=coordinator, ownership=ownership)
         if verdict.changed:
             plans.agree(coordinator)
     except CoordinationError as error:
@@ -161,11 +165,13 @@ def prepare(
         files={name: content for name, content in survey.files.items() if name in plans.files},
         metadata=plans.metadata,
         items=_kinds(survey.state),
+        buffers=frozenset(survey.state.local),
         local=LocalValues({}),
         keeping=plans.keeping,
         staged=NOTHING_STAGED,
         rank=coordinator.rank,
         optimizers=survey.state.optimizers,
+        lineage=ownership.line.lineage_of(request.step) if coordinator.is_coordinator else Lineage(),
         extras=Extras(
             generation=plans.generation,
             ranks=coordinator.world_size,
@@ -278,22 +284,23 @@ def _settle(
     *,
     coordinator: Coordinator,
     ownership: Ownership,
-) -> _Survey:
-    """Tell every rank what is wrong, or put it right: a damaged checkpoint of that name is moved aside."""
+) -> tuple[_Survey, SaveRequest]:
+    """Tell every rank what is wrong, or put it right: see `Ownership.clear_name`."""
 
-    def decide(asked: list[tuple[int, str]]) -> list[None]:
+    def decide(asked: list[tuple[int, str]]) -> list[str]:
         if len(set(asked)) > 1:
             different = sorted(set(asked))
             raise ConfigError(f"ranks ask to save different things at once: {different}; they must agree")
-        ownership.clear_name(request.name, replace=request.replace)
-        return [None] * len(asked)
+        name = ownership.clear_name(request.name, request.step, replace=request.replace)
+        return [name] * len(asked)
 
     error = survey if isinstance(survey, BaseException) else None
     if verdict.trouble:
-        coordinator.exchange(error or (request.step, request.name), decide, what=_AGREEING)
+        name = coordinator.exchange(error or (request.step, request.name), decide, what=_AGREEING)
+        request = replace(request, name=name)
     if isinstance(survey, BaseException):
         raise survey  # unreachable: a rank that brings an error makes every rank raise
-    return survey
+    return survey, request
 
 
 def _stage(prepared: PreparedSave, state: CapturedState, workshop: Workshop) -> PreparedSave:

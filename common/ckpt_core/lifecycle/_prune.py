@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from ckpt_core.commit import countable, remove
-from ckpt_core.retention import PrunePlan, RetentionPolicy, plan_prune
+from ckpt_core.retention import Abandoned, PrunePlan, RetentionPolicy, plan_prune
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 
@@ -14,8 +15,8 @@ def prune(
     storage: Storage,
     policy: RetentionPolicy,
     *,
-    now: float,
     telemetry: Telemetry,
+    abandoned: Abandoned,
     dry_run: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> PrunePlan:
@@ -25,7 +26,7 @@ def prune(
     What is marked as damaged is neither counted nor removed, only listed. `check` is called before each
     removal, and raises to refuse.
     """
-    plan = plan_prune(policy, countable(storage), now)
+    plan = plan_prune(policy, countable(storage), time.time(), abandoned=abandoned)
     if not dry_run:
         for info in plan.drop:
             check()

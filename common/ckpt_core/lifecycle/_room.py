@@ -16,7 +16,7 @@ from typing import Final, final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt_core.commit import Catalog, remove, share, verify
+from ckpt_core.commit import Catalog, on_present_line, remove, share, verify
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, NoRoomError
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._prepare import PreparedSave
@@ -96,7 +96,7 @@ class Room:
         free, fitting = self._free(), _AHEAD
         # Elsewhere nothing is listed: most of the time there is room for many.
         if not free.fits(need.times(_AHEAD)):
-            history = Catalog(self._storage).committed()
+            history = Catalog(self._storage).committed(abandoned=True)
             fitting = saves_that_fit(
                 self._keep or KeepAll(), history, info, need=need, free=free, now=self._clock()
             )
@@ -138,12 +138,12 @@ class Room:
             return ()
         deadline = time.monotonic() + self._patience_seconds
         while True:
-            history = Catalog(self._storage).committed()
+            history = Catalog(self._storage).committed(abandoned=True)
             found = droppable(self._keep, history, coming, self._clock())
-            sound = [info for info in history if info.damaged is None]
+            sound = [info for info in history if info.usable and not info.abandoned]
             if not found or self._is_whole(sound[-1], deadline):
                 return found
-            if sound[-1] in Catalog(self._storage).committed():
+            if sound[-1] in Catalog(self._storage).committed(abandoned=True):
                 return ()  # it took too long, or could not be marked
 
     def _is_whole(self, info: CheckpointInfo, deadline: float) -> bool:
@@ -197,7 +197,7 @@ class Room:
     def _refusal(self, prepared: PreparedSave, need: Need, removed: Sequence[CheckpointInfo]) -> NoRoomError:
         free, step = self._free(), prepared.request.step
         catalog = Catalog(self._storage)
-        history = catalog.committed()
+        history = catalog.committed(abandoned=True)
         gone = f" Step(s) {_steps(removed)} went ahead of the policy." if removed else ""
         kept = "; ".join(_kept(self._keep or KeepAll(), history, catalog.quarantined(), self._clock()))
         text = (
@@ -224,7 +224,7 @@ def droppable(
     """
     others = [info for info in history if info.name != coming.name]
     stays = plan_prune(_KEEP_NONE, history, now).keep
-    drop = plan_prune(policy | KeepSteps((coming.step,)), [*others, coming], now).drop
+    drop = plan_prune(policy | KeepSteps((coming.step,)), on_present_line([*others, coming]), now).drop
     return [info for info in drop if info.step not in stays]
 
 
@@ -267,7 +267,13 @@ def _taken(info: CheckpointInfo, need: Need) -> Need:
 
 def _coming(prepared: PreparedSave) -> CheckpointInfo:
     request, created = prepared.request, prepared.assignment.created
-    return CheckpointInfo(step=request.step, name=request.name, created=created, metrics=request.metrics)
+    return CheckpointInfo(
+        step=request.step,
+        name=request.name,
+        created=created,
+        metrics=request.metrics,
+        lineage=prepared.lineage,
+    )
 
 
 def _figures(need: Need, free: Free) -> dict[str, int | None]:
@@ -294,11 +300,15 @@ def _kept(
 ) -> Iterable[str]:
     """Every checkpoint that takes room, with the reason why it stays."""
     plan = plan_prune(policy, history, now)
-    sizes = {info.step: info.size_bytes for info in history}
+    sizes = {info.step: info.size_bytes for info in history if not info.abandoned}
     for step, reasons in plan.keep.items():
         yield f"step {step}, {bytes_text(sizes[step])} ({', '.join(reasons)})"
     for info in plan.damaged:
         yield f"step {info.step}, {bytes_text(info.size_bytes)} (marked as damaged)"
+    for info in plan.bad:
+        yield f"step {info.step}, {bytes_text(info.size_bytes)} (marked as bad)"
+    for info in plan.abandoned:
+        yield f"{info.name}, {bytes_text(info.size_bytes)} (abandoned)"
     for name in aside:
         yield f"{name} (damaged, moved aside)"
 

@@ -13,6 +13,7 @@ from ckpt_core.commit import abandon, begin
 from ckpt_core.coordination import Coordinator, failure_text
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, SaveError
 from ckpt_core.lifecycle._background import Background
+from ckpt_core.lifecycle._finite import refuse_non_finite
 from ckpt_core.lifecycle._handle import SaveHandle, fulfil, reject
 from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._plans import Keeping
@@ -39,7 +40,7 @@ from ckpt_core.lifecycle._reducer import (
 from ckpt_core.lifecycle._write import commit_all, write_rank
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logging.getLogger(__name__)
 _COMMITTING = "committing"
@@ -59,6 +60,7 @@ class SaveContext:
         check: called on the coordinator before anything is written, and before the commit; raises to refuse.
         make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
+        reject_non_finite: whether NaN and infinities in staged weights make the save fail.
     """
 
     storage: Storage
@@ -69,6 +71,7 @@ class SaveContext:
     check: Callable[[], None]
     make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
+    reject_non_finite: bool = False
 
 
 @final
@@ -217,6 +220,8 @@ class SaveRun:
             own = _own_files(prepared, self._reference)
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
                 report = write_rank(self._storage, prepared, own, self._memory, beat=self._get_on)
+            if self._context.reject_non_finite:
+                refuse_non_finite(prepared.staged.images, prepared.buffers)
         except SaveError as error:
             self._events.append(Failed(error))
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
@@ -237,7 +242,7 @@ class SaveRun:
             self._context.check()
             check = self._context.check
             info = commit_all(self._storage, self._prepared, reports, self._memory, check=check)
-            return json.dumps(asdict(info)).encode()
+            return json.dumps(asdict(info)).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
         attributes = {"step": request.step, "rank": self._coordinator.rank}
@@ -247,7 +252,7 @@ class SaveRun:
         try:
             with self._telemetry.span("save.commit", **attributes) as details:
                 answer = self._coordinator.meet(name, payload, commit, deadline_seconds=deadline)
-                info = CheckpointInfo(**json.loads(answer))
+                info = _decoded(answer)
                 details["size_bytes"] = info.size_bytes
         except CheckpointError as error:
             self._fail(error)
@@ -291,6 +296,13 @@ def _own_files(prepared: PreparedSave, reference: bytes) -> Mapping[str, bytes]:
             return {**prepared.files, **local.encode(rank)}
         case Keeping.IF_DIFFERENT:
             return {**prepared.files, **local.encode(rank, local.differing(reference))}
+
+
+def _decoded(answer: bytes) -> CheckpointInfo:
+    fields = json.loads(answer)
+    lineage = fields.pop("lineage")
+    ancestry = tuple((ancestor, step) for ancestor, step in lineage.pop("ancestry"))
+    return CheckpointInfo(**fields, lineage=Lineage(**lineage, ancestry=ancestry))
 
 
 def _phase_of(error: CoordinationError) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CheckpointError, SaveError
 from ckpt_core.lifecycle._background import Background, within
+from ckpt_core.lifecycle._finite import refuse_non_finite_loss
 from ckpt_core.lifecycle._flight import Flight
 from ckpt_core.lifecycle._guard import StepGuard
 from ckpt_core.lifecycle._handle import SaveHandle
@@ -37,6 +37,9 @@ _logger = logging.getLogger(__name__)
 class Saver:
     """Saves one checkpoint after another into one root.
 
+    Attributes:
+        ownership: of the root.
+
     Concurrency: methods on the main thread; `save` and `own_root` are collective.
     """
 
@@ -53,8 +56,9 @@ class Saver:
             overlapped=options.staging == "overlapped",
         )
         self._guard = StepGuard()
-        self._ownership = Ownership(storage, coordinator)
-        self._room = Room(storage, options, ownership=self._ownership, telemetry=telemetry)
+        self._asked = ""
+        self.ownership = Ownership(storage, coordinator)
+        self._room = Room(storage, options, ownership=self.ownership, telemetry=telemetry)
         background = Background(options.deadline_seconds)
         rate = options.write_bytes_per_second
         self._context = SaveContext(
@@ -63,8 +67,9 @@ class Saver:
             telemetry=telemetry,
             memory=WriteMemory(pace=None if rate is None else Throttle(rate)),
             background=background,
-            check=self._ownership.check,
+            check=self.ownership.check,
             make_room=self._room.make,
+            reject_non_finite=options.reject_non_finite,
             committed=self._committed,
         )
         self._flight = Flight(
@@ -86,24 +91,25 @@ class Saver:
             self._telemetry.point("save.skipped", step=request.step, rank=self._coordinator.rank)
             return None
         latest = self._flight.latest
-        if latest is not None and not request.replace and latest.name == request.name:
+        if latest is not None and not request.replace and self._asked == request.name:
             return latest  # asked for twice: by the cadence, and at the end of the run
         try:
             with self._telemetry.span("save.stall", step=request.step, rank=self._coordinator.rank):
-                self._ownership.take()
+                self.ownership.take()
                 prepared = prepare(
                     request,
-                    lambda: self._captured(capture),
+                    lambda: self._captured(request, capture),
                     storage=self._storage,
                     coordinator=self._coordinator,
                     workshop=self._workshop,
-                    ownership=self._ownership,
+                    ownership=self.ownership,
                 )
         except SaveError:
             if self._options.on_error == "raise":
                 raise
             _logger.exception("training goes on without the checkpoint of step %d", request.step)
             return None
+        self._asked = request.name
         return self._launch(prepared)
 
     def prewarm(self, capture: Callable[[], CapturedState]) -> int:
@@ -127,15 +133,7 @@ class Saver:
     def own_root(self) -> None:
         """Wait for the save in flight and claim the root; see `Ownership.take`."""
         self._flight.wait()
-        self._ownership.take()
-
-    def note_damaged(self, damaged: Mapping[str, str]) -> None:
-        """Mark checkpoints that did not verify; a later save of the same name may move them aside."""
-        self._ownership.note_damaged(damaged)
-
-    def note_sound(self, name: str) -> None:
-        """Take the mark from a checkpoint that did verify."""
-        self._ownership.note_sound(name)
+        self.ownership.take()
 
     def wait(self) -> None:
         """Wait for the saves in flight and deliver a failure; see `Flight.wait`."""
@@ -159,9 +157,9 @@ class Saver:
             self._workshop.stager.close()
             if self._flight.stuck():
                 # Storage may hang for this thread just as well; the lock goes with the process at the latest.
-                within(self._options.deadline_seconds, self._ownership.release)
+                within(self._options.deadline_seconds, self.ownership.release)
             else:
-                self._ownership.release()
+                self.ownership.release()
 
     def _launch(self, prepared: PreparedSave) -> SaveHandle:
         request = prepared.request
@@ -173,14 +171,16 @@ class Saver:
         self._flight.start(handle, run.run, run.give_up)
         return handle
 
-    def _captured(self, capture: Callable[[], CapturedState]) -> CapturedState:
+    def _captured(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> CapturedState:
         """The state, if this rank can save it; every rank is told if it cannot."""
+        if self._options.reject_non_finite:
+            refuse_non_finite_loss(request.metrics)
         if hung := self._flight.stuck():
             raise SaveError(f"a save before this one was given up and still hangs here: {hung}")
         return capture()
 
     def _committed(self, info: CheckpointInfo) -> None:
-        self._ownership.note_committed(info.name)
+        self.ownership.note_committed(info)
         if self._options.keep is not None:
             self._prune(self._options.keep, info)
         try:
@@ -194,9 +194,9 @@ class Saver:
                 self._storage,
                 # What was committed last is told by clocks; after one was put back, only we know.
                 policy | KeepSteps((info.step,)),
-                now=time.time(),
                 telemetry=self._telemetry,
-                check=self._ownership.check,
+                abandoned=self._options.abandoned,
+                check=self.ownership.check,
             )
         except (OSError, CheckpointError) as error:
             # The checkpoint is committed all the same; what was not removed is removed after the next commit.

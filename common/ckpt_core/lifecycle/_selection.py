@@ -58,6 +58,11 @@ class Selection:
     strict: bool = True
     cast: bool = False
 
+    @property
+    def is_all(self) -> bool:
+        """Whether everything is wanted, and nothing may be left as it is."""
+        return self.items is None and not self.include and self.strict
+
     @classmethod
     def of(
         cls,

@@ -116,6 +116,7 @@ def commit_all(
         annotations=request.annotations,
         producer=_producer(),
         num_chunks=sum(report.num_chunks for report in reports),
+        lineage=prepared.lineage,
         files=tuple(sorted(files, key=lambda entry: entry.path)),
     )
     return commit(storage, working, request.name, manifest, replace=request.replace, check=check)

@@ -14,7 +14,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._problems import Problems
 from ckpt_core.options._sizes import Headroom, parse_headroom, parse_size
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.retention import Abandoned, RetentionPolicy
 from ckpt_core.validation import boolean, integer, one_of, positive, require
 
 BackPressure = Literal["wait", "skip", "coalesce"]
@@ -34,6 +34,9 @@ class CheckpointOptions:
     Attributes:
         save: when to save; None leaves every save to explicit calls.
         keep: which checkpoints a prune spares; None never prunes.
+        abandoned: what a prune does with checkpoints that the present lineage does not go on from, because
+            training began afresh or went back: `keep` them, or `prune` all that are not pinned. With `keep`
+            as None it has no effect.
         back_pressure: what a save that is due does while every arena is in flight: `wait` for the oldest;
             `skip`, so that it is lost; or `coalesce`: all that are due meanwhile become one, which `due` and
             `maybe_save` ask for at the first step at which an arena is free on every rank, with the state of
@@ -52,6 +55,9 @@ class CheckpointOptions:
             and optimizer state are copied while forward and backward run (`overlapped`): then nothing but
             the optimizers' steps may change them until the handle's `staged` is done or `wait_staged` of
             the manager has returned.
+        reject_non_finite: whether a save fails, and commits nothing, if a weight or a value of an optimizer's
+            state that it would commit, or the metric `loss`, is NaN or infinite. Module buffers may be. With
+            `on_error="warn"` training goes on, and what is committed stays the last that was fine.
         on_error: whether a failed background save stops the training or is only reported.
         verify: what is compared with its checksums before anything live changes: the bytes that will be
             used and, on a local filesystem, those around them (`read`), all of the checkpoint (`full`), or
@@ -67,12 +73,14 @@ class CheckpointOptions:
 
     save: SavePolicy | None = None
     keep: RetentionPolicy | None = None
+    abandoned: Abandoned = "keep"
     back_pressure: BackPressure = "wait"
     arenas: int = 1
     staging_memory: int | str | None = None
     write_bandwidth: float | str | None = None
     headroom: float | str | None = None
     staging: Staging = "blocking"
+    reject_non_finite: bool = False
     on_error: OnError = "raise"
     verify: Verify | bool = "read"
     read_once: bool = True
@@ -85,6 +93,7 @@ class CheckpointOptions:
             "CheckpointOptions",
             _optional("save", self.save, SavePolicy),
             _optional("keep", self.keep, RetentionPolicy),
+            one_of("abandoned", self.abandoned, get_args(Abandoned)),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
             _arenas(self.arenas),
             _size("staging_memory", self.staging_memory),
@@ -93,6 +102,7 @@ class CheckpointOptions:
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
             _verify(self.verify),
+            boolean("reject_non_finite", self.reject_non_finite),
             boolean("read_once", self.read_once),
             boolean("allow_pickle", self.allow_pickle),
             positive("deadline_seconds", self.deadline_seconds),

@@ -1,6 +1,6 @@
 """What a training run is, as items: out as live tensors and plain values, back in bit for bit."""
 
-from ckpt_core.state._as_source import State, as_captured, as_source
+from ckpt_core.state._as_source import State, as_captured, as_source, takes_all
 from ckpt_core.state._codec import NotEncodableError, decode, encode
 from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
 from ckpt_core.state._dict_state import DictState
@@ -43,6 +43,7 @@ __all__ = [
     "rng_seed",
     "rng_state",
     "stable_tensors",
+    "takes_all",
     "template",
     "under",
     "unwrap_optimizer",

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_core import codec
 from ckpt_core.commit import Catalog, begin, commit, quarantine, remove, verify
-from ckpt_core.commit._marks import MAX_MARKS, MAX_MARKS_BYTES, Mark, read_marks, replace_marks
+from ckpt_core.commit._marks import MAX_MARKS, MAX_MARKS_BYTES, Mark, Marks, read_marks, replace_marks
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import FaultyStorage
@@ -48,7 +48,7 @@ def test_a_mark_is_seen_by_everyone_who_lists_and_hides_nothing(storage):
     catalog = Catalog(storage)
     assert marked(storage) == {TWO: PROBLEM}
     assert [info.step for info in catalog.committed()] == [1, 2]
-    assert catalog.latest() == catalog.find(step=2)
+    assert (catalog.latest().step, catalog.find(step=2).damaged) == (1, PROBLEM)
     assert (catalog.known_damage(ONE), catalog.known_damage(TWO)) == (None, PROBLEM)
     assert verify(storage, TWO) == []
 
@@ -142,11 +142,11 @@ def test_ten_thousand_marks_of_any_length_can_be_read_back(storage):
         odd * 250 + f"{number:05d}": Mark(save_id="\0" * 64, problem=odd * 400, found=float(number))
         for number in range(10_000)
     }
-    replace_marks(storage, marks)
+    replace_marks(storage, Marks(damaged=marks, bad=marks))
     assert storage.size("damaged.json") <= MAX_MARKS_BYTES
-    kept = read_marks(storage)
-    assert len(kept) == MAX_MARKS
-    assert min(mark.found for mark in kept.values()) == 10_000 - MAX_MARKS
+    for kept in (read_marks(storage).damaged, read_marks(storage).bad):
+        assert len(kept) == MAX_MARKS
+        assert min(mark.found for mark in kept.values()) == 10_000 - MAX_MARKS
     catalog = Catalog(storage)
     catalog.mark_damaged(ONE, "x" * 10_000_000)
     assert catalog.known_damage(ONE) == "x" * 400
@@ -167,7 +167,7 @@ HOSTILE = {
     "empty": b"",
     "zeros": b"\0" * 100,
     "nested": b"[" * 100_000,
-    "huge": b" " * (9 << 20),
+    "huge": b" " * (MAX_MARKS_BYTES + 1),
     "not unicode": b"\xff",
     "without checksum": json.dumps({"format_version": 1, "checkpoints": {}}).encode(),
     "no marks": sealed({}),

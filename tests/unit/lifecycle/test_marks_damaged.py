@@ -38,7 +38,8 @@ def ownership(storage):
 
 
 def marked(storage):
-    return {info.name: info.damaged for info in Catalog(storage).committed() if info.damaged is not None}
+    infos = Catalog(storage).committed(abandoned=True)
+    return {info.name: info.damaged for info in infos if info.damaged is not None}
 
 
 def test_damage_is_marked_with_its_words_once_the_root_is_owned(storage, ownership):
@@ -108,12 +109,13 @@ def test_what_resume_passed_over_is_marked_and_does_not_push_out_what_is_sound(t
         assert sorted(marked(LocalStorage(tmp_path))) == [TWO, "step-000000003"]
         checkpoints.save(4, state).result()
         checkpoints.wait()
-        assert [info.step for info in checkpoints.checkpoints()] == [1, 2, 3, 4]
+        assert [info.step for info in checkpoints.checkpoints()] == [1, 4]
+        assert [info.step for info in checkpoints.checkpoints(abandoned=True)] == [1, 2, 3, 4]
         plan = checkpoints.prune(dry_run=True)
     assert ([info.step for info in plan.damaged], set(plan.keep)) == ([2, 3], {1, 4})
 
 
-def test_a_save_of_its_step_takes_the_place_of_a_marked_checkpoint_and_is_not_marked(tmp_path):
+def test_a_save_of_the_step_of_a_marked_checkpoint_stands_beside_it_and_is_not_marked(tmp_path):
     with CheckpointManager(tmp_path) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, {"w": torch.full((4,), float(step))})
@@ -121,9 +123,10 @@ def test_a_save_of_its_step_takes_the_place_of_a_marked_checkpoint_and_is_not_ma
     state = {"w": torch.zeros(4)}
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.resume(state) == 1
-        checkpoints.save(2, state).result()
-    assert marked(LocalStorage(tmp_path)) == {}
-    assert len(list(tmp_path.glob("*.corrupt-*"))) == 1
+        made = checkpoints.save(2, state).result()
+        assert [info.name for info in checkpoints.checkpoints()] == [ONE, made.name]
+    assert made.name == f"{TWO}.run-{made.lineage.id}"
+    assert list(marked(LocalStorage(tmp_path))) == [TWO]
 
 
 def flip(path: Path) -> None:

@@ -1,0 +1,117 @@
+"""Which checkpoints belong to the run as it is now, and which were abandoned when it went another way.
+
+A lineage is an unbroken line of saves. Going on from the newest checkpoint goes on with its lineage; starting
+afresh, or going back and saving, begins a new one, which records what it goes on from. The lineage with the
+highest number is the present one: numbers decide, because clocks are not to be trusted.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from ckpt_core import codec
+from ckpt_core.types import CheckpointInfo, Lineage
+
+MAX_ANCESTORS: Final = 1000
+"""What is further back counts as abandoned; with as many a marker is still read in no time."""
+
+_ID: Final = re.compile(r"[0-9a-f]{8,32}")
+
+
+def on_present_line(infos: Sequence[CheckpointInfo], present: Lineage | None = None) -> list[CheckpointInfo]:
+    """The same checkpoints, each knowing whether the present lineage goes on from it; oldest step first.
+
+    Of one step, what is abandoned comes first and what was begun last comes last.
+    """
+    present = present_lineage(infos) if present is None else present
+    judged = [
+        info if info.abandoned is abandoned else replace(info, abandoned=abandoned)
+        for info in infos
+        for abandoned in (not present.includes(info.lineage, info.step),)
+    ]
+    return sorted(judged, key=_by_step)
+
+
+def present_lineage(infos: Sequence[CheckpointInfo], others: Sequence[Lineage] = ()) -> Lineage:
+    """The lineage begun last; of several of one number, which only a fault makes, the one saved to last.
+
+    Args:
+        infos: every committed checkpoint of the root.
+        others: of checkpoints whose markers cannot be read: to take an older run for the present one because
+            the newest checkpoint is damaged would resume what was abandoned.
+    """
+    found = [(info.lineage.number, info.created, info.lineage.id, info.lineage) for info in infos]
+    found += [(lineage.number, 0.0, lineage.id, lineage) for lineage in others]
+    return max(found, key=lambda each: each[:3])[3] if found else Lineage()
+
+
+def next_lineage(
+    infos: Sequence[CheckpointInfo], present: Lineage, origin: CheckpointInfo | None, step: int
+) -> tuple[Lineage, bool]:
+    """The lineage of a save of `step` whose state goes on from `origin`, and whether it is a new one.
+
+    Args:
+        infos: every committed checkpoint of the root.
+        present: the root's present lineage.
+        origin: the checkpoint that the state was loaded from; None if it was loaded from none of this root.
+        step: of the save. One before that of its origin leaves behind what lies between them.
+    """
+    new = Lineage(id=secrets.token_hex(4), number=present.number + 1)
+    if origin is None:
+        return new, True
+    line = [info for info in on_present_line(infos, present) if not info.abandoned]
+    goes_on = bool(line) and is_same(line[-1], origin) and step >= origin.step
+    if goes_on and origin.lineage == present and present.number:
+        return present, False
+    last = origin.step if step >= origin.step else step - 1
+    older = ((origin.lineage.id, last), *((each, min(end, last)) for each, end in origin.lineage.ancestry))
+    ancestry = tuple(
+        (each, end)
+        for each, end in older[:MAX_ANCESTORS]
+        if any(info.lineage.id == each and info.step <= end for info in infos)
+    )
+    return replace(new, ancestry=ancestry), not goes_on
+
+
+def is_same(one: CheckpointInfo, other: CheckpointInfo) -> bool:
+    """Whether both are the same checkpoint, and not one that took its place."""
+    return (one.name, one.save_id, one.created) == (other.name, other.save_id, other.created)
+
+
+def to_fields(lineage: Lineage) -> dict[str, Any]:
+    """The fields of a manifest or marker; none for a checkpoint of no lineage."""
+    if not lineage.number:
+        return {}
+    ancestry = [[each, step] for each, step in lineage.ancestry]
+    return {"lineage": {"id": lineage.id, "number": lineage.number, "ancestry": ancestry}}
+
+
+def from_fields(fields: codec.Fields) -> Lineage:
+    """The lineage in the fields of a manifest or marker; ValueError for what is not right."""
+    found = fields.optional("lineage")
+    if found is None:
+        return Lineage()
+    ancestry = found.get("ancestry", list)
+    if len(ancestry) > MAX_ANCESTORS or any(type(pair) is not list or len(pair) != 2 for pair in ancestry):
+        raise ValueError(f"'ancestry' should be at most {MAX_ANCESTORS} pairs of lineage and step")
+    return Lineage(
+        id=_id(found.get("id", str)),
+        number=found.count("number", least=1),
+        ancestry=tuple(
+            ("" if each == "" else _id(each), codec.count(step, "step")) for each, step in ancestry
+        ),
+    )
+
+
+def _id(value: object) -> str:
+    if type(value) is not str or not _ID.fullmatch(value):
+        raise ValueError(f"the id of a lineage should be 8 to 32 lower-case hex digits, not {value!r:.80}")
+    return value
+
+
+def _by_step(info: CheckpointInfo) -> tuple[int, bool, int, float]:
+    return info.step, not info.abandoned, info.lineage.number, info.created
