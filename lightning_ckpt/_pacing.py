@@ -201,7 +201,7 @@ class Pacing:
             _logger.warning(
                 "this fit goes on from no checkpoint in %s, which holds %d of an earlier run, up to %s: "
                 "from its first save on those are abandoned, and ckpt_path='last' and 'best' mean this "
-                "run's. To go on from them instead, stop it and call trainer.fit(..., ckpt_path='last'); to keep "
+                "run's. To go on from them instead, stop it and call fit(..., ckpt_path='last'); to keep "
                 "runs apart, give each a dirpath of its own",
                 self._root, len(committed), committed[-1].name,
             )  # fmt: skip
