@@ -12,11 +12,11 @@ from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.lifecycle import SaveHandle
 from ckpt_core.manager import CheckpointManager
-from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._options import Settings
 from lightning_ckpt._places import Place
+from lightning_ckpt._state import LightningState
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Roots:
         self,
         root: str,
         step: int,
-        state: StateSource,
+        state: LightningState,
         *,
         name: str | None = None,
         metrics: Mapping[str, float],
@@ -109,7 +109,12 @@ class Roots:
         self._find_origin(root, step)
         self.take_up(root)
         annotations = {"reason": reason}
-        handle = manager.save(step, state, metrics=metrics, annotations=annotations, name=name)
+        try:
+            handle = manager.save(step, state, metrics=metrics, annotations=annotations, name=name)
+        except CheckpointError as error:
+            for note in state.unstorable():
+                error.add_note(note)
+            raise
         if handle is not None:
             self._note_saved()
             self._saved.append((root, handle))

@@ -7,7 +7,12 @@ import os
 from collections.abc import Callable
 from typing import Any, final
 
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    IncompatibleCheckpointError,
+)
 from ckpt_core.state import unwrap_optimizer
 from lightning_ckpt._metrics import Measured
 from lightning_ckpt._options import Settings
@@ -18,6 +23,7 @@ from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, Loaded
 
 _logger = logging.getLogger(__name__)
+_SHOWN = 10
 
 
 @final
@@ -109,10 +115,13 @@ class Session:
     def _load(self, place: Place, state: LightningState) -> None:
         """Load the checkpoint of that name, the newest if it has none."""
         manager = self._roots.manager(place.root)
-        if not place.name and self.pacing is not None and place.root == self.settings.root:
-            manager.resume(state)
-        else:
-            manager.load(state, name=place.name or None)
+        try:
+            if not place.name and self.pacing is not None and place.root == self.settings.root:
+                manager.resume(state)
+            else:
+                manager.load(state, name=place.name or None)
+        except IncompatibleCheckpointError as error:
+            raise _in_lightnings_words(error, place) from error
         if state.loaded is not None and self.trainer.state.fn == "fit":
             saved = state.loaded.saved
             self._roots.loaded(Place(place.root, saved.name), saved.step)
@@ -178,6 +187,28 @@ class Session:
                 self.preempted = pacing.preempted
             self._roots.training = False
             self._roots.close(farewell=self._error is None)
+
+
+def _in_lightnings_words(error: IncompatibleCheckpointError, place: Place) -> IncompatibleCheckpointError:
+    """The same error, with the way out that a Trainer has: the core's is to load a part."""
+    kinds = {
+        "the checkpoint lacks": error.missing,
+        "the model and its optimizers lack": error.unexpected,
+        "differ": error.mismatched,
+    }
+    lines = [f"{len(names)} {verb}: {', '.join(names[:_SHOWN])}" for verb, names in kinds.items() if names]
+    if not lines and not isinstance(error.__cause__, IncompatibleCheckpointError):
+        return error
+    what = "; ".join(lines) or str(error.__cause__)
+    return IncompatibleCheckpointError(
+        f"{place.root}/{place.name} does not fit this LightningModule, and nothing was loaded. {what}. It is "
+        "probably another model's: check ckpt_path and the configuration. To begin a new training with the "
+        "weights that fit, make the model by lightning_ckpt.load_from_checkpoint(Model, path, strict=False) "
+        "and fit it without ckpt_path; to validate, test or predict with them, set model.strict_loading = False",
+        missing=error.missing,
+        unexpected=error.unexpected,
+        mismatched=error.mismatched,
+    )
 
 
 def refuse_hidden_shards(strategy: Any) -> None:

@@ -23,6 +23,7 @@ from lightning_ckpt._capture import (
     RNG,
     SEED,
     capture,
+    unstorable,
 )
 from lightning_ckpt._hoist import plant
 
@@ -86,12 +87,19 @@ class LightningState:
 
     def capture(self) -> CapturedState:
         """The state as it is now, with live tensors."""
+        return capture(self._trainer, self._collected())
+
+    def unstorable(self) -> list[str]:
+        """What to say of callbacks and hooks whose state cannot be stored."""
+        return unstorable(self._collected())
+
+    def _collected(self) -> Mapping[str, Any]:
         checkpoint = self._checkpoint
         if checkpoint is None:
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if self._loops is not None:
             checkpoint = {**checkpoint, "loops": self._loops}
-        return capture(self._trainer, cast("Mapping[str, Any]", checkpoint))
+        return cast("Mapping[str, Any]", checkpoint)
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         """What to load into; see `StateSource`.
@@ -138,7 +146,7 @@ class LightningState:
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         """Note what was read; returns what a person should know."""
         tree = loaded[PART]
-        checkpoint = _plain_items(saved, tree.get(LARGE, {}))
+        checkpoint = plain_items(saved, tree.get(LARGE, {}))
         checkpoint["state_dict"] = dict(tree[MODEL])
         if OPTIMIZER in tree:
             checkpoint["optimizer_states"] = _as_list(tree[OPTIMIZER])
@@ -191,7 +199,7 @@ def _as_list(optimizers: Mapping[str, Any]) -> list[Any]:
     return [optimizers]
 
 
-def _plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Lightning's keys; the least that it asks for, if the checkpoint was not saved by Lightning."""
     items = {**saved.shared, **saved.per_rank}
     own = {
