@@ -204,7 +204,7 @@ def _in_lightnings_words(error: IncompatibleCheckpointError, place: Place) -> In
         f"{place.root}/{place.name} does not fit this LightningModule, and nothing was loaded. {what}. It is "
         "probably another model's: check ckpt_path and the configuration. To begin a new training with the "
         "weights that fit, make the model by lightning_ckpt.load_from_checkpoint(Model, path, strict=False) "
-        "and fit it without ckpt_path; to validate, test or predict with them, set model.strict_loading = False",
+        "and fit it without ckpt_path; to validate, test or predict, set model.strict_loading = False",
         missing=error.missing,
         unexpected=error.unexpected,
         mismatched=error.mismatched,
