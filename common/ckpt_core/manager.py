@@ -19,11 +19,10 @@ from ckpt_core.lifecycle import (
     SaveRequest,
     Selection,
     narrowed,
-    prune,
 )
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.retention import KeepAll, PrunePlan
+from ckpt_core.retention import PrunePlan
 from ckpt_core.state import State, as_captured, as_source, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
@@ -201,7 +200,8 @@ class CheckpointManager:
         )
         if loaded is None:
             return None
-        if loaded.info.damaged is not None:
+        every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
+        if loaded.info.damaged is not None and every_byte:
             self._saver.ownership.note_sound(loaded.info.name)
         self._saver.ownership.line.goes_on_from(loaded.info)
         self._cadence.saved(loaded.info.step)
@@ -312,29 +312,27 @@ class CheckpointManager:
     def verify(self, step: int | None = None) -> list[FileFailure]:
         """Read a committed checkpoint (the newest by default) back and compare; [] if all is well.
 
+        One that is damaged is marked, so that nobody relies on it; a mark that is wrong is taken away.
+
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
         info = self._newest() if step is None else self._catalog.find(step=step)
-        return verify(self.storage, info.name)
+        failures = verify(self.storage, info.name)
+        self._saver.ownership.note_verified(info, failures)
+        return failures
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
-        """Remove what the retention policy does not keep; with `dry_run`, only tell."""
+        """Remove what the retention policy does not keep; with `dry_run`, only tell.
+
+        Before anything goes, one of the checkpoints that stay is verified, if none has been by this manager.
+        """
         _refuse(closed=self._closed)
         self._saver.wait()
-        policy = self.options.keep or KeepAll()
-        if not dry_run:
-            self._saver.own_root()
-        return self._coordinator.once(
-            lambda: prune(
-                self.storage,
-                policy,
-                telemetry=self._telemetry,
-                abandoned=self.options.abandoned,
-                dry_run=dry_run,
-            ),
-            what="pruning",
-        )
+        if dry_run:
+            return self._coordinator.once(self._saver.pruner.plan, what="pruning")
+        self._saver.own_root()
+        return self._coordinator.once(self._saver.pruner.apply, what="pruning")
 
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import instances, integer, integers, one_of, positive, require, text
@@ -242,6 +242,9 @@ class Not(RetentionPolicy):
 Abandoned: TypeAlias = Literal["keep", "prune"]
 """What becomes of checkpoints that the present lineage does not go on from."""
 
+UNVERIFIED: Final = "nothing that would stay is known to be whole"
+"""Why a checkpoint stays that no policy keeps."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunePlan:
@@ -289,6 +292,31 @@ def plan_prune(
         bad=tuple(info for info in ordered if info.bad is not None and info.damaged is None),
         abandoned=tuple(left),
     )
+
+
+def withheld(plan: PrunePlan, drop: Sequence[CheckpointInfo]) -> PrunePlan:
+    """The plan, where only `drop` may go, because nothing that would stay is known to be whole."""
+    names = {info.name for info in drop}
+    kept = {info.step: (UNVERIFIED,) for info in plan.drop if info.name not in names and not info.abandoned}
+    left = tuple(info for info in plan.drop if info.name not in names and info.abandoned)
+    keep = dict(sorted((kept | dict(plan.keep)).items()))
+    return replace(plan, keep=MappingProxyType(keep), drop=tuple(drop), abandoned=(*plan.abandoned, *left))
+
+
+def unknown_metrics(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> tuple[str, ...]:
+    """Metrics that the policy ranks by and that none of these checkpoints has; sorted."""
+    there = {metric for info in history for metric in info.metrics}
+    return tuple(sorted(_metrics(policy) - there))
+
+
+def _metrics(policy: RetentionPolicy) -> frozenset[str]:
+    match policy:
+        case KeepBest():
+            return frozenset({policy.metric})
+        case AnyOf() | AllOf():
+            return frozenset[str]().union(*map(_metrics, policy.policies))
+        case _:
+            return frozenset()
 
 
 def _guaranteed(history: Sequence[CheckpointInfo]) -> Iterable[tuple[int, str]]:
@@ -347,4 +375,6 @@ __all__ = [
     "PrunePlan",
     "RetentionPolicy",
     "plan_prune",
+    "unknown_metrics",
+    "withheld",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _inspect, _prune, _verify
+from ckpt_core.cli import _inspect, _mark, _prune, _verify
 from ckpt_core.cli._outcome import Outcome, show
 from ckpt_core.cli._places import storage_options
 from ckpt_core.errors import CheckpointError, ConfigError
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ckpt-suite {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = _shared_options()
-    for add in (_add_ls, _add_show, _add_verify, _add_prune, _add_pin, _add_unpin):
+    for add in (_add_ls, _add_show, _add_verify, _add_prune, _add_pin, _add_unpin, _add_mark):
         add(commands, shared)
     return parser
 
@@ -88,7 +88,7 @@ def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         parents=[shared],
         help="read checkpoints back and compare them with what was committed",
         description="Verifies a checkpoint, the newest of a root, or a directory written by stock DCP. One "
-        "that is marked as damaged and verifies loses its mark.",
+        "that is damaged is marked, so that nobody relies on it; one that verifies loses its mark.",
     )
     command.add_argument("place", metavar="ROOT_OR_CHECKPOINT", help="path or URL")
     which = command.add_mutually_exclusive_group()
@@ -103,7 +103,9 @@ def _add_prune(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         parents=[shared],
         help="remove checkpoints that no policy keeps",
         description="Keeps what at least one policy keeps, what is pinned, and always the newest. What is "
-        "marked as damaged counts for none of that and is left for a person, who may use --damaged.",
+        "marked or abandoned counts for none of that and is left for a person, who may use --damaged, --bad "
+        "or --abandoned. Before anything goes, one checkpoint that stays is verified; one that is damaged is "
+        "marked, and what is older stays in its place.",
     )
     command.add_argument("root", metavar="ROOT", help="path or URL of a run")
     command.add_argument("--keep-latest", type=int, metavar="N", help="keep the N highest steps")
@@ -122,6 +124,12 @@ def _add_prune(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead of a policy: delete what is marked as damaged and not pinned, and nothing else; verify "
         "first, which takes the mark from what is whole",
+    )
+    command.add_argument("--bad", action="store_true", help="the same for what is marked as bad")
+    command.add_argument(
+        "--abandoned",
+        action="store_true",
+        help="the same for what the present lineage does not go on from",
     )
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     command.add_argument(
@@ -145,3 +153,20 @@ def _add_unpin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     command.add_argument("root", metavar="ROOT", help="path or URL of a run")
     command.add_argument("step", metavar="STEP", type=int)
     command.set_defaults(command=_inspect.unpin)
+
+
+def _add_mark(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "mark",
+        parents=[shared],
+        help="say that a step must not be trained on, or may be again",
+        description="A bad checkpoint is passed over by every resume and counts for nothing in retention, so "
+        "that to roll back past it is one command. It is not deleted; see `prune --bad`.",
+    )
+    command.add_argument("checkpoint", metavar="ROOT@STEP", help="path or URL of a run, and a step of it")
+    command.add_argument("verdict", choices=("bad", "good"))
+    command.add_argument("--reason", help="why it is bad, for whoever finds it")
+    command.add_argument(
+        "--and-later", action="store_true", help="also every later step of the present lineage"
+    )
+    command.set_defaults(command=_mark.run)

@@ -1,17 +1,17 @@
-"""`prune`: apply a retention policy to a root that no job is writing to, or delete what is damaged there."""
+"""`prune`: apply a retention policy to a root that no job is writing to, or delete what is useless."""
 
 from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import reduce
 from operator import or_
 
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._places import open_root
-from ckpt_core.commit import Catalog, Lease, Owner, collect_orphans, countable, remove
+from ckpt_core.commit import Catalog, Inventory, Lease, Owner, Soundness, collect_orphans, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, RootBusyError
 from ckpt_core.names import WRITER
 from ckpt_core.options import bytes_text
@@ -23,51 +23,81 @@ from ckpt_core.retention import (
     PrunePlan,
     RetentionPolicy,
     plan_prune,
+    withheld,
 )
 from ckpt_core.storage import Storage, excludes_others
 from ckpt_core.types import CheckpointInfo
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Remove what no policy keeps and what crashes left behind, or only what is marked as damaged."""
+    """Remove what no policy keeps and what crashes left behind, or only what is of the kinds asked for."""
     policy = _policy(arguments)
     storage = open_root(arguments.root, arguments.storage_options)
+
+    def choose(history: Sequence[CheckpointInfo]) -> PrunePlan:
+        return _plan_kinds(storage, history, arguments) if policy is None else _plan(policy, history)
+
     if arguments.dry_run:
         torn = [] if policy is None else Catalog(storage).torn()
-        return _outcome(storage, _plan(storage, policy), torn, dry_run=True)
+        return _outcome(storage, choose(Inventory(storage).history()), torn, dry_run=True)
     _refuse_to_take_over(storage, allowed=arguments.take_over)
     with Lease.acquire(storage, "ckpt prune") as lease:
-        plan = _plan(storage, policy)
-        for info in plan.drop:
-            lease.check()
-            remove(storage, info)
-            if info.damaged is not None:
-                Catalog(storage).unmark(info.name)
+        plan = _applied(storage, choose, lease)
         orphans = [] if policy is None else collect_orphans(storage, keep=())
     return _outcome(storage, plan, orphans, dry_run=False)
 
 
-def _plan(storage: Storage, policy: RetentionPolicy | None) -> PrunePlan:
-    """What the policy says; without one, that the damaged go."""
-    history = countable(storage)
-    return _plan_damaged(storage, history) if policy is None else plan_prune(policy, history, time.time())
+def _applied(
+    storage: Storage, choose: Callable[[Sequence[CheckpointInfo]], PrunePlan], lease: Lease
+) -> PrunePlan:
+    """The plan, carried out as far as what stays is known to be whole."""
+    plans: list[PrunePlan] = []
+
+    def droppable(history: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+        plans.append(choose(history))
+        return plans[-1].drop
+
+    catalog, inventory = Catalog(storage), Inventory(storage)
+    soundness = Soundness(storage, catalog.mark_damaged)
+    drop = soundness.droppable(inventory, droppable)
+    for info in drop:
+        lease.check()
+        if inventory.still_there(info):
+            remove(storage, info)
+            for bad in (False, True):
+                catalog.unmark(info.name, bad=bad)
+    return withheld(plans[-1], drop)
 
 
-def _plan_damaged(storage: Storage, history: Sequence[CheckpointInfo]) -> PrunePlan:
-    """Drop what is marked as damaged, but what a person has pinned; refuse if nothing else is there."""
-    damaged = [info for info in history if info.damaged is not None]
-    sound = [info for info in history if info.damaged is None]
-    drop = tuple(info for info in damaged if info.pinned is None)
-    if drop and not sound:
+def _plan(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> PrunePlan:
+    return plan_prune(policy, history, time.time())
+
+
+def _plan_kinds(storage: Storage, history: Sequence[CheckpointInfo], arguments: Namespace) -> PrunePlan:
+    """Drop what is damaged, bad or abandoned, and not pinned; refuse if nothing else is there."""
+
+    def goes(info: CheckpointInfo) -> bool:
+        if info.damaged is not None:
+            return bool(arguments.damaged)
+        return bool(arguments.bad if info.bad is not None else arguments.abandoned and info.abandoned)
+
+    chosen = [info for info in history if goes(info)]
+    drop = tuple(info for info in chosen if info.pinned is None)
+    stays = [info for info in history if info.usable and not info.abandoned]
+    if drop and not stays:
         raise CorruptCheckpointError(
-            f"every committed checkpoint in {storage.url} is marked as damaged: "
-            f"{', '.join(info.name for info in damaged)}. Nothing was deleted; look at each with "
-            "`ckpt verify`, which takes the mark from one that is whole, or delete the directories by hand"
+            f"nothing in {storage.url} would be left to go on from: every committed checkpoint of the "
+            "present lineage is marked as damaged or bad. Nothing was deleted of "
+            f"{', '.join(info.name for info in drop)}; look at each with `ckpt verify`, which takes "
+            "the mark from one that is whole, or delete the directories by hand"
         )
+    rest = [info for info in history if info not in drop]
     return PrunePlan(
-        keep={info.step: ("not marked as damaged",) for info in sound},
+        keep={info.step: ("of the present lineage, not marked",) for info in stays},
         drop=drop,
-        damaged=tuple(info for info in damaged if info.pinned is not None),
+        damaged=tuple(info for info in rest if info.damaged is not None),
+        bad=tuple(info for info in rest if info.bad is not None and info.damaged is None),
+        abandoned=tuple(info for info in rest if info.abandoned and info.usable),
     )
 
 
@@ -92,15 +122,18 @@ def _locks(storage: Storage) -> bool:
 
 
 def _policy(arguments: Namespace) -> RetentionPolicy | None:
-    """All that was given, as one; None if only the damaged are to go."""
+    """All that was given, as one; None if only what is damaged, bad or abandoned is to go."""
     policies = list(_given(arguments))
-    if arguments.damaged and policies:
-        raise ConfigError("--damaged deletes the damaged and nothing else: give it without a policy")
-    if arguments.damaged:
+    kinds = [kind for kind in ("damaged", "bad", "abandoned") if getattr(arguments, kind)]
+    if kinds and policies:
+        named = " ".join(f"--{kind}" for kind in kinds)
+        raise ConfigError(f"{named} deletes what is so and nothing else: give it without a policy")
+    if kinds:
         return None
     if not policies:
         raise ConfigError(
-            "nothing says what to keep: give --keep-latest, --keep-every, … or --policy; or --damaged"
+            "nothing says what to keep: give --keep-latest, --keep-every, … or --policy; or --damaged, "
+            "--bad or --abandoned"
         )
     return reduce(or_, policies)
 
@@ -140,10 +173,15 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
     rows = [("keep", str(step), ", ".join(reasons)) for step, reasons in plan.keep.items()]
     rows += [("drop", str(info.step), bytes_text(info.size_bytes)) for info in plan.drop]
     rows += [("drop", "torn", name) for name in torn]
-    rows += [("left", str(info.step), _why_left(info)) for info in plan.damaged]
+    left = [*plan.damaged, *plan.bad, *plan.abandoned]
+    rows += [("left", str(info.step), _why_left(info)) for info in left]
     freed = bytes_text(sum(info.size_bytes for info in plan.drop))
     verb = "would drop" if dry_run else "dropped"
-    advice = "left for a person: damaged checkpoints, see `ckpt verify` and `ckpt prune --damaged`"
+    advice = {
+        "left for a person: damaged checkpoints, see `ckpt verify` and `ckpt prune --damaged`": plan.damaged,
+        "left for a person: bad checkpoints, see `ckpt mark` and `ckpt prune --bad`": plan.bad,
+        "left: abandoned checkpoints, see `ckpt prune --abandoned`": plan.abandoned,
+    }
     return Outcome(
         fields={
             "root": storage.url,
@@ -152,15 +190,18 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
             "drop": [asdict(info) for info in plan.drop],
             "torn": torn,
             "damaged": [asdict(info) for info in plan.damaged],
+            "bad": [asdict(info) for info in plan.bad],
+            "abandoned": [asdict(info) for info in plan.abandoned],
         },
         parts=[
             *([Table(columns=("", "STEP", "WHY"), rows=rows)] if rows else []),
             f"{verb} {len(plan.drop)} checkpoints, {freed}, and {len(torn)} leftovers of crashes",
-            *([advice] if plan.damaged else []),
+            *(text for text, some in advice.items() if some),
         ],
     )
 
 
 def _why_left(info: CheckpointInfo) -> str:
-    pinned = "" if info.pinned is None else f"; pinned: {info.pinned}"
-    return f"marked as damaged: {info.damaged}{pinned}"
+    reasons = {"marked as damaged": info.damaged, "marked as bad": info.bad, "pinned": info.pinned}
+    told = [f"{reason}: {text}" for reason, text in reasons.items() if text is not None]
+    return "; ".join([*told, *([f"abandoned: {info.name}"] if info.abandoned else [])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._places import open_checkpoint, open_root
@@ -13,6 +13,8 @@ from ckpt_core.commit import Catalog, verify, verify_stock
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.names import MARKER, is_corrupt, is_incomplete, is_trash
 from ckpt_core.storage import Storage
+
+_MOST_TOLD: Final = 5
 
 
 @final
@@ -22,8 +24,8 @@ class _Result:
 
     Attributes:
         note: by what it was verified, if not by its manifest.
-        damaged: what a mark said, wrongly, was wrong with it.
-        mark: what became of that mark, in words; "" if there was none.
+        damaged: what a mark said was wrong with it.
+        mark: what became of its mark, in words; "" if nothing.
     """
 
     name: str
@@ -73,8 +75,8 @@ def _one_checkpoint(arguments: Namespace) -> Outcome | None:
 def _names(catalog: Catalog, arguments: Namespace) -> list[str]:
     if arguments.step is not None:
         return [catalog.find(step=arguments.step).name]
-    names = [info.name for info in catalog.committed()]
-    return names if arguments.all else names[-1:]
+    infos = catalog.committed(abandoned=bool(arguments.all))
+    return [info.name for info in (infos if arguments.all else infos[-1:])]
 
 
 def _stock(arguments: Namespace) -> Outcome:
@@ -84,24 +86,30 @@ def _stock(arguments: Namespace) -> Outcome:
 
 
 def outcome(storage: Storage, names: Sequence[str]) -> Outcome:
-    """Verify these checkpoints of a root; one that is marked as damaged and is whole loses its mark."""
+    """Verify these checkpoints of a root; what is damaged is marked, and what is whole loses its mark."""
     return _told(storage, [_verified(storage, name) for name in names])
 
 
 def _verified(storage: Storage, name: str) -> _Result:
-    failures = verify(storage, name)
-    if failures:
-        return _Result(name=name, failures=failures)
-    catalog = Catalog(storage)
-    damaged = catalog.known_damage(name)
-    if damaged is None:
+    failures, catalog = verify(storage, name), Catalog(storage)
+    try:
+        damaged = catalog.known_damage(name)
+    except CheckpointError:
+        return _Result(name=name, failures=failures)  # it counts for nobody as it is, so no mark is needed
+    problem = "; ".join(map(str, failures[:_MOST_TOLD]))
+    if problem == (damaged or ""):
         return _Result(name=name, failures=failures)
     try:
-        catalog.unmark(name)
+        if failures:
+            catalog.mark_damaged(name, problem)
+        else:
+            catalog.unmark(name)
     except (CheckpointError, OSError) as error:
-        # Whoever may only read the root still learns that the checkpoint is whole.
-        return _Result(name=name, failures=failures, damaged=damaged, mark=f"stays, {error}")
-    return _Result(name=name, failures=failures, damaged=damaged, mark="was taken away")
+        # Whoever may only read the root still learns how the checkpoint is.
+        stays = f"could not be marked: {error}" if failures else f"stays, {error}"
+        return _Result(name=name, failures=failures, damaged=damaged, mark=stays)
+    became = "is marked" if failures else "was taken away"
+    return _Result(name=name, failures=failures, damaged=damaged, mark=became)
 
 
 def _told(storage: Storage, results: Sequence[_Result]) -> Outcome:
@@ -109,7 +117,9 @@ def _told(storage: Storage, results: Sequence[_Result]) -> Outcome:
     for result in results:
         parts.append(f"{'FAILED' if result.failures else 'ok':<8}{storage.url}/{result.name}{result.note}")
         parts += [f"  {failure}" for failure in result.failures]
-        if result.mark:
+        if result.mark and result.failures:
+            parts.append(f"  as damaged, it {result.mark}")
+        elif result.mark:
             parts.append(f"  was marked as damaged: {result.damaged}; the mark {result.mark}")
     return Outcome(
         fields={"root": storage.url, "checkpoints": [result.fields for result in results]},

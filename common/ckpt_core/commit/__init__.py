@@ -5,28 +5,31 @@ torch, so that listing and verifying stay fast.
 """
 
 from ckpt_core.commit._catalog import Catalog, Survey
+from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
-from ckpt_core.commit._prune import collect_orphans, countable, remove
+from ckpt_core.commit._prune import collect_orphans, remove
 from ckpt_core.commit._quarantine import quarantine
+from ckpt_core.commit._soundness import Soundness
 from ckpt_core.commit._stock import verify_stock
 from ckpt_core.commit._verify import share, verify
 
 __all__ = [
     "Catalog",
+    "Inventory",
     "ItemKind",
     "Lease",
     "Manifest",
     "Marker",
     "Owner",
+    "Soundness",
     "Survey",
     "abandon",
     "begin",
     "collect_orphans",
     "commit",
-    "countable",
     "is_name",
     "is_same",
     "next_lineage",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
@@ -51,12 +51,14 @@ class Survey:
         unreadable: name -> error; a marker that cannot be read says that something was committed, not what.
         abandoned: what is committed and not of the present lineage, oldest step first.
         lineage: the present one.
+        size: how many directories hold a marker.
     """
 
     committed: list[CheckpointInfo]
     unreadable: dict[str, CheckpointError | OSError]
     abandoned: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
     lineage: Lineage = field(default_factory=Lineage)
+    size: int = 0
 
     @property
     def everything(self) -> list[CheckpointInfo]:
@@ -94,11 +96,11 @@ class Catalog:
         be gone and the new one not be seen.
         """
         for _ in range(_MOST_LISTINGS - 1):
-            listed = _countable(self._storage)
-            survey, missing = _survey(self, self._storage, listed)
-            if not missing or _countable(self._storage) == listed:
+            listed = countable_names(self._storage)
+            survey = survey_of(self._storage, listed, self._read)
+            if survey.size == len(listed) or countable_names(self._storage) == listed:
                 return survey
-        return _survey(self, self._storage, _countable(self._storage))[0]
+        return survey_of(self._storage, countable_names(self._storage), self._read)
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step of the present lineage that is not marked, or None.
@@ -159,6 +161,9 @@ class Catalog:
         if len(content) > MAX_MARKER_BYTES:
             raise _corrupt(f"{self._storage.url}/{name}", MARKER, "too large to be a commit marker")
         return Marker.from_bytes(content)
+
+    def _read(self, name: str) -> CheckpointInfo:
+        return self.marker(name).info(name)
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of directory `name`, the one that was committed.
@@ -235,7 +240,7 @@ class Catalog:
             CorruptCheckpointError: its marker is malformed.
             IncompatibleCheckpointError: its marker was written by a newer version.
         """
-        return problem_of(known_marks(self._storage).damaged, name, self.marker(name))
+        return problem_of(known_marks(self._storage).damaged, name, self.marker(name).save_id)
 
     def mark_damaged(self, name: str, problem: str) -> None:
         """Tell everyone to come that checkpoint `name` did not verify, and why, in words.
@@ -299,29 +304,44 @@ def _directories(storage: Storage) -> list[str]:
     return [entry.name for entry in storage.list("") if entry.is_directory]
 
 
-def _countable(storage: Storage) -> list[str]:
+def countable_names(storage: Storage) -> list[str]:
+    """The directories of a root that are checkpoints if they hold a marker."""
     return [name for name in _directories(storage) if can_count(name)]
 
 
-def _survey(catalog: Catalog, storage: Storage, names: Sequence[str]) -> tuple[Survey, bool]:
-    """The survey of these directories, and whether any of them has no marker."""
+def survey_of(storage: Storage, names: Sequence[str], read: Callable[[str], CheckpointInfo]) -> Survey:
+    """The survey of these directories.
+
+    Args:
+        storage: the root.
+        names: of directories.
+        read: tells what the marker in a directory says; errors as by `Catalog.marker`.
+    """
     pins, marks = _pins_or_none(storage), known_marks(storage)
     committed: list[CheckpointInfo] = []
     unreadable: dict[str, CheckpointError | OSError] = {}
     for name in names:
         try:
-            marker = catalog.marker(name)
+            info = read(name)
         except CheckpointNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
             unreadable[name] = error
         else:
-            pinned = _PINS_UNREADABLE if pins is None else pins.get(marker.step)
-            damaged, bad = (problem_of(of_kind, name, marker) for of_kind in (marks.damaged, marks.bad))
-            committed.append(marker.info(name, pinned, damaged=damaged, bad=bad))
-    missing = len(committed) + len(unreadable) < len(names)
+            pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step)
+            damaged, bad = (problem_of(kind, name, info.save_id) for kind in (marks.damaged, marks.bad))
+            plain = pinned is None and damaged is None and bad is None
+            committed.append(info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad))
     others = [lineage for name in unreadable if (lineage := _told_by_manifest(storage, name)) is not None]
-    return _sorted_out(_without_replaced(committed), unreadable, others), missing
+    present = present_lineage(committed, others)
+    judged = on_present_line(_without_replaced(committed), present)
+    return Survey(
+        lineage=present,
+        committed=[info for info in judged if not info.abandoned],
+        unreadable=unreadable,
+        abandoned=[info for info in judged if info.abandoned],
+        size=len(committed) + len(unreadable),
+    )
 
 
 def _told_by_manifest(storage: Storage, name: str) -> Lineage | None:
@@ -330,21 +350,6 @@ def _told_by_manifest(storage: Storage, name: str) -> Lineage | None:
         return Manifest.from_bytes(storage.read_bytes(f"{name}/{MANIFEST}")).lineage
     except (CheckpointError, OSError):
         return None
-
-
-def _sorted_out(
-    committed: Sequence[CheckpointInfo],
-    unreadable: dict[str, CheckpointError | OSError],
-    others: Sequence[Lineage],
-) -> Survey:
-    present = present_lineage(committed, others)
-    judged = on_present_line(committed, present)
-    return Survey(
-        lineage=present,
-        committed=[info for info in judged if not info.abandoned],
-        unreadable=unreadable,
-        abandoned=[info for info in judged if info.abandoned],
-    )
 
 
 def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -381,7 +386,7 @@ def _in_force(catalog: Catalog, marks: Marks) -> Marks:
 
 def _may_mean(catalog: Catalog, name: str, mark: Mark) -> bool:
     try:
-        return mark.means(catalog.marker(name))
+        return mark.means(catalog.marker(name).save_id)
     except CheckpointNotFoundError:
         return False
     except (CheckpointError, OSError):

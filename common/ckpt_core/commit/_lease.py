@@ -78,10 +78,7 @@ class Lease:
         """
         lock = storage.try_lock(WRITER)
         if lock is None:
-            raise RootBusyError(
-                f"{storage.url} is being written by {Owner.of(storage) or 'another live process'}: "
-                "wait until it ends, stop it, or save to another root"
-            )
+            raise RootBusyError(_busy(storage))
         owner = Owner.here(job)
         try:
             storage.replace(WRITER, json.dumps(asdict(owner)).encode())
@@ -125,3 +122,16 @@ class Lease:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
+
+
+def _busy(storage: Storage) -> str:
+    owner = Owner.of(storage)
+    if owner is not None and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
+        return (
+            f"{storage.url} is held by something else in this very process, since "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(owner.started))}: let it end first"
+        )
+    return (
+        f"{storage.url} is being written by {owner or 'another live process'}: wait until it ends, stop "
+        "it, or save to another root"
+    )

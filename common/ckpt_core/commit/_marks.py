@@ -52,9 +52,9 @@ class Mark:
         """The mark of the checkpoint with that marker."""
         return cls(save_id=marker.save_id[:_MAX_ID], problem=problem[:MAX_PROBLEM], found=found)
 
-    def means(self, marker: Marker) -> bool:
-        """Whether the checkpoint with that marker is the one that was marked."""
-        return self.save_id == marker.save_id[:_MAX_ID]
+    def means(self, save_id: str) -> bool:
+        """Whether the checkpoint that this save wrote is the one that was marked."""
+        return self.save_id == save_id[:_MAX_ID]
 
     def says_as_much_as(self, other: Mark | None) -> bool:
         """Whether the other is of the same checkpoint, for the same reason."""
@@ -122,10 +122,10 @@ def marks_to_change(storage: Storage) -> Marks:
         return Marks()
 
 
-def problem_of(marks: Mapping[str, Mark], name: str, marker: Marker) -> str | None:
-    """What the marks say is wrong with the checkpoint of that name and marker; None if it is not marked."""
+def problem_of(marks: Mapping[str, Mark], name: str, save_id: str) -> str | None:
+    """What the marks say is wrong with the checkpoint of that name and save; None if it is not marked."""
     mark = marks.get(name)
-    return mark.problem if mark is not None and mark.means(marker) else None
+    return mark.problem if mark is not None and mark.means(save_id) else None
 
 
 def replace_marks(storage: Storage, marks: Marks) -> None:

@@ -17,39 +17,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
-from dataclasses import replace
 
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._leftovers import bring_back, remove_drafts
 from ckpt_core.names import MARKER, is_trash, parse_step_name, trash_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
-
-
-def countable(storage: Storage) -> list[CheckpointInfo]:
-    """The committed checkpoints, abandoned ones, too, oldest step first, as retention may count them.
-
-    On an object store the marker of a job that was replaced may arrive after the objects that it stands for
-    were cleared away. Such a checkpoint must not be why another is pruned: it is said to be damaged.
-    """
-    infos = Catalog(storage).committed(abandoned=True)
-    if storage.supports_rename:
-        return infos
-    return [_as_found(storage, info) for info in infos]
-
-
-def _as_found(storage: Storage, info: CheckpointInfo) -> CheckpointInfo:
-    found = _bytes_below(storage, info.name) if info.damaged is None else info.size_bytes
-    if found >= info.size_bytes:
-        return info
-    return replace(info, damaged=f"only {found} of {info.size_bytes} bytes are there")
-
-
-def _bytes_below(storage: Storage, directory: str) -> int:
-    return sum(
-        _bytes_below(storage, f"{directory}/{child.name}") if child.is_directory else child.size_bytes
-        for child in storage.list(directory)
-    )
 
 
 def remove(storage: Storage, info: CheckpointInfo) -> None:

@@ -4,7 +4,6 @@ from ckpt_core.lifecycle._cadence import CadenceKeeper
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.lifecycle._load import LoadRequest
 from ckpt_core.lifecycle._loader import Loader
-from ckpt_core.lifecycle._prune import prune
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._saver import Saver
 from ckpt_core.lifecycle._selection import Selection, narrowed
@@ -18,5 +17,4 @@ __all__ = [
     "Saver",
     "Selection",
     "narrowed",
-    "prune",
 ]

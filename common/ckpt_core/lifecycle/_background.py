@@ -92,6 +92,16 @@ class Background:
         """
         self._beat = _Beat(doing, self.deadline_seconds if limit_seconds is None else limit_seconds)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether more work waits for the thread."""
+        return not self._work.empty()
+
+    def until_idle(self) -> None:
+        """Return when all work is over: done, or given up. On any thread."""
+        if (last := self._last) is not None:
+            last.over.wait()
+
     def stuck(self) -> str:
         """In what the thread hangs still, after it was given up; "" if it is not so."""
         last = self._last

@@ -6,10 +6,20 @@ import errno
 import logging
 import secrets
 import sys
-from collections.abc import Mapping
-from typing import final
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, final
 
-from ckpt_core.commit import Catalog, Lease, collect_orphans, is_name, quarantine, require_free
+from ckpt_core.commit import (
+    Catalog,
+    Inventory,
+    Lease,
+    Soundness,
+    collect_orphans,
+    is_name,
+    quarantine,
+    require_free,
+)
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
     CheckpointError,
@@ -17,9 +27,11 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
+    FileFailure,
     IncompatibleCheckpointError,
     RootBusyError,
 )
+from ckpt_core.lifecycle._holdings import TAKING, hold, let_go, take_from_earlier_manager
 from ckpt_core.lifecycle._line import Line
 from ckpt_core.names import run_name
 from ckpt_core.storage import Storage
@@ -27,19 +39,36 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
+_MOST_TOLD: Final = 5
+
 
 @final
 class Ownership:
     """Holds the lease of a root, what is known to be in it, and the lineage that saves belong to.
 
     Attributes:
-        line: the lineage of the live state; of use on the coordinator only.
+        line: the lineage of the live state; of use on the coordinator only, as all that follows.
+        inventory: what is committed in the root.
+        soundness: what of it is known to be whole.
+
+    Args:
+        storage: the root.
+        coordinator: the ranks of the job.
+        until_idle: returns when no save is in flight; must keep nothing large alive.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
     """
 
-    def __init__(self, storage: Storage, coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        coordinator: Coordinator,
+        *,
+        until_idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._until_idle = until_idle
+        self._superseded = False
         self._storage = storage
         self._coordinator = coordinator
         self._lease: Lease | None = None
@@ -48,6 +77,8 @@ class Ownership:
         self._occupied: set[str] = set()
         self._prefix = ""
         self.line = Line(storage.url)
+        self.inventory = Inventory(storage)
+        self.soundness = Soundness(storage, lambda name, problem: self.note_damaged({name: problem}))
 
     def take(self) -> None:
         """Claim the root, unless it is claimed already, and clear away what crashed saves left.
@@ -72,7 +103,13 @@ class Ownership:
 
         Raises:
             RootBusyError: it has, or this job has given it back: what hung then may wake up now.
+            ConfigError: a later manager of this process has taken it.
         """
+        if self._superseded:
+            raise ConfigError(
+                f"{self._storage.url} belongs to another CheckpointManager of this process, which was made "
+                "later and has taken it over: use that one, or make a new one; this one can only load"
+            )
         if self._given_back:
             raise RootBusyError(
                 f"{self._storage.url} was given back by this job before its last save had ended; "
@@ -88,7 +125,7 @@ class Ownership:
         the commit refuses to overwrite it.
         """
         known = self._damaged if replace else self._damaged | self._occupied
-        return name in known or not is_name(name)
+        return self._superseded or name in known or not is_name(name)
 
     def clear_name(self, name: str, step: int, *, replace: bool) -> str:
         """Look closer: give the name that the save may have; a damaged checkpoint may be moved aside for it.
@@ -118,6 +155,7 @@ class Ownership:
     def note_committed(self, info: CheckpointInfo) -> None:
         """Remember a checkpoint that this job has committed."""
         self._occupied.add(info.name)
+        self.inventory.add(info)
         self.line.committed(info)
 
     def note_damaged(self, damaged: Mapping[str, str]) -> None:
@@ -148,13 +186,35 @@ class Ownership:
                 "%s/%s verifies, but is still marked as damaged: %s", self._storage.url, name, error
             )
 
+    def note_verified(self, info: CheckpointInfo, failures: Sequence[FileFailure]) -> None:
+        """A checkpoint was verified on a person's behalf, whoever owns the root: mark it, or take its mark.
+
+        What cannot be written to the root is a warning, and known to this process all the same.
+        """
+        problem = "; ".join(map(str, failures[:_MOST_TOLD]))
+        if failures:
+            self._damaged.add(info.name)
+        else:
+            self._damaged.discard(info.name)
+        try:
+            self.soundness.learn(info, problem)
+        except (CheckpointError, OSError) as error:
+            _logger.warning(
+                "%s/%s %s, and its mark could not be changed: %s",
+                self._storage.url,
+                info.name,
+                f"is damaged ({problem})" if failures else "is whole",
+                error,
+            )
+
     def release(self) -> None:
         """Give the root back."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        lease = self._lease
+        if lease is not None and not self._superseded:
+            let_go(lease)
+            lease.release()
             self._given_back = True
-        self._taken = False
+        self._lease, self._taken = None, False
 
     def _own_name(self, name: str, step: int) -> str:
         try:
@@ -200,16 +260,29 @@ class Ownership:
         try:
             self._storage.check_root()
             if self._lease is None:  # else it was acquired before, and what comes after it failed
-                self._lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
+                self._lease = self._take_lease()
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
-            survey = Catalog(self._storage).survey()
+            self.inventory = Inventory(self._storage)
+            survey = self.inventory.survey()
             self.line.surveyed(survey.everything, survey.lineage)
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
             ) from error
         return secrets.token_hex(4)
+
+    def _take_lease(self) -> Lease:
+        with TAKING:
+            if take_from_earlier_manager(self._storage):
+                _logger.warning(
+                    "%s was held by an earlier CheckpointManager of this process, which was not closed: it "
+                    "is taken over, and the earlier one cannot save any more",
+                    self._storage.url,
+                )
+            lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
+            hold(lease, until_idle=self._until_idle, supersede=_superseding(self))
+        return lease
 
     def collect_orphans(self) -> None:
         """Clear away what crashed saves and prunes left; nothing of this job may be in flight."""
@@ -223,6 +296,18 @@ class Ownership:
             _logger.warning(
                 "removed what crashed saves left in %s: %s", self._storage.url, ", ".join(orphans)
             )
+
+
+def _superseding(ownership: Ownership) -> Callable[[], None]:
+    """Tell an ownership that it is superseded, without keeping it alive until then."""
+    found = weakref.ref(ownership)
+
+    def supersede() -> None:
+        alive = found()
+        if alive is not None:
+            alive._superseded = True
+
+    return supersede
 
 
 def _remedy(error: OSError) -> str:

@@ -1,35 +1,100 @@
-"""Retention applied: which committed checkpoints go, and in what order. Coordinator only, after a commit."""
+"""Retention applied: which committed checkpoints go, and in what order. Coordinator only."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final, final
 
-from ckpt_core.commit import countable, remove
-from ckpt_core.retention import Abandoned, PrunePlan, RetentionPolicy, plan_prune
+from ckpt_core.commit import Inventory, remove
+from ckpt_core.lifecycle._ownership import Ownership
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.retention import KeepAll, KeepSteps, PrunePlan, plan_prune, unknown_metrics, withheld
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
+from ckpt_core.types import CheckpointInfo
+
+_logger = logging.getLogger(__name__)
+
+_ENOUGH: Final = 2
+"""The first checkpoint of a run may well come before the first evaluation."""
 
 
-def prune(
-    storage: Storage,
-    policy: RetentionPolicy,
-    *,
-    telemetry: Telemetry,
-    abandoned: Abandoned,
-    dry_run: bool = False,
-    check: Callable[[], None] = lambda: None,
-) -> PrunePlan:
-    """Remove what the policy does not keep, oldest first; with `dry_run`, only say what would go.
+@final
+class Pruner:
+    """Removes what the retention policy of a manager does not keep.
 
-    The history is read anew from storage, so that it survives restarts and sees pins and marks set meanwhile.
-    What is marked as damaged is neither counted nor removed, only listed. `check` is called before each
-    removal, and raises to refuse.
+    Concurrency: one thread at a time.
     """
-    plan = plan_prune(policy, countable(storage), time.time(), abandoned=abandoned)
-    if not dry_run:
-        for info in plan.drop:
-            check()
-            with telemetry.span("prune.remove", step=info.step, name=info.name):
-                remove(storage, info)
-    return plan
+
+    def __init__(
+        self, storage: Storage, options: CheckpointOptions, *, ownership: Ownership, telemetry: Telemetry
+    ) -> None:
+        self._storage = storage
+        self._policy = options.keep or KeepAll()
+        self._abandoned = options.abandoned
+        self._ownership = ownership
+        self._told = False
+        self._telemetry = telemetry
+
+    def plan(
+        self, history: Sequence[CheckpointInfo] | None = None, *, newest: int | None = None
+    ) -> PrunePlan:
+        """What the policy says of a history, by default of what is in the root now.
+
+        Args:
+            history: every committed checkpoint.
+            newest: the step committed last. Clocks would tell, too, but after one was put back only we know.
+        """
+        history = Inventory(self._storage).history() if history is None else history
+        self._check_metrics([info for info in history if not info.abandoned])
+        policy = self._policy if newest is None else self._policy | KeepSteps((newest,))
+        return plan_prune(policy, history, time.time(), abandoned=self._abandoned)
+
+    def apply(self, *, newest: int | None = None, go_on: Callable[[], bool] = lambda: True) -> PrunePlan:
+        """Remove what the policy does not keep, oldest first, once something that stays is known to be whole.
+
+        The root is looked at anew, so that pins and marks set meanwhile are seen. What is marked is neither
+        counted nor removed.
+
+        Args:
+            newest: see `plan`.
+            go_on: asked while checkpoints are verified; see `Soundness.droppable`.
+
+        Returns:
+            What was done.
+
+        Raises:
+            RootBusyError: another job has taken the root.
+        """
+        ownership, plans = self._ownership, list[PrunePlan]()
+        ownership.check()
+
+        def choose(history: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+            plans.append(self.plan(history, newest=newest))
+            return plans[-1].drop
+
+        drop = ownership.soundness.droppable(ownership.inventory, choose, go_on=go_on)
+        for info in drop:
+            ownership.check()
+            # Whoever deleted it, or put another in its place, has been quicker.
+            if ownership.inventory.still_there(info):
+                with self._telemetry.span("prune.remove", step=info.step, name=info.name):
+                    remove(self._storage, info)
+        return withheld(plans[-1], drop)
+
+    def _check_metrics(self, history: Sequence[CheckpointInfo]) -> None:
+        """Tell once if checkpoints are to be ranked by what none of them has, such as a misspelt name."""
+        unknown = () if self._told or len(history) < _ENOUGH else unknown_metrics(self._policy, history)
+        if unknown:
+            self._told = True
+            there = sorted({metric for info in history for metric in info.metrics})
+            _logger.warning(
+                "none of the %d checkpoints in %s has the metric %s, so that none is kept for it; metrics "
+                "there: %s. Give it to save(metrics=), or correct keep=",
+                len(history),
+                self._storage.url,
+                " or ".join(map(repr, unknown)),
+                ", ".join(there) or "none",
+            )

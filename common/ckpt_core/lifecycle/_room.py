@@ -16,13 +16,13 @@ from typing import Final, final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt_core.commit import Catalog, on_present_line, remove, share, verify
+from ckpt_core.commit import Catalog, on_present_line, remove
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, NoRoomError
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._prepare import PreparedSave
 from ckpt_core.lifecycle._volume import Extras, Free, Need, Volumes
 from ckpt_core.options import CheckpointOptions, bytes_text
-from ckpt_core.retention import KeepAll, KeepSteps, RetentionPolicy, plan_prune
+from ckpt_core.retention import Abandoned, KeepAll, KeepSteps, RetentionPolicy, plan_prune
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
@@ -31,7 +31,6 @@ _logger = logging.getLogger(__name__)
 
 _AHEAD: Final = 3
 """A person is told when fewer saves than this fit."""
-_VERIFIED_AT_ONCE: Final = 16 << 30
 _KEEP_NONE: Final = ~KeepAll()
 """Keeps what no policy can undo: the newest, what was committed last, and what is pinned."""
 
@@ -60,6 +59,7 @@ class Room:
         self._storage = storage
         self._headroom = options.free_headroom
         self._keep = options.keep
+        self._abandoned = options.abandoned
         # Half, so that the other ranks, which wait for the verdict, are told before they give up.
         self._patience_seconds = options.deadline_seconds / 2
         self._ownership = ownership
@@ -68,7 +68,6 @@ class Room:
         self._volumes = Volumes()
         self._extras = Extras()
         self._metadata: Mapping[str, Metadata] = {}
-        self._verified: set[tuple[str, float]] = set()
         self._told = _AHEAD
 
     def make(self, prepared: PreparedSave) -> None:
@@ -96,7 +95,7 @@ class Room:
         free, fitting = self._free(), _AHEAD
         # Elsewhere nothing is listed: most of the time there is room for many.
         if not free.fits(need.times(_AHEAD)):
-            history = Catalog(self._storage).committed(abandoned=True)
+            history = self._ownership.inventory.history()
             fitting = saves_that_fit(
                 self._keep or KeepAll(), history, info, need=need, free=free, now=self._clock()
             )
@@ -136,43 +135,12 @@ class Room:
         """What may go, oldest first; nothing if what stays is not known to be whole."""
         if self._keep is None:
             return ()
-        deadline = time.monotonic() + self._patience_seconds
-        while True:
-            history = Catalog(self._storage).committed(abandoned=True)
-            found = droppable(self._keep, history, coming, self._clock())
-            sound = [info for info in history if info.usable and not info.abandoned]
-            if not found or self._is_whole(sound[-1], deadline):
-                return found
-            if sound[-1] in Catalog(self._storage).committed(abandoned=True):
-                return ()  # it took too long, or could not be marked
-
-    def _is_whole(self, info: CheckpointInfo, deadline: float) -> bool:
-        """Whether a checkpoint verifies; one that does not is marked."""
-        if (info.name, info.created) in self._verified:
-            return True
-        try:
-            files = Catalog(self._storage).manifest(info.name).files
-        except CheckpointNotFoundError:
-            return False
-        except CorruptCheckpointError as error:
-            self._ownership.note_damaged({info.name: str(error)})
-            return False
-        shares = 1 + info.size_bytes // _VERIFIED_AT_ONCE
-        for place in range(shares):
-            if time.monotonic() > deadline:
-                _logger.warning(
-                    "%s/%s could not be verified in %g s, so that nothing older is removed for the next save",
-                    self._storage.url,
-                    info.name,
-                    self._patience_seconds,
-                )
-                return False
-            failures = verify(self._storage, info.name, paths=share(files, place, shares))
-            if failures:
-                self._ownership.note_damaged({info.name: "; ".join(map(str, failures[:5]))})
-                return False
-        self._verified.add((info.name, info.created))
-        return True
+        policy, deadline = self._keep, time.monotonic() + self._patience_seconds
+        return self._ownership.soundness.droppable(
+            self._ownership.inventory,
+            lambda history: droppable(policy, history, coming, self._clock(), abandoned=self._abandoned),
+            go_on=lambda: time.monotonic() < deadline,
+        )
 
     def _files_of(self, info: CheckpointInfo) -> int:
         """Files of a checkpoint, where it matters."""
@@ -196,10 +164,11 @@ class Room:
 
     def _refusal(self, prepared: PreparedSave, need: Need, removed: Sequence[CheckpointInfo]) -> NoRoomError:
         free, step = self._free(), prepared.request.step
-        catalog = Catalog(self._storage)
-        history = catalog.committed(abandoned=True)
+        history = self._ownership.inventory.history()
         gone = f" Step(s) {_steps(removed)} went ahead of the policy." if removed else ""
-        kept = "; ".join(_kept(self._keep or KeepAll(), history, catalog.quarantined(), self._clock()))
+        kept = "; ".join(
+            _kept(self._keep or KeepAll(), history, Catalog(self._storage).quarantined(), self._clock())
+        )
         text = (
             f"{_figures_text(need, free)}. Nothing was written.{gone} "
             f"Kept: {kept or 'nothing'}. Free space, keep fewer (keep=), take away pins (`ckpt unpin`), "
@@ -215,7 +184,12 @@ class Room:
 
 
 def droppable(
-    policy: RetentionPolicy, history: Sequence[CheckpointInfo], coming: CheckpointInfo, now: float
+    policy: RetentionPolicy,
+    history: Sequence[CheckpointInfo],
+    coming: CheckpointInfo,
+    now: float,
+    *,
+    abandoned: Abandoned = "keep",
 ) -> list[CheckpointInfo]:
     """What the policy drops once `coming` is committed and is not needed until then, lowest step first.
 
@@ -224,8 +198,10 @@ def droppable(
     """
     others = [info for info in history if info.name != coming.name]
     stays = plan_prune(_KEEP_NONE, history, now).keep
-    drop = plan_prune(policy | KeepSteps((coming.step,)), on_present_line([*others, coming]), now).drop
-    return [info for info in drop if info.step not in stays]
+    after = on_present_line([*others, coming])
+    drop = plan_prune(policy | KeepSteps((coming.step,)), after, now, abandoned=abandoned).drop
+    gone_before = {info.name for info in history if info.abandoned}
+    return [info for info in drop if info.name in gone_before or info.step not in stays]
 
 
 def saves_that_fit(

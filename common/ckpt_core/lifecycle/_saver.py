@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
 from typing import final
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.errors import CheckpointError, SaveError
+from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.lifecycle._background import Background, within
 from ckpt_core.lifecycle._finite import refuse_non_finite_loss
 from ckpt_core.lifecycle._flight import Flight
@@ -17,14 +19,13 @@ from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._plans import AgreedPlans
 from ckpt_core.lifecycle._prepare import PreparedSave, Workshop, prepare, warm_up
-from ckpt_core.lifecycle._prune import prune
+from ckpt_core.lifecycle._prune import Pruner
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._room import Room
 from ckpt_core.lifecycle._save import SaveContext, SaveRun
 from ckpt_core.lifecycle._stage import Stager
 from ckpt_core.lifecycle._throttle import Throttle
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.retention import KeepSteps, RetentionPolicy
 from ckpt_core.staging import Arenas
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -39,6 +40,7 @@ class Saver:
 
     Attributes:
         ownership: of the root.
+        pruner: applies the retention policy; on the coordinator only.
 
     Concurrency: methods on the main thread; `save` and `own_root` are collective.
     """
@@ -57,9 +59,11 @@ class Saver:
         )
         self._guard = StepGuard()
         self._asked = ""
-        self.ownership = Ownership(storage, coordinator)
+        self._entered = threading.Lock()
+        self._background = background = Background(options.deadline_seconds)
+        self.ownership = Ownership(storage, coordinator, until_idle=background.until_idle)
         self._room = Room(storage, options, ownership=self.ownership, telemetry=telemetry)
-        background = Background(options.deadline_seconds)
+        self.pruner = Pruner(storage, options, ownership=self.ownership, telemetry=telemetry)
         rate = options.write_bytes_per_second
         self._context = SaveContext(
             storage=storage,
@@ -86,7 +90,19 @@ class Saver:
         Raises:
             SaveError: it could not start, or the save before has failed.
             CheckpointError: see `prepare`.
+            ConfigError: another thread is saving.
         """
+        if not self._entered.acquire(blocking=False):
+            raise ConfigError(
+                f"step {request.step} was not saved to {self._storage.url}: another thread of this process "
+                "is in save() of the same CheckpointManager; call its methods on the thread that trains"
+            )
+        try:
+            return self._save(request, capture)
+        finally:
+            self._entered.release()
+
+    def _save(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> SaveHandle | None:
         if not self._flight.ready():
             self._telemetry.point("save.skipped", step=request.step, rank=self._coordinator.rank)
             return None
@@ -131,9 +147,10 @@ class Saver:
         self._guard.wait()
 
     def own_root(self) -> None:
-        """Wait for the save in flight and claim the root; see `Ownership.take`."""
+        """Wait for the save in flight and claim the root; see `Ownership.take` and `check`."""
         self._flight.wait()
         self.ownership.take()
+        self._coordinator.once(self.ownership.check, what="taking the root")
 
     def wait(self) -> None:
         """Wait for the saves in flight and deliver a failure; see `Flight.wait`."""
@@ -181,23 +198,24 @@ class Saver:
 
     def _committed(self, info: CheckpointInfo) -> None:
         self.ownership.note_committed(info)
+        if self._options.verification == "off":
+            self.ownership.soundness.vouch(info)
         if self._options.keep is not None:
-            self._prune(self._options.keep, info)
+            self._prune(info)
         try:
             self._room.look_ahead(info)
         except (OSError, CheckpointError) as error:
             _logger.warning("the room left in %s is not known: %s", self._storage.url, error)
 
-    def _prune(self, policy: RetentionPolicy, info: CheckpointInfo) -> None:
+    def _prune(self, info: CheckpointInfo) -> None:
+        deadline = time.monotonic() + self._options.deadline_seconds / 2
+
+        def go_on() -> bool:
+            self._background.beat("verifying what is relied on before older checkpoints are removed")
+            return not self._background.waiting and time.monotonic() < deadline
+
         try:
-            prune(
-                self._storage,
-                # What was committed last is told by clocks; after one was put back, only we know.
-                policy | KeepSteps((info.step,)),
-                telemetry=self._telemetry,
-                abandoned=self._options.abandoned,
-                check=self.ownership.check,
-            )
+            self.pruner.apply(newest=info.step, go_on=go_on)
         except (OSError, CheckpointError) as error:
             # The checkpoint is committed all the same; what was not removed is removed after the next commit.
             self._telemetry.point("prune.failed", error=str(error))

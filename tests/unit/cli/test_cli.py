@@ -6,15 +6,17 @@ import re
 import secrets
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckpt_core.cli import _verify, main
-from ckpt_core.commit import Catalog, Lease, begin
+from ckpt_core.commit import Catalog, Lease, begin, commit
 from ckpt_core.storage import LocalStorage, ObjectStorage
 from ckpt_core.testing import Fault, FaultyStorage
-from tests.unit.commit.checkpoints import save, write_files
+from ckpt_core.types import Lineage
+from tests.unit.commit.checkpoints import manifest_of, save, write_files
 
 
 @pytest.fixture
@@ -179,15 +181,85 @@ def test_ls_and_show_tell_what_is_marked_as_damaged(ckpt, ckpt_json, root):
     assert "damaged:" not in ckpt("show", root / "step-000000100")[1]
 
 
-def test_verify_marks_nothing_and_leaves_the_mark_of_what_is_damaged(ckpt, root):
+def test_verify_marks_what_is_damaged_once_and_says_so(ckpt, ckpt_json, root):
     damage(root, 200)
-    before = sorted(root.iterdir())
-    assert ckpt("verify", root, "--all")[0] == 1
-    assert sorted(root.iterdir()) == before
-    mark(root, 200)
     code, out, _ = ckpt("verify", root, "--all")
-    assert (code, "was marked" in out) == (1, False)
-    assert Catalog(LocalStorage(root)).known_damage("step-000000200") is not None
+    assert (code, "it is marked" in out) == (1, True)
+    before = (root / "damaged.json").read_bytes()
+    assert "__0_0.distcp" in Catalog(LocalStorage(root)).known_damage("step-000000200")
+    code, found = ckpt_json("verify", root, "--step", "200")
+    assert (code, found["checkpoints"][0]["ok"]) == (1, False)
+    assert (root / "damaged.json").read_bytes() == before
+
+
+def test_damage_in_a_root_that_cannot_be_written_is_told_all_the_same(root):
+    damage(root, 200)
+    refusal = PermissionError("read-only file system")
+    storage = FaultyStorage(LocalStorage(root), [Fault(method="replace", key="damaged.json", error=refusal)])
+    outcome = _verify.outcome(storage, ["step-000000200"])
+    assert outcome.exit_code == 1
+    assert "could not be marked: read-only file system" in str(outcome.parts)
+
+
+def test_prune_never_deletes_sound_ones_in_favour_of_a_damaged_newest(ckpt, ckpt_json, root):
+    ckpt("unpin", root, 100)
+    damage(root, 300)
+    code, found = ckpt_json("prune", root, "--keep-latest", 1)
+    assert (code, [info["step"] for info in found["drop"]]) == (0, [100])
+    assert [info["step"] for info in found["damaged"]] == [300]
+    assert steps(root) == [200, 300]
+
+
+def test_prune_deletes_nothing_where_nothing_that_stays_is_whole(ckpt, root):
+    ckpt("unpin", root, 100)
+    for step in (100, 200, 300):
+        damage(root, step)
+    assert ckpt("prune", root, "--keep-latest", 1)[0] == 0
+    assert steps(root) == [100, 200, 300]
+
+
+def test_a_step_and_all_later_ones_are_marked_as_bad_by_one_command_and_back(ckpt, ckpt_json, root):
+    code, out, _ = ckpt("mark", f"{root}@200", "bad", "--reason", "loss spike", "--and-later")
+    assert (code, "it is now step-000000100" in out) == (0, True)
+    assert [info["bad"] for info in ckpt_json("ls", root)[1]["checkpoints"]] == [None, *["loss spike"] * 2]
+    assert "marked as bad: step-000000300: loss spike" in ckpt("ls", root)[1]
+    assert ckpt("prune", root, "--keep-latest", 1)[0] == 0
+    assert steps(root) == [100, 200, 300]
+    assert ckpt("mark", f"{root}@300", "good")[0] == 0
+    assert [info["bad"] for info in ckpt_json("ls", root)[1]["checkpoints"]] == [None, "loss spike", None]
+    assert ckpt("prune", root, "--bad")[0] == 0
+    assert steps(root) == [100, 300]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("{root}@200", "bad"), 2, "--reason"),
+        (("{root}", "bad", "--reason", "x"), 2, "ROOT@STEP"),
+        (("{root}@x", "good"), 2, "ROOT@STEP"),
+        (("{root}@7", "bad", "--reason", "x"), 3, "committed steps there: 100, 200, 300"),
+    ],
+)
+def test_mark_says_what_it_needs(ckpt, root, arguments, code, told):
+    found, _, err = ckpt("mark", *(argument.format(root=root) for argument in arguments))
+    assert (found, told in err) == (code, True)
+
+
+def test_abandoned_checkpoints_are_listed_and_go_if_asked_for(ckpt, ckpt_json, root):
+    storage = LocalStorage(root)
+    lineage = Lineage(id="abcdef01", number=1, ancestry=(("", 100),))
+    name = "step-000000150"
+    working = begin(storage, name, "abcdef01")
+    write_files(storage, working)
+    commit(storage, working, name, replace(manifest_of(150), lineage=lineage))
+    assert steps(root) == [100, 150]
+    listed = ckpt_json("ls", root)[1]["checkpoints"]
+    assert [info["abandoned"] for info in listed] == [False, False, True, True]
+    assert "abandoned: step-000000300" in ckpt("ls", root)[1]
+    Catalog(storage).pin(300, "paper")
+    code, out, _ = ckpt("prune", root, "--abandoned")
+    assert (code, "dropped 1 checkpoints" in out) == (0, True)
+    assert [info["step"] for info in ckpt_json("ls", root)[1]["checkpoints"]] == [100, 150, 300]
 
 
 @pytest.mark.parametrize("how", ["root", "checkpoint"])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -31,10 +32,13 @@ def test_a_root_says_who_writes_to_it(storage):
 def test_a_second_live_job_is_refused_with_the_name_of_the_first():
     storage = posix_like()
     with Lease.acquire(storage, "job 42") as lease:
+        other = replace(lease.owner, pid=lease.owner.pid + 1)
+        storage.replace("writer.json", json.dumps(asdict(other)).encode())
         with pytest.raises(
-            RootBusyError, match=rf"job 42 \(host .*, pid {lease.owner.pid}, started .*another root"
+            RootBusyError, match=rf"job 42 \(host .*, pid {other.pid}, started .*another root"
         ):
             Lease.acquire(storage, "job 43")
+        storage.replace("writer.json", json.dumps(asdict(lease.owner)).encode())
         assert lease.still_mine()
     Lease.acquire(storage, "job 43").release()
 

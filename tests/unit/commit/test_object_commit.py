@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from ckpt_core.commit import Catalog, abandon, begin, collect_orphans, commit, countable, verify
+from ckpt_core.commit import Catalog, Inventory, abandon, begin, collect_orphans, commit, verify
 from ckpt_core.errors import RootBusyError, SaveError
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.commit.checkpoints import bucket_like, manifest_of, posix_like, save, write_files
@@ -122,7 +122,10 @@ def test_a_marker_without_its_objects_does_not_count_for_retention():
     marker = storage.read_bytes(MARKER)
     storage.delete(NAME)
     storage.write_bytes(MARKER, marker)
-    assert [(info.step, info.damaged is None) for info in countable(storage)] == [(1, True), (2, False)]
+    assert [(info.step, info.damaged is None) for info in Inventory(storage).history()] == [
+        (1, True),
+        (2, False),
+    ]
 
 
 def test_abandoning_leaves_what_is_committed():

@@ -1,0 +1,60 @@
+"""`mark`: say that a step must not be trained on, or take that back."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from ckpt_core.cli._outcome import Outcome
+from ckpt_core.cli._places import open_root
+from ckpt_core.commit import Catalog
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError
+from ckpt_core.types import CheckpointInfo
+
+
+def run(arguments: Namespace) -> Outcome:
+    """Mark a step as bad, or as good again; with `--and-later`, all that follow it, too."""
+    root, step = _place(arguments.checkpoint)
+    bad = arguments.verdict == "bad"
+    if bad and not (arguments.reason or "").strip():
+        raise ConfigError("say why it is bad, for whoever finds it: --reason TEXT")
+    storage = open_root(root, arguments.storage_options)
+    catalog = Catalog(storage)
+    infos = _chosen(catalog, step, and_later=arguments.and_later)
+    for info in infos:
+        if bad:
+            catalog.mark_bad(info.name, arguments.reason)
+        else:
+            catalog.unmark(info.name, bad=True)
+    latest = catalog.latest()
+    newest = "there is none left" if latest is None else f"it is now {latest.name}"
+    return Outcome(
+        fields={
+            "root": storage.url,
+            "names": [info.name for info in infos],
+            "bad": arguments.reason if bad else None,
+            "newest": None if latest is None else latest.name,
+        },
+        parts=[
+            *(f"{storage.url}/{info.name} is marked as {arguments.verdict}" for info in infos),
+            f"what a resume tries first: {newest}",
+        ],
+    )
+
+
+def _place(text: str) -> tuple[str, int]:
+    root, _, step = text.rpartition("@")
+    if not root or not step.isdecimal():
+        raise ConfigError(f"{text!r} names no step of a root: write ROOT@STEP, such as runs/llama@1200")
+    return root, int(step)
+
+
+def _chosen(catalog: Catalog, step: int, *, and_later: bool) -> list[CheckpointInfo]:
+    """The checkpoints of that step and, if asked for, of later ones; of the present lineage if possible."""
+    infos = catalog.committed(abandoned=True)
+    present = [info for info in infos if not info.abandoned]
+    of_step = [i for i in present if i.step == step] or [i for i in infos if i.step == step]
+    later = [info for info in present if info.step > step] if and_later else []
+    if not of_step and not later:
+        catalog.find(step=step)  # says what there is
+        raise CheckpointNotFoundError(f"step {step} is gone")
+    return of_step + later
