@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast, final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import empty_like, model_state, model_target, optimizer_target, template, under
@@ -110,7 +111,7 @@ class LightningState:
         entries = saved.sharded.get(PART, {})
         tree: dict[str, Any] = {MODEL: self._model_target(under(entries, MODEL))}
         if large := under(entries, LARGE):
-            tree[LARGE] = template({}, large)
+            tree[LARGE] = template(self._shards(large), large)
         optimizers = under(entries, OPTIMIZER)
         if optimizers and self._trainer.state.fn == "fit":
             tree[OPTIMIZER] = self._optimizer_target(optimizers)
@@ -127,6 +128,13 @@ class LightningState:
         live = model_state(strategy.model)
         wanted = {path: entry for path, entry in saved.items() if path[0] in live}
         return template(live, wanted)
+
+    def _shards(self, large: SavedEntries) -> dict[str, Any]:
+        """Memory for what averaging callbacks keep of sharded weights: Lightning puts it into such ones."""
+        live = model_state(self._trainer.strategy.model)
+        names = {path[0]: str(path[0]).rpartition("/")[2] for path in large}
+        found = {str(path): live.get(name) for path, name in names.items()}
+        return {path: _unlike(value) for path, value in found.items() if isinstance(value, DTensor)}
 
     def _optimizer_target(self, saved: SavedEntries) -> dict[str, Any]:
         strategy = self._trainer.strategy
