@@ -296,8 +296,8 @@ def _with_kind(marks: Marks, of_kind: Mapping[str, Mark], *, bad: bool) -> Marks
     return replace(marks, bad=of_kind) if bad else replace(marks, damaged=of_kind)
 
 
-def _preferred(info: CheckpointInfo) -> tuple[bool, bool, int, float]:
-    return not info.abandoned, info.usable, info.lineage.number, info.created
+def _preferred(info: CheckpointInfo) -> tuple[bool, bool, int, float, str]:
+    return not info.abandoned, info.usable, info.lineage.number, info.created, info.name
 
 
 def _directories(storage: Storage) -> list[str]:
