@@ -285,7 +285,7 @@ def averaged(root: str, runs: list[tuple[int, bool]]) -> list[str]:
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-        data = DataLoader(Numbers(), batch_size=BATCH)
+        data = StatefulDataLoader(Numbers(), batch_size=BATCH)
         trainer.fit(Parallel(), data, ckpt_path="last" if resumes else None)
         digests.append(digest(trainer))
     return digests
