@@ -1,8 +1,8 @@
 """Asynchronous, sharded, committed checkpoints for Lightning, with one callback or one plugin.
 
-`ShardedCheckpoint` and `ShardedCheckpointIO` here are those of the `lightning` package, or of
-`pytorch_lightning` where only that is installed. With both installed, users of the latter import them from
-`lightning_ckpt.pytorch_lightning`: the two packages do not accept each other's classes.
+The names here are those of the `lightning` package, or of `pytorch_lightning` where only that is installed.
+With both installed, users of the latter import them from `lightning_ckpt.pytorch_lightning`: the two packages
+do not accept each other's classes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_ckpt.lightning import ShardedCheckpoint, ShardedCheckpointIO
+    from lightning_ckpt.lightning import ShardedCheckpoint, ShardedCheckpointIO, load_from_checkpoint
 
-__all__ = ["ShardedCheckpoint", "ShardedCheckpointIO"]
+__all__ = ["ShardedCheckpoint", "ShardedCheckpointIO", "load_from_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:

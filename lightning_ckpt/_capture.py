@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Mapping
 from types import FunctionType, MethodType
@@ -31,6 +32,7 @@ PREFIX = "lightning."
 
 LOADERS = "lightning.dataloaders"
 PREFETCHED = "lightning.prefetched"
+_CORES = {"state_dict", "optimizer_states", "callbacks"}
 RNG = "rng"
 SEED = "rng_seed"
 
@@ -100,6 +102,30 @@ def _prefetched(trainer: Any) -> list[Any]:
         )  # fmt: skip
         return []
     return batches
+
+
+def unstorable(checkpoint: Mapping[str, Any]) -> list[str]:
+    """What to say of the callbacks and hooks whose part of Lightning's dictionary cannot be stored."""
+    parts = {f"the state of callback {key}": state for key, state in checkpoint.get("callbacks", {}).items()}
+    parts |= {f"{key!r} in the checkpoint": value for key, value in checkpoint.items() if key not in _CORES}
+    problems = ((what, _problem_of(value)) for what, value in parts.items())
+    return [
+        f"{what} cannot be stored: {problem}. Leave it out of state_dict() or on_save_checkpoint(), or make "
+        "plain data of it. Other objects are stored as pickles, which load with allow_pickle=True only"
+        for what, problem in problems
+        if problem is not None
+    ]
+
+
+def _problem_of(value: Any) -> str | None:
+    try:
+        encode(hoist(value, "", {}))
+    except NotEncodableError:
+        try:
+            torch.save(value, io.BytesIO())
+        except Exception as error:  # noqa: BLE001 - pickle calls code of the user's; the caller is told
+            return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _datamodule_key(trainer: Any) -> str:

@@ -7,13 +7,17 @@ once per Lightning package; for Trainers without a callback or plugin of ours it
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from typing import Any
 
 from lightning_ckpt._hooks import LifeCycle, committed_of, life_cycles, path_of_best
 from lightning_ckpt._options import Settings
+from lightning_ckpt._places import real_root
 
 _WRAPPED = "_ckpt_wrapped"
+
+_logger = logging.getLogger(__name__)
 
 
 def find_our_checkpoints(connector: type[Any]) -> None:
@@ -25,11 +29,17 @@ def find_our_checkpoints(connector: type[Any]) -> None:
     @functools.wraps(stock)
     def select(self: Any, state_fn: Any, ckpt_path: Any, *arguments: Any, **keywords: Any) -> Any:
         found = _active(self.trainer)
-        if found is not None and not self._user_managed:
-            ckpt_path = _find(ckpt_path, found[1]) or ckpt_path
-        path = stock(self, state_fn, ckpt_path, *arguments, **keywords)
-        if found is not None:
-            found[0].selected_path = None if path is None else os.fspath(path)
+        if found is None:
+            return stock(self, state_fn, ckpt_path, *arguments, **keywords)
+        callback, settings = found
+        if not self._user_managed:
+            ckpt_path = _find(ckpt_path, settings) or ckpt_path
+        if _is_yet_to_be(ckpt_path, settings, self.trainer):
+            _logger.warning("nothing is committed to %s yet: starting afresh", settings.root)
+            path = None
+        else:
+            path = stock(self, state_fn, ckpt_path, *arguments, **keywords)
+        callback.selected_path = None if path is None else os.fspath(path)
         return path
 
     setattr(select, _WRAPPED, True)
@@ -51,3 +61,15 @@ def _find(ckpt_path: Any, settings: Settings) -> str | None:
     if ckpt_path == "best":
         return path_of_best(settings) or None
     return None
+
+
+def _is_yet_to_be(ckpt_path: Any, settings: Settings, trainer: Any) -> bool:
+    """Whether the newest checkpoint of a run is asked for that has none yet, as a first run does.
+
+    Where Lightning's own callbacks may know one, or are to be told what is missing, that is left to them.
+    """
+    if settings.root is None or ckpt_path is None:
+        return False
+    if ckpt_path == "last":
+        return all(isinstance(each, LifeCycle) for each in trainer.checkpoint_callbacks)
+    return real_root(ckpt_path) == settings.root and not committed_of(settings)

@@ -1,25 +1,72 @@
-"""Entry points through which a plugin given without the callback reaches Lightning's life cycle.
+"""Entry points that every Trainer calls where this package is installed.
 
-Every Trainer of an environment with this package calls these, so they import nothing: a process that holds a
-plugin of ours has imported its module, and for all others there is nothing to do.
+They attach a plugin that was given without the callback, and say what to do where a Trainer without either is
+handed a checkpoint of ours. They import nothing heavy: a process that holds a plugin of ours has imported its
+module, and for all others there is hardly anything to do.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from pathlib import Path
 from typing import Any
+
+from ckpt_core.errors import ConfigError
+from ckpt_core.names import MARKER
+
+_GUARDED = "_ckpt_guarded"
 
 
 def lightning_callbacks() -> list[Any]:
     """The callback that attaches a `ShardedCheckpointIO` of the `lightning` package, if there can be one."""
-    return _attachers("lightning_ckpt.lightning")
+    return _attachers("lightning_ckpt.lightning", "lightning.pytorch")
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
     """The callback that attaches a `ShardedCheckpointIO` of the `pytorch_lightning` package likewise."""
-    return _attachers("lightning_ckpt.pytorch_lightning")
+    return _attachers("lightning_ckpt.pytorch_lightning", "pytorch_lightning")
 
 
-def _attachers(module: str) -> list[Any]:
+def _attachers(module: str, package: str) -> list[Any]:
+    connectors = sys.modules.get(f"{package}.trainer.connectors.checkpoint_connector")
+    if connectors is not None:
+        _explain_our_directories(connectors._CheckpointConnector)
     loaded = sys.modules.get(module)
     return [loaded.PluginAttacher()] if loaded is not None and loaded.plugins_alive() else []
+
+
+def _explain_our_directories(connector: type[Any]) -> None:
+    """Refuse a checkpoint of ours with the way out, where Lightning would only say that it is a directory."""
+    stock = connector._select_ckpt_path
+    if hasattr(stock, _GUARDED):
+        return
+
+    @functools.wraps(stock)
+    def select(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        path = stock(self, *arguments, **keywords)
+        if path is not None and not _reads_ours(self.trainer) and _is_ours(path):
+            raise ConfigError(
+                f"{path} holds checkpoints of ckpt-suite, which this Trainer does not read: add "
+                f"lightning_ckpt.ShardedCheckpoint({str(path)!r}) to its callbacks. For the weights alone, "
+                f"without a Trainer: lightning_ckpt.load_from_checkpoint(Model, {str(path)!r})"
+            )
+        return path
+
+    setattr(select, _GUARDED, True)
+    connector._select_ckpt_path = select
+
+
+def _reads_ours(trainer: Any) -> bool:
+    # A Trainer may have our callback only if the module that knows of it has been imported.
+    hooks = sys.modules.get("lightning_ckpt._hooks")
+    return hooks is not None and any(each.settings_for(trainer) for each in hooks.life_cycles(trainer))
+
+
+def _is_ours(path: Any) -> bool:
+    """Whether a local path is a committed checkpoint, or holds one; others are for Lightning to refuse."""
+    try:
+        directory = Path(path)
+        return (directory / MARKER).is_file() or any(directory.glob(f"*/{MARKER}"))
+    except (OSError, TypeError, ValueError):
+        return False

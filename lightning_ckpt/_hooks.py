@@ -76,7 +76,7 @@ class LifeCycle:
         if self._session is not None:
             self._session.settle()
             if self._session.pacing is not None and trainer.state.fn == "fit":
-                self._session.pacing.validation.begin()
+                self._session.pacing.before_validation()
 
     def on_validation_batch_end(  # noqa: PLR0917 - Lightning's signature
         self,
@@ -99,9 +99,11 @@ class LifeCycle:
             self._session.pacing.after_validation()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Averaging callbacks change the weights when training ends, or an epoch starts."""
+        """Save if it is time; averaging callbacks may change the weights from now on."""
         del trainer, pl_module
         if self._session is not None:
+            if self._session.pacing is not None:
+                self._session.pacing.after_epoch()
             self._session.settle()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import BackPressure, CheckpointOptions, OnDivergence, OnError, Staging, Verify
-from ckpt_core.retention import AllOf, AnyOf, KeepBest, RetentionPolicy
+from ckpt_core.retention import Abandoned, AllOf, AnyOf, KeepBest, RetentionPolicy
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
+from ckpt_core.validation import boolean, require
 from lightning_ckpt._places import real_root
+from lightning_ckpt._spellings import problem_of_root, unknown_options
 
 
 @final
@@ -36,17 +40,27 @@ class Settings:
     sinks: Sequence[Sink] = ()
 
     @property
+    def bests(self) -> tuple[KeepBest, ...]:
+        """The policies that rank checkpoints by a metric."""
+        return tuple(_bests(self.options.keep))
+
+    @property
     def best(self) -> KeepBest | None:
         """The policy that says which checkpoint is the best; the first if there are several."""
-        return next(_bests(self.options.keep), None)
+        return next(iter(self.bests), None)
 
-    def for_root(self, root: str) -> CheckpointOptions:
-        """The options of the manager of `root`: policies are for the run's own root only.
+    def for_root(self, root: str, *, training: bool) -> CheckpointOptions:
+        """The options of the manager of `root`: the save policy is for the run's own root while it trains.
 
-        Elsewhere whoever names the checkpoints (a `ModelCheckpoint`, the user) also decides what stays, and
-        believes that a save which returned was made; so none is skipped.
+        Outside a fit nobody would act on a preemption, so nothing may catch its signal. Whoever asks for a
+        save by path (a `ModelCheckpoint`, the user) believes that one which returned was made, so none is
+        skipped; outside the run's own root they also decide what stays.
         """
-        options = self.options if root == self.root else _without_policies(self.options)
+        options = self.options
+        if not training or root != self.root:
+            options = replace(options, save=None, back_pressure="wait")
+        if root != self.root:
+            options = replace(options, keep=None)
         return options if "://" in root else replace(options, storage_options={})
 
     def given(self, root: str) -> str | Storage:
@@ -55,11 +69,7 @@ class Settings:
 
     def storage_at(self, root: str) -> Storage:
         """The bytes at a root or path."""
-        return open_storage(self.given(root), self.for_root(root).storage_options)
-
-
-def _without_policies(options: CheckpointOptions) -> CheckpointOptions:
-    return replace(options, save=None, keep=None, back_pressure="wait")
+        return open_storage(self.given(root), self.for_root(root, training=False).storage_options)
 
 
 def _bests(policy: RetentionPolicy | None) -> Iterator[KeepBest]:
@@ -82,6 +92,8 @@ class Configured:
         save: when to save; a policy, or plain values such as `{every_steps: 500, on_preemption: true}`.
         keep: what to keep; a policy, or plain values such as `{latest: 3, best: {metric: val_loss}}`.
         save_last: whether to save the last step of a training, too.
+        abandoned: what `keep` does with checkpoints that the run does not go on from, because it was begun
+            afresh or went back: `keep` or `prune` them.
         back_pressure: what a save that is due does while every arena is in flight: `wait` for it, `skip`, or
             `coalesce`: be made up for, all of them by one, as soon as an arena is free.
         arenas: how many saves may be in flight at once, 1 or 2; each takes host memory for its copy.
@@ -92,6 +104,7 @@ class Configured:
             1 %, at most 1 GiB.
         staging: whether training waits for the copy (`blocking`), or only the next optimizer step does
             (`overlapped`): then no hook may change weights during the batch after a save.
+        reject_non_finite: whether a save of NaN or infinite weights, or of such a `loss`, fails.
         on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
         on_divergence: what a save does when ranks hold different values under one name: fail (`refuse`), save
             the lowest rank's (`warn`) or every rank's own (`keep-each`).
@@ -107,6 +120,19 @@ class Configured:
         ConfigError: an option is wrong; the message lists every offender.
     """
 
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Refuse options that there are not, in the words of whoever comes from a `ModelCheckpoint`.
+
+        Not in `__init__`, whose signature tells LightningCLI what there is.
+
+        Raises:
+            ConfigError: there is no such option.
+        """
+        del arguments
+        known = inspect.signature(cls.__init__).parameters.keys() - {"self"}
+        require(cls.__name__, *unknown_options(options, known))
+        return super().__new__(cls)
+
     # Every argument is one that LightningCLI shows and YAML may set.
     def __init__(  # noqa: PLR0913
         self,
@@ -115,12 +141,14 @@ class Configured:
         save: SavePolicy | dict[str, Any] | list[Any] | None = None,
         keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
         save_last: bool = True,
+        abandoned: Abandoned = "keep",
         back_pressure: BackPressure = "wait",
         arenas: int = 1,
         staging_memory: int | str | None = None,
         write_bandwidth: float | str | None = None,
         headroom: float | str | None = None,
         staging: Staging = "blocking",
+        reject_non_finite: bool = False,
         on_error: OnError = "raise",
         on_divergence: OnDivergence = "refuse",
         verify: Verify | bool = "read",
@@ -130,17 +158,25 @@ class Configured:
         storage_options: dict[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
+        plain = dirpath if isinstance(dirpath, str | os.PathLike) else None
+        require(
+            type(self).__name__,
+            None if plain is None else problem_of_root(plain),
+            boolean("save_last", save_last),
+        )
         if dirpath is None and not (save is None and keep is None):
             raise ConfigError("save= and keep= need dirpath=, the directory or URL of the run's checkpoints")
         values = {
             "save": save,
             "keep": keep,
+            "abandoned": abandoned,
             "back_pressure": back_pressure,
             "arenas": arenas,
             "staging_memory": staging_memory,
             "write_bandwidth": write_bandwidth,
             "headroom": headroom,
             "staging": staging,
+            "reject_non_finite": reject_non_finite,
             "on_error": on_error,
             "on_divergence": on_divergence,
             "verify": verify,

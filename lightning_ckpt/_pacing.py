@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from ckpt_core.cadence import PREEMPTION
-from ckpt_core.names import step_name
+from ckpt_core.lifecycle import SaveHandle
+from ckpt_core.types import CheckpointInfo
+from lightning_ckpt._evaluation import Evaluations
+from lightning_ckpt._metrics import Measured
 from lightning_ckpt._options import Settings
-from lightning_ckpt._places import Place
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._signals import SignalTakeover
 from lightning_ckpt._state import LightningState
@@ -18,6 +20,8 @@ from lightning_ckpt._validation import ValidationExit
 
 _logger = logging.getLogger(__name__)
 _LAST_STEP = "last step"
+_BEST = "best"
+_NEVER_LEFT_OUT = {_LAST_STEP, _BEST}
 _FOLLOWED_BY_TRAINING = {"on_train_batch_end", "on_validation_end"}
 """Hooks after which no averaging callback changes weights before `Session.settle` is called again."""
 
@@ -29,7 +33,7 @@ class Pacing:
     Concurrency: the thread that trains; every method on every rank alike, for most may save.
     """
 
-    def __init__(self, trainer: Any, settings: Settings, roots: Roots) -> None:
+    def __init__(self, trainer: Any, settings: Settings, roots: Roots, measured: Measured) -> None:
         self._trainer = trainer
         self._settings = settings
         self._root = str(settings.root)
@@ -39,10 +43,13 @@ class Pacing:
         self._signals = SignalTakeover(trainer._signal_connector, {n for each in heard for n in each.signals})
         self._manager = self._signals.made_by(lambda: roots.manager(self._root))
         self.validation = ValidationExit(trainer, self._manager, roots)
+        self._evaluations = Evaluations(trainer, settings.bests, roots, measured)
         self._seen_step = -1
+        self._stepped = False
         self._saved_step: int | None = None
+        self._saved: SaveHandle | None = None
         self._deferred: str | None = None
-        self._replaces = False
+        self._edge: tuple[int, Mapping[str, Any]] | None = None
         self._limits: tuple[Any, Any] | None = None
 
     @property
@@ -50,54 +57,79 @@ class Pacing:
         """Whether a preemption that stops the training was announced to any rank."""
         return self._manager.preempted
 
-    def resumed(self, step: int, *, later: Sequence[int]) -> None:
-        """Note what was resumed from; `later` are steps in the same root that training will meet again."""
-        self._saved_step = step
-        if later:
-            self._replaces = True
-            _logger.warning(
-                "resumed step %d of %s although later steps are there (%s): they are replaced as training "
-                "meets them, and until then ckpt_path='last' still means step %d",
-                step, self._root, ", ".join(str(each) for each in later), max(later),
-            )  # fmt: skip
-
     def begin(self) -> None:
         """Training is about to draw its first batch; after a preemption until now it does not even begin."""
         self._seen_step = self._trainer.global_step
+        self._saved_step = origin = self._roots.take_up(self._root)
+        if origin is None or self._settings.bests:
+            committed = self._roots.once(self._manager.checkpoints)
+            if origin is None and committed:
+                self._warn_of_abandoned(committed)
+            self._evaluations.begin([i for i in committed if origin is not None and i.step <= origin])
         self._manager.due()
         if self.preempted:
             self._stop()
 
     def after_batch(self) -> None:
         """Save if it is time; only ever after an optimizer step, never inside an accumulation window."""
+        if self._stepped:
+            self._evaluations.note_steps(self._seen_step)
         step = self._trainer.global_step
-        if step == self._seen_step or self._trainer.fit_loop._should_accumulate():
+        self._stepped = step != self._seen_step and not self._trainer.fit_loop._should_accumulate()
+        if not self._stepped:
             return
         self._seen_step = step
-        reason = self._reason(step) or self._deferred
-        if reason is not None and self._awaits_metric() and PREEMPTION not in reason:
-            self._deferred = reason
-        elif reason is not None:
-            self._save(reason)
+        self._note_edge()
+        self._save_or_defer(self._reason(step) or self._deferred, awaits=self._evaluations.awaits_validation)
         if self.preempted:
             self._stop()
 
+    def before_validation(self) -> None:
+        """A validation is about to begin."""
+        self._evaluations.cut_short = False
+        self._evaluations.note()
+        self.validation.begin()
+
     def after_validation(self) -> None:
-        """Save if it has become time, or if this validation was waited for."""
+        """Save if it has become time, if this validation was waited for, or if it is one of the best."""
         self.validation.end()
-        if self._trainer.sanity_checking or self._trainer.fit_loop._should_accumulate():
+        if self._trainer.sanity_checking:
             return
-        reason = self._reason(self._trainer.global_step) or self._deferred
-        if reason is not None:
-            self._save(reason)
-        if self.preempted:
-            self._stop()
+        self._evaluations.cut_short = self.validation.cut_short
+        self._evaluations.note()
+        self._evaluations.complain()
+        if not self._trainer.fit_loop._should_accumulate():
+            self._note_edge()
+            reason = self._reason(self._trainer.global_step) or self._deferred or self._best()
+            self._save_or_defer(reason, awaits=self._evaluations.awaits_epoch)
+            if self.preempted:
+                self._stop()
+
+    def after_epoch(self) -> None:
+        """Save if the epoch was waited for, or if it is one of the best by a metric of the whole epoch."""
+        if not self._stepped:
+            return  # a resumed run only repeats the end of the epoch that it goes on from
+        self._evaluations.note()
+        self._evaluations.complain()
+        # A training that stops within an epoch ends here, too, but is not to be resumed as if that were over.
+        if self._edge is not None and self._edge[0] == self._trainer.global_step:
+            reason = self._deferred or self._best()
+            if reason is not None:
+                self._save(reason, loops=self._edge[1])
+
+    def _best(self) -> str | None:
+        return _BEST if not self.preempted and self._evaluations.among_best() else None
 
     def end(self) -> None:
         """The training has ended by itself: save its last step, and see whether it is to go on elsewhere."""
         self._manager.due()
         if self._settings.save_last and 0 < self._trainer.global_step != self._saved_step:
             self._save(_LAST_STEP)
+
+    def look_again(self) -> None:
+        """Wait for the last save, and see whether a preemption was announced meanwhile."""
+        self._manager.wait()
+        self._manager.due()
 
     def finish(self) -> None:
         """Give signals and limits back; the manager is its owner's to close."""
@@ -110,39 +142,47 @@ class Pacing:
         reason = self._manager.due(step, total_steps=_total_steps(self._trainer))
         if step == self._saved_step:
             return None
-        if reason is None and self._settings.save_last and self._stops_inside_epoch():
+        if reason is None and self._settings.save_last and _stops_inside_epoch(self._trainer):
             return _LAST_STEP
         return reason
 
-    def _stops_inside_epoch(self) -> bool:
-        """Whether this is the last step, and at the end this part of an epoch will count as a whole."""
-        trainer, fit_loop = self._trainer, self._trainer.fit_loop
-        stopping = trainer.should_stop and fit_loop._can_stop_early
-        return not fit_loop.epoch_loop.batch_progress.is_last_batch and (
-            stopping or trainer.max_steps == trainer.global_step
-        )
+    def _note_edge(self) -> None:
+        """Remember how the loops stand after an epoch's last batch or validation, if its metric may rank it.
 
-    def _awaits_metric(self) -> bool:
-        """Whether retention ranks by a metric that the validation after this batch will renew."""
-        fit_loop = self._trainer.fit_loop
-        wants = self._settings.best is not None
-        return wants and bool(fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher))
+        What Lightning makes of them until `on_train_epoch_end` it resumes with one batch of the next epoch
+        taken for the whole.
+        """
+        self._edge = None
+        if self._settings.bests and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            loops = self._trainer._checkpoint_connector._get_loops_state_dict()
+            self._edge = self._trainer.global_step, loops
 
-    def _save(self, reason: str) -> None:
+    def _save_or_defer(self, reason: str | None, *, awaits: Callable[[], bool]) -> None:
+        """Save for a reason, but later if a metric of this step that ranks checkpoints is awaited."""
+        if reason is not None and PREEMPTION not in reason and awaits():
+            self._deferred = reason
+        elif reason is not None:
+            self._save(reason)
+
+    def _save(self, reason: str, *, loops: Mapping[str, Any] | None = None) -> None:
         step = self._trainer.global_step
-        if reason == _LAST_STEP:
+        if reason in _NEVER_LEFT_OUT:
             self._manager.wait()  # so that it is not skipped
         self._deferred = None
+        # Saved already, but without the metric that it is to be kept for: that one is replaced.
+        replaced = self._saved if self._saved is not None and self._saved.step == step else None
+        metrics = self._evaluations.note()
         handle = self._roots.save(
-            Place(self._root, step_name(step)),
+            self._root,
             step,
-            LightningState(self._trainer),
-            metrics=self.validation.metrics,
+            LightningState(self._trainer, loops=loops),
+            name=None if replaced is None else replaced.name,
+            metrics=metrics,
             reason=reason,
-            replace=self._replaces,
         )
         if handle is not None:
-            self._saved_step = step
+            self._saved, self._saved_step = handle, step
+            self._evaluations.saved(handle, metrics)
         if weights_may_change(self._trainer):
             self._roots.settle()
 
@@ -155,6 +195,25 @@ class Pacing:
         trainer.limit_val_batches = 0
         trainer.should_stop = True
         trainer.fit_loop.min_epochs = epoch_loop.min_steps = 0
+
+    def _warn_of_abandoned(self, committed: Sequence[CheckpointInfo]) -> None:
+        if self._trainer.is_global_zero:
+            _logger.warning(
+                "this fit goes on from no checkpoint in %s, which holds %d of an earlier run, up to %s: "
+                "from its first save on those are abandoned, and ckpt_path='last' and 'best' mean this "
+                "run's. To go on from them instead, stop it and call fit(..., ckpt_path='last'); to keep "
+                "runs apart, give each a dirpath of its own",
+                self._root, len(committed), committed[-1].name,
+            )  # fmt: skip
+
+
+def _stops_inside_epoch(trainer: Any) -> bool:
+    """Whether this is the last step, and at the end this part of an epoch will count as a whole."""
+    fit_loop = trainer.fit_loop
+    stopping = trainer.should_stop and fit_loop._can_stop_early
+    return not fit_loop.epoch_loop.batch_progress.is_last_batch and (
+        stopping or trainer.max_steps == trainer.global_step
+    )
 
 
 def weights_may_change(trainer: Any) -> bool:

@@ -23,12 +23,16 @@ class PluginOptions(Configured):
 
     Attached strategies never call it. What is left are the temporary files in which Lightning's spawn and
     fork launchers bring the weights home: those stay plain files.
+
+    Attributes:
+        attached: whether a Trainer's strategy saves and loads through us on behalf of this plugin.
     """
 
-    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+    attached = False
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Note that there is a plugin, which some Trainer will want attached."""
-        del arguments, keywords
-        plugin = super().__new__(cls)
+        plugin = super().__new__(cls, *arguments, **options)
         _plugins.add(plugin)
         return plugin
 
@@ -38,12 +42,14 @@ class PluginOptions(Configured):
         """Write a launcher's plain file.
 
         Raises:
-            ConfigError: a whole checkpoint arrives here, so nothing is attached to the strategy.
+            ConfigError: nothing is attached to a strategy, so this is no launcher.
         """
-        if "pytorch-lightning_version" in checkpoint:
+        if not self.attached:
             raise ConfigError(
-                "ShardedCheckpointIO is not attached, because Lightning did not call our entry point: "
-                "install ckpt-suite instead of putting it on the path, or use ShardedCheckpoint as a callback"
+                "ShardedCheckpointIO serves a Trainer, and is attached to none. With Fabric, save and load "
+                "with ckpt_core.CheckpointManager, for example manager.save(step, TrainState(model=model, "
+                "optimizer=optimizer)). With a Trainer, Lightning did not call our entry point: install "
+                "ckpt-suite instead of putting it on the path, or use ShardedCheckpoint as a callback"
             )
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[misc]
 
@@ -55,3 +61,10 @@ class PluginHooks(LifeCycle):
         """The options of the Trainer's plugin."""
         plugin = trainer.strategy._checkpoint_io
         return plugin.settings if isinstance(plugin, PluginOptions) else None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """As any callback of ours, on behalf of the plugin."""
+        super().setup(trainer, pl_module, stage)
+        plugin = trainer.strategy._checkpoint_io
+        if isinstance(plugin, PluginOptions):
+            plugin.attached = True

@@ -12,11 +12,11 @@ from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.lifecycle import SaveHandle
 from ckpt_core.manager import CheckpointManager
-from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._options import Settings
 from lightning_ckpt._places import Place
+from lightning_ckpt._state import LightningState
 
 T = TypeVar("T")
 
@@ -27,22 +27,32 @@ _logger = logging.getLogger(__name__)
 class Roots:
     """Managers by root, made when first needed.
 
-    Concurrency: main thread; `manager`, `once`, `same`, `save` and `close` are collective, `remove` is for
-    the coordinator. The managers share one coordinator, whose background channel serves one save at a time:
-    a save first waits for those in flight elsewhere, which also bounds the memory of staged copies.
+    A manager lives as long as a fit; which checkpoint the live state comes from is remembered beyond that,
+    so that another fit of the same Trainer goes on with the lineage of the first.
+
+    Concurrency: main thread; `manager`, `once`, `same`, `take_up`, `save` and `close` are collective,
+    `remove` is for the coordinator. The managers share one coordinator, whose background channel serves one
+    save at a time: a save first waits for those in flight elsewhere, which also bounds the memory of copies.
+
+    Attributes:
+        training: whether a fit is running that saves by itself; see `Settings.for_root`.
     """
 
     def __init__(self, settings: Settings) -> None:
+        self.training = False
         self._settings = settings
         self._coordinator: Coordinator | None = None
         self._managers: dict[str, CheckpointManager] = {}
         self._written: set[str] = set()
         self._newest: SaveHandle | None = None
+        self._origins: dict[str, tuple[int, str]] = {}
+        self._saved: list[tuple[str, SaveHandle]] = []
+        self._taken_up: set[str] = set()
 
     def manager(self, root: str) -> CheckpointManager:
         """The manager of `root`."""
         if root not in self._managers:
-            options = self._settings.for_root(root)
+            options = self._settings.for_root(root, training=self.training)
             self._managers[root] = CheckpointManager(
                 self._settings.given(root),
                 options=options,
@@ -60,32 +70,65 @@ class Roots:
         combined = self._agreement().combine([*numbers, *(-number for number in numbers)])
         return combined == (*numbers, *(-number for number in numbers))
 
+    def loaded(self, place: Place, step: int | None) -> None:
+        """Note that the manager of a root has loaded the whole live state from there."""
+        if step is not None:
+            self._origins[place.root] = step, place.name
+            self._taken_up.add(place.root)
+
+    def forget(self, *, beyond: int) -> None:
+        """Note that the live state does not come from checkpoints of later steps than this."""
+        self._origins = {root: origin for root, origin in self._origins.items() if origin[0] <= beyond}
+
+    def take_up(self, root: str) -> int | None:
+        """Tell the manager of `root` which checkpoint there the live state comes from; its step, or None."""
+        if root in self._origins and root not in self._taken_up:
+            try:
+                self.manager(root).continue_from(name=self._origins[root][1])
+            except CheckpointNotFoundError as error:
+                _logger.warning("%s; it was there when this run saved or loaded it", error)
+                del self._origins[root]
+        self._taken_up.add(root)
+        return self._origins[root][0] if root in self._origins else None
+
     def save(
         self,
-        place: Place,
+        root: str,
         step: int,
-        state: StateSource,
+        state: LightningState,
         *,
+        name: str | None = None,
         metrics: Mapping[str, float],
         reason: str,
-        replace: bool = True,
     ) -> SaveHandle | None:
-        """Save under a place; see `CheckpointManager.save`. Without `replace`, under the step's own name."""
-        manager = self.manager(place.root)
+        """Save to a root; see `CheckpointManager.save`."""
+        manager = self.manager(root)
         for other in self._managers.values():
             if other is not manager:
                 other.wait()
-        handle = manager.save(
-            step,
-            state,
-            metrics=metrics,
-            annotations={"reason": reason},
-            name=place.name if replace else None,
-        )
+        self._find_origin(root, step)
+        self.take_up(root)
+        annotations = {"reason": reason}
+        try:
+            handle = manager.save(step, state, metrics=metrics, annotations=annotations, name=name)
+        except CheckpointError as error:
+            for note in state.unstorable():
+                error.add_note(note)
+            raise
         if handle is not None:
+            self._note_saved()
+            self._saved.append((root, handle))
             self._newest = handle
-            self._written.add(place.root)
+            self._written.add(root)
         return handle
+
+    def _find_origin(self, root: str, step: int) -> None:
+        """Elsewhere than in the run's own root, whoever names the checkpoints goes on from what is there."""
+        if root == self._settings.root or root in self._taken_up or root in self._origins:
+            return
+        latest = self.once(self.manager(root).latest)
+        if latest is not None and latest.step <= step:
+            self._origins[root] = latest.step, latest.name
 
     def settle(self) -> None:
         """Return when every save in flight has its copy, so that weights may change by whatever means."""
@@ -134,10 +177,18 @@ class Roots:
                 manager.close()
             except CheckpointError as error:
                 failure = failure or error
+        self._note_saved()
+        self._saved, self._taken_up = [], set()
         if coordinator is not None and farewell:
             coordinator.close()
         if failure is not None:
             raise failure
+
+    def _note_saved(self) -> None:
+        for root, handle in self._saved:
+            if handle.done() and handle.committed.exception() is None:
+                self._origins[root] = handle.step, handle.name
+        self._saved = [each for each in self._saved if not each[1].done()]
 
     def _agreement(self) -> Coordinator:
         if self._coordinator is None:

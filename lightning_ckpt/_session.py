@@ -7,9 +7,14 @@ import os
 from collections.abc import Callable
 from typing import Any, final
 
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    IncompatibleCheckpointError,
+)
 from ckpt_core.state import unwrap_optimizer
-from lightning_ckpt._metrics import metrics_of
+from lightning_ckpt._metrics import Measured
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._places import Kind, Place, kind_of, real_root
@@ -18,6 +23,7 @@ from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, Loaded
 
 _logger = logging.getLogger(__name__)
+_SHOWN = 10
 
 
 @final
@@ -35,6 +41,8 @@ class Session:
         self.resumes_stock = False
         self.preempted = False
         self._roots = Roots(settings)
+        self._measured = Measured()
+        self._module: Any = None
         self._running = False
         self._error: BaseException | None = None
         self._iterators_are_new = False
@@ -45,8 +53,20 @@ class Session:
         self._iterators_are_new = False
         self.loaded = self.pacing = None
         self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
-        if stage == "fit" and self.settings.root is not None and not self.trainer.fast_dev_run:
-            self.pacing = Pacing(self.trainer, self.settings, self._roots)
+        self._measured = Measured()
+        if stage != "fit" or self.trainer.fast_dev_run:
+            return
+        self._forget_other_training(ckpt_path)
+        if self.settings.root is not None:
+            self._roots.training = True
+            self.pacing = Pacing(self.trainer, self.settings, self._roots, self._measured)
+
+    def _forget_other_training(self, ckpt_path: str | None) -> None:
+        """Keep what is known of earlier fits only if this one goes on training the same module."""
+        module = self.trainer.lightning_module
+        same = self._module is module and ckpt_path is None
+        self._roots.forget(beyond=self.trainer.global_step if same else -1)
+        self._module = module
 
     def _is_stock(self, path: str) -> bool:
         try:
@@ -57,11 +77,14 @@ class Session:
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Save what Lightning has collected under the path that it wants."""
         place = Place.of(self.trainer.strategy.broadcast(os.fspath(path)))
+        step = self.trainer.global_step
+        self._measured.note(self.trainer.callback_metrics, step)
         self._roots.save(
-            place,
-            self.trainer.global_step,
+            place.root,
+            step,
             LightningState(self.trainer, checkpoint),
-            metrics=metrics_of(self.trainer),
+            name=place.name,
+            metrics=self._measured.at(step),
             reason="asked for by path",
         )
         if weights_may_change(self.trainer):
@@ -80,35 +103,28 @@ class Session:
         kind = self._roots.once(lambda: self._kind(text))
         if kind is Kind.STOCK:
             return load_stock()
+        place = Place(real_root(text), "") if kind is Kind.ROOT else Place.of(text)
         state = LightningState(self.trainer)
-        if kind is Kind.ROOT:
-            self._load_newest(real_root(text), state)
-        else:
-            place = Place.of(text)
-            self._roots.manager(place.root).load(state, name=place.name)
-            self._note_rewind(place, state)
+        self._load(place, state)
         if state.loaded is None:
             raise CheckpointNotFoundError(f"{text} holds no checkpoint any more; was it pruned just now?")
         self.loaded = state.loaded
         _logger.info("loaded %s", state.loaded.saved.name)
         return state.loaded.checkpoint
 
-    def _load_newest(self, root: str, state: LightningState) -> None:
-        manager = self._roots.manager(root)
-        if self.pacing is None or root != self.settings.root:
-            manager.load(state)
-            return
-        step = manager.resume(state)
-        if step is not None:
-            self.pacing.resumed(step, later=())
-
-    def _note_rewind(self, place: Place, state: LightningState) -> None:
-        """Tell the pacing about a checkpoint of the run's own root that need not be its newest."""
-        step = None if state.loaded is None else state.loaded.saved.step
-        if self.pacing is None or place.root != self.settings.root or step is None:
-            return
-        committed = self._roots.once(self._roots.manager(place.root).checkpoints)
-        self.pacing.resumed(step, later=[info.step for info in committed if info.step > step])
+    def _load(self, place: Place, state: LightningState) -> None:
+        """Load the checkpoint of that name, the newest if it has none."""
+        manager = self._roots.manager(place.root)
+        try:
+            if not place.name and self.pacing is not None and place.root == self.settings.root:
+                manager.resume(state)
+            else:
+                manager.load(state, name=place.name or None)
+        except IncompatibleCheckpointError as error:
+            raise _in_lightnings_words(error, place) from error
+        if state.loaded is not None and self.trainer.state.fn == "fit":
+            saved = state.loaded.saved
+            self._roots.loaded(Place(place.root, saved.name), saved.step)
 
     def _kind(self, path: str) -> Kind:
         return kind_of(path, self.settings.storage_at)
@@ -150,10 +166,7 @@ class Session:
         self._running = False
         pacing, self.pacing = self.pacing, None
         try:
-            if pacing is not None:
-                self.preempted = pacing.preempted
-            # Ranks that have not failed are still training; they would be waited for in vain.
-            self._roots.close(farewell=self._error is None)
+            self._close(pacing)
         except CheckpointError as failure:
             if self._error is None:
                 raise
@@ -163,6 +176,39 @@ class Session:
             if pacing is not None:
                 pacing.finish()  # only now: a second signal must not reach Lightning's handler before
             self._error = None
+
+    def _close(self, pacing: Pacing | None) -> None:
+        try:
+            # Ranks that have not failed are still training; those that have would wait for them.
+            if pacing is not None and self._error is None:
+                pacing.look_again()
+        finally:
+            if pacing is not None:
+                self.preempted = pacing.preempted
+            self._roots.training = False
+            self._roots.close(farewell=self._error is None)
+
+
+def _in_lightnings_words(error: IncompatibleCheckpointError, place: Place) -> IncompatibleCheckpointError:
+    """The same error, with the way out that a Trainer has: the core's is to load a part."""
+    kinds = {
+        "the checkpoint lacks": error.missing,
+        "the model and its optimizers lack": error.unexpected,
+        "differ": error.mismatched,
+    }
+    lines = [f"{len(names)} {verb}: {', '.join(names[:_SHOWN])}" for verb, names in kinds.items() if names]
+    if not lines and not isinstance(error.__cause__, IncompatibleCheckpointError):
+        return error
+    what = "; ".join(lines) or str(error.__cause__)
+    return IncompatibleCheckpointError(
+        f"{place.root}/{place.name} does not fit this LightningModule, and nothing was loaded. {what}. It is "
+        "probably another model's: check ckpt_path and the configuration. To begin a new training with the "
+        "weights that fit, make the model by lightning_ckpt.load_from_checkpoint(Model, path, strict=False) "
+        "and fit it without ckpt_path; to validate, test or predict, set model.strict_loading = False",
+        missing=error.missing,
+        unexpected=error.unexpected,
+        mismatched=error.mismatched,
+    )
 
 
 def refuse_hidden_shards(strategy: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast, final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import empty_like, model_state, model_target, optimizer_target, template, under
@@ -23,6 +24,7 @@ from lightning_ckpt._capture import (
     RNG,
     SEED,
     capture,
+    unstorable,
 )
 from lightning_ckpt._hoist import plant
 
@@ -69,19 +71,36 @@ class LightningState:
     Args:
         trainer: the Trainer.
         checkpoint: what Lightning has collected already; collected on demand if None.
+        loops: the state of Lightning's loops to resume with, if not the present one.
     """
 
-    def __init__(self, trainer: Any, checkpoint: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        checkpoint: Mapping[str, Any] | None = None,
+        *,
+        loops: Mapping[str, Any] | None = None,
+    ) -> None:
         self._trainer = trainer
         self._checkpoint = checkpoint
+        self._loops = loops
         self.loaded: Loaded | None = None
 
     def capture(self) -> CapturedState:
         """The state as it is now, with live tensors."""
+        return capture(self._trainer, self._collected())
+
+    def unstorable(self) -> list[str]:
+        """What to say of callbacks and hooks whose state cannot be stored."""
+        return unstorable(self._collected())
+
+    def _collected(self) -> Mapping[str, Any]:
         checkpoint = self._checkpoint
         if checkpoint is None:
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return capture(self._trainer, cast("Mapping[str, Any]", checkpoint))
+        if self._loops is not None:
+            checkpoint = {**checkpoint, "loops": self._loops}
+        return cast("Mapping[str, Any]", checkpoint)
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         """What to load into; see `StateSource`.
@@ -92,7 +111,7 @@ class LightningState:
         entries = saved.sharded.get(PART, {})
         tree: dict[str, Any] = {MODEL: self._model_target(under(entries, MODEL))}
         if large := under(entries, LARGE):
-            tree[LARGE] = template({}, large)
+            tree[LARGE] = template(self._shards(large), large)
         optimizers = under(entries, OPTIMIZER)
         if optimizers and self._trainer.state.fn == "fit":
             tree[OPTIMIZER] = self._optimizer_target(optimizers)
@@ -109,6 +128,13 @@ class LightningState:
         live = model_state(strategy.model)
         wanted = {path: entry for path, entry in saved.items() if path[0] in live}
         return template(live, wanted)
+
+    def _shards(self, large: SavedEntries) -> dict[str, Any]:
+        """Memory for what averaging callbacks keep of sharded weights: Lightning puts it into such ones."""
+        live = model_state(self._trainer.strategy.model)
+        names = {path[0]: str(path[0]).rpartition("/")[2] for path in large}
+        found = {str(path): live.get(name) for path, name in names.items()}
+        return {path: _unlike(value) for path, value in found.items() if isinstance(value, DTensor)}
 
     def _optimizer_target(self, saved: SavedEntries) -> dict[str, Any]:
         strategy = self._trainer.strategy
@@ -128,7 +154,7 @@ class LightningState:
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         """Note what was read; returns what a person should know."""
         tree = loaded[PART]
-        checkpoint = _plain_items(saved, tree.get(LARGE, {}))
+        checkpoint = plain_items(saved, tree.get(LARGE, {}))
         checkpoint["state_dict"] = dict(tree[MODEL])
         if OPTIMIZER in tree:
             checkpoint["optimizer_states"] = _as_list(tree[OPTIMIZER])
@@ -181,7 +207,7 @@ def _as_list(optimizers: Mapping[str, Any]) -> list[Any]:
     return [optimizers]
 
 
-def _plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Lightning's keys; the least that it asks for, if the checkpoint was not saved by Lightning."""
     items = {**saved.shared, **saved.per_rank}
     own = {

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any, final
 
 from torch.utils.data import IterableDataset
 
 from ckpt_core.manager import CheckpointManager
-from lightning_ckpt._metrics import metrics_of
 from lightning_ckpt._roots import Roots
 
 _logger = logging.getLogger(__name__)
@@ -33,7 +31,6 @@ class ValidationExit:
         self._manager = manager
         self._roots = roots
         self._looks = False
-        self._metrics: Mapping[str, float] = {}
         self.cut_short = False
 
     def begin(self) -> None:
@@ -41,7 +38,6 @@ class ValidationExit:
         self.cut_short = False
         self._looks = self._listens and not self._trainer.sanity_checking
         if self._looks:
-            self._metrics = metrics_of(self._trainer)
             sizes = _sizes(self._trainer.fit_loop.epoch_loop.val_loop)
             self._looks = self._roots.same(sizes) and _UNKNOWN not in sizes
 
@@ -66,11 +62,6 @@ class ValidationExit:
         """The validation's own hooks are done."""
         if self.cut_short:
             self._trainer.validating = True
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The newest metrics; those of a validation that was cut short are not among them."""
-        return self._metrics if self.cut_short else metrics_of(self._trainer)
 
 
 def _sizes(loop: Any) -> tuple[int, int, int]:

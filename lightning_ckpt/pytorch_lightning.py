@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import final
+import os
+from typing import Any, TypeVar, final
 
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.core import saving
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lightning_ckpt._connector import find_our_checkpoints
 from lightning_ckpt._hooks import CheckpointHooks
 from lightning_ckpt._plugin import PluginHooks, PluginOptions, plugins_alive
+from lightning_ckpt._weights import read_our_directories
 
-__all__ = ["PluginAttacher", "ShardedCheckpoint", "ShardedCheckpointIO", "plugins_alive"]
+__all__ = [
+    "PluginAttacher",
+    "ShardedCheckpoint",
+    "ShardedCheckpointIO",
+    "load_from_checkpoint",
+    "plugins_alive",
+]
+
+M = TypeVar("M", bound=LightningModule | LightningDataModule)
 
 
 @final
@@ -37,4 +48,21 @@ class PluginAttacher(PluginHooks, Callback):
     module_name = __name__
 
 
+def load_from_checkpoint(kind: type[M], path: str | os.PathLike[str], **options: Any) -> M:
+    """Make a module with the weights and hyperparameters of a checkpoint, without a Trainer.
+
+    It is `kind.load_from_checkpoint`, which reads checkpoints of ours as soon as this module is imported.
+
+    Args:
+        kind: the class of the module or data module.
+        path: a checkpoint, a root, which stands for its newest, or a file that Lightning wrote.
+        **options: what that method takes: `map_location`, `strict`, `weights_only`, hyperparameters.
+
+    Raises:
+        CheckpointError: it cannot be read; see `CheckpointManager.load`.
+    """
+    return kind.load_from_checkpoint(path, **options)
+
+
 find_our_checkpoints(_CheckpointConnector)
+read_our_directories(saving)

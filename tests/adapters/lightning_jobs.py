@@ -13,9 +13,12 @@ from typing import Any
 import lightning as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -75,7 +78,7 @@ class Model(pl.LightningModule):
         self._act(index)
         loss = (self.net(batch) - batch).pow(2).mean() + torch.rand(()) / 10
         self.losses[int(self.trainer.fit_loop.total_batch_idx)] = loss.item()
-        self.log("loss", loss)
+        self.log("loss", loss, on_step=True, on_epoch=self.options.get("epoch_loss", False))
         return loss
 
     def _act(self, index: int) -> None:
@@ -89,6 +92,8 @@ class Model(pl.LightningModule):
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         del index
         self.validations += 1
+        sign = 1 if self.trainer.global_rank else -1
+        self.log("own_val", float(sign * self.trainer.global_step))
         self.log("val_loss", (self.net(batch) - batch).pow(2).mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
@@ -239,6 +244,51 @@ def fit_all(*jobs: Job) -> list[Outcome]:
         outcomes.append(fit(job))
         sys.stdout.flush()
     return outcomes
+
+
+class Parallel(pl.LightningModule):
+    """Two layers split over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def configure_model(self) -> None:
+        if not isinstance(self.first.weight, DTensor):
+            plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            parallelize_module(self, self.device_mesh["tensor_parallel"], plan)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.second(self.first(batch)).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def averaged(root: str, runs: list[tuple[int, bool]]) -> list[str]:
+    """Digests of the averaged weights after so many steps each, uninterrupted or resumed."""
+    digests = []
+    for max_steps, resumes in runs:
+        torch.manual_seed(1)
+        callbacks: list[Any] = [EMAWeightAveraging(decay=0.5)]
+        if resumes:
+            callbacks.append(ShardedCheckpoint(root, save=EverySteps(4)))
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+            max_steps=max_steps,
+            callbacks=callbacks,
+            enable_checkpointing=resumes,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        data = StatefulDataLoader(Numbers(), batch_size=BATCH)
+        trainer.fit(Parallel(), data, ckpt_path="last" if resumes else None)
+        digests.append(digest(trainer))
+    return digests
 
 
 def committed(root: Path) -> list[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core import EverySteps, OnPreemption
+from ckpt_core import CheckpointManager, EverySteps, KeepBest, OnPreemption
 from ckpt_core.testing import RanksFailedError, run_ranks
-from tests.adapters.lightning_jobs import Job, Outcome, committed, fit_all
+from tests.adapters.lightning_jobs import Job, Outcome, averaged, committed, fit_all
 
 pytestmark = pytest.mark.distributed
 
@@ -50,11 +50,16 @@ def ddp(tmp_path_factory) -> tuple[Path, list[list[Outcome]]]:
     root = tmp_path_factory.mktemp("ddp")
     stopped = {"root": str(root / "stopped"), "strategy": "ddp", "max_steps": 11}
     preemption = {"save": OnPreemption()}
+    # Ranks that log without sync_dist have values of their own, so that each has another best.
+    best = {"keep": KeepBest("own_val"), "save_last": False}
+    evaluated = {"root": str(root / "best"), "strategy": "ddp", "validate": True}
+    halfway = {"val_check_interval": 3}
     per_rank = on_ranks(
         2,
         *resumed_in_between(root, "ddp"),
         Job(options=preemption, model={"signal_at": (1, 3)}, **stopped),
         Job(options=preemption, ckpt_path="last", **stopped),
+        *(Job(max_steps=steps, options=best, trainer=halfway, **evaluated) for steps in (10, 7)),
     )
     return root, per_rank
 
@@ -67,10 +72,22 @@ def test_a_signal_to_one_rank_saves_and_stops_them_all(ddp):
     root, per_rank = ddp
 
     assert committed(root / "stopped" / "run")[0] == "step-000000004"
-    for full, _, _, stopped, resumed in per_rank:
+    for full, _, _, stopped, resumed, *_ in per_rank:
         assert stopped.preempted
         assert stopped.step == 4
         assert_exact(full, resumed, first=4)
+
+
+def test_ranks_whose_metrics_differ_save_the_best_of_the_first_together(ddp):
+    root, per_rank = ddp
+    committed = CheckpointManager(root / "best" / "run").checkpoints(abandoned=True)
+
+    # The second fit begins afresh. On rank 1 the metric grows, so that its best is another.
+    assert [(info.step, info.metrics["own_val"], info.abandoned) for info in committed] == [
+        (6, -6.0, False),
+        (9, -9.0, True),
+    ]
+    assert {outcomes[-1].best for outcomes in per_rank} == {str(root / "best" / "run" / "step-000000006")}
 
 
 @pytest.mark.slow
@@ -169,3 +186,18 @@ if __name__ == "__main__":
     trainer.fit(model)
     print("weights came home:", not torch.equal(before, model.layer.weight))
 """
+
+
+@pytest.mark.slow
+def test_averaged_weights_resume_exactly_under_tensor_parallelism(tmp_path):
+    """Lightning's own resume raises."""
+    full, cut, resumed = run_ranks(
+        averaged,
+        2,
+        str(tmp_path),
+        [(6, False), (4, True), (6, True)],
+        process_group=False,
+        timeout_seconds=240,
+    )[0]
+    assert resumed == full
+    assert resumed != cut

@@ -1,0 +1,153 @@
+"""Metrics that retention ranks by, and which evaluations are worth a checkpoint for them."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, final
+
+from ckpt_core.lifecycle import SaveHandle
+from ckpt_core.retention import KeepBest
+from ckpt_core.types import CheckpointInfo
+from lightning_ckpt._metrics import Measured
+from lightning_ckpt._roots import Roots
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class Ranking:
+    """The ranked checkpoints of a run's present line, with those on their way.
+
+    Concurrency: the thread that trains. Only the coordinator's answer counts: its metrics are stored.
+
+    Args:
+        policies: what ranks them.
+        history: the checkpoints that the run goes on from.
+    """
+
+    def __init__(self, policies: Sequence[KeepBest], history: Sequence[CheckpointInfo]) -> None:
+        self._policies = policies
+        self._ranked: dict[int, tuple[CheckpointInfo, SaveHandle | None]] = {
+            info.step: (info, None) for info in history if info.damaged is None
+        }
+        self._saved: CheckpointInfo | None = None
+
+    def wants(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether a policy would keep `step` as one of the best, for a metric that was not saved with it."""
+        self._forget_failed()
+        known = self._saved.metrics if self._saved is not None and self._saved.step == step else {}
+        others = [info for info, _ in self._ranked.values() if info.step != step]
+        candidate = CheckpointInfo(step=step, name="", created=0.0, metrics=metrics)
+        return any(
+            metrics.get(policy.metric) != known.get(policy.metric)
+            and step in policy.keep([*others, candidate], 0.0)
+            for policy in self._policies
+        )
+
+    def saved(self, handle: SaveHandle, metrics: Mapping[str, float]) -> None:
+        """Count a checkpoint that is on its way; no longer, should its save fail."""
+        self._saved = CheckpointInfo(
+            step=handle.step, name=handle.name, created=handle.created, metrics=metrics
+        )
+        self._ranked[handle.step] = self._saved, handle
+        self._forget_failed()
+        if all(handle is None or handle.done() for _, handle in self._ranked.values()):
+            infos = [info for info, _ in self._ranked.values()]
+            best = frozenset[int]().union(*(policy.keep(infos, 0.0) for policy in self._policies))
+            self._ranked = {step: each for step, each in self._ranked.items() if step in best}
+
+    def _forget_failed(self) -> None:
+        self._ranked = {step: each for step, each in self._ranked.items() if not _failed(each[1])}
+
+
+def _failed(handle: SaveHandle | None) -> bool:
+    return handle is not None and handle.done() and handle.committed.exception() is not None
+
+
+@final
+class Evaluations:
+    """What a fit measures, as far as its checkpoints are concerned.
+
+    Concurrency: the thread that trains; `among_best` is collective.
+
+    Attributes:
+        cut_short: whether the last validation was left early, so that its results do not count.
+    """
+
+    def __init__(self, trainer: Any, policies: Sequence[KeepBest], roots: Roots, measured: Measured) -> None:
+        self.cut_short = False
+        self._trainer = trainer
+        self._policies = policies
+        self._roots = roots
+        self._measured = measured
+        self._ranking = Ranking(policies, ())
+        self._unlogged = policies
+
+    def begin(self, history: Sequence[CheckpointInfo]) -> None:
+        """Compare what is measured from now on with these checkpoints."""
+        self._ranking = Ranking(self._policies, history)
+
+    def note_steps(self, step: int) -> None:
+        """Note what the training steps up to `step` have logged; cheap enough for every step."""
+        self._measured.note(self._trainer._logger_connector._callback_metrics, step)
+
+    def note(self) -> dict[str, float]:
+        """Note what was measured until now; the metrics of the present step."""
+        step = self._trainer.global_step
+        if not self.cut_short:
+            self._measured.note(self._trainer.callback_metrics, step)
+        return self._measured.at(step)
+
+    def among_best(self) -> bool:
+        """Whether retention would keep the present step for a metric that is not saved with it yet."""
+        if not self._policies or self.cut_short:
+            return False
+        step, metrics = self._trainer.global_step, self.note()
+        return self._roots.once(lambda: step > 0 and self._ranking.wants(step, metrics))
+
+    def saved(self, handle: SaveHandle, metrics: Mapping[str, float]) -> None:
+        """A save with these metrics is on its way."""
+        self._ranking.saved(handle, metrics)
+
+    def awaits_validation(self) -> bool:
+        """Whether a metric that ranks checkpoints is still to be measured for the present step."""
+        fit_loop = self._trainer.fit_loop
+        if not self._policies:
+            return False
+        return self.awaits_epoch() or bool(fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher))
+
+    def awaits_epoch(self) -> bool:
+        """Whether the epoch ends with this step, and a metric of the whole epoch ranks checkpoints."""
+        epoch_ends = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return epoch_ends and any(self._comes_with_epoch(policy.metric) for policy in self._policies)
+
+    def complain(self) -> None:
+        """Name metrics that rank checkpoints and that nobody logs, once."""
+        if self.cut_short or not self._unlogged:
+            return
+        judged = [policy for policy in self._unlogged if not self._comes_with_epoch(policy.metric)]
+        self._unlogged = [policy for policy in self._unlogged if policy not in judged]
+        logged = self._trainer.callback_metrics.keys()
+        missing = sorted({policy.metric for policy in judged if policy.metric not in logged})
+        if missing and self._trainer.is_global_zero:
+            _logger.warning("%s", _complaint(missing, logged))
+
+    def _comes_with_epoch(self, metric: str) -> bool:
+        """Whether training steps log the metric for their epoch, so that it is there when that ends."""
+        results = self._trainer.fit_loop.epoch_loop._results.values()
+        return any(
+            each.meta.on_epoch and metric in {each.meta.name, each.meta.forked_name(on_step=False)}
+            for each in results
+        )
+
+
+def _complaint(missing: Sequence[str], logged: Collection[str]) -> str:
+    hints = [match for name in missing for match in difflib.get_close_matches(name, logged, n=1)]
+    meant = f" Did you mean {', '.join(map(repr, hints))}?" if hints else ""
+    return (
+        f"keep= ranks checkpoints by {', '.join(map(repr, missing))}, which has not been logged. "
+        f"Logged are: {', '.join(sorted(logged)) or 'none'}.{meant} Until it is, no checkpoint is the best, "
+        "and none is kept for it: correct keep=, or log it with self.log()"
+    )

@@ -1,0 +1,105 @@
+"""`LightningModule.load_from_checkpoint` on our directories: weights and hyperparameters."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from ckpt_core.coordination import Solo
+from ckpt_core.errors import CheckpointError, ConfigError
+from ckpt_core.manager import CheckpointManager
+from ckpt_core.state import template, under
+from ckpt_core.storage import open_storage
+from ckpt_core.types import CapturedState, SavedState
+from lightning_ckpt._capture import LARGE, MODEL, PART
+from lightning_ckpt._places import Kind, Place, kind_of, real_root
+from lightning_ckpt._state import plain_items
+
+_WRAPPED = "_ckpt_wrapped"
+
+
+def read_our_directories(saving: Any) -> None:
+    """Let `load_from_checkpoint` of this module's package read our checkpoints; harmless when repeated."""
+    stock = saving.pl_load
+    if hasattr(stock, _WRAPPED):
+        return
+
+    @functools.wraps(stock)
+    def load(path_or_url: Any, **options: Any) -> Any:
+        if not _is_ours(path_or_url):
+            return stock(path_or_url, **options)
+        allow_pickle = options.get("weights_only") is False
+        return read(path_or_url, map_location=options.get("map_location"), allow_pickle=allow_pickle)
+
+    setattr(load, _WRAPPED, True)
+    saving.pl_load = load
+
+
+def _is_ours(path: Any) -> bool:
+    if not isinstance(path, str | os.PathLike) or os.fspath(path).startswith("http"):
+        return False
+    try:
+        return kind_of(os.fspath(path), open_storage) is not Kind.STOCK
+    except (CheckpointError, OSError):
+        return False  # Lightning says what it cannot open
+
+
+def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool) -> dict[str, Any]:
+    """What Lightning's own file would hold, without the state of optimizers; a root stands for its newest.
+
+    Not collective: every process that asks reads the whole of the weights.
+
+    Raises:
+        UnsafeCheckpointError: it holds pickles, and they are not allowed.
+        CheckpointError: see `CheckpointManager.load`.
+    """
+    text = os.fspath(path)
+    whole_root = kind_of(text, open_storage) is Kind.ROOT
+    place = Place(real_root(text), "") if whole_root else Place.of(text)
+    weights = _Weights()
+    with CheckpointManager(place.root, coordinator=Solo(), allow_pickle=allow_pickle) as manager:
+        manager.load(weights, name=place.name or None)
+    device = _device(map_location)
+    if device is not None:
+        state = weights.checkpoint["state_dict"]
+        weights.checkpoint["state_dict"] = {name: _moved(value, device) for name, value in state.items()}
+    return weights.checkpoint
+
+
+@final
+class _Weights:
+    """A `StateSource` that takes whatever weights there are."""
+
+    def __init__(self) -> None:
+        self.checkpoint: dict[str, Any] = {}
+
+    def capture(self) -> CapturedState:
+        """There is nothing live to save."""
+        raise ConfigError("this only loads")
+
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        """New memory for every tensor of the model and of the hyperparameters."""
+        entries = saved.sharded.get(PART, {})
+        items = {item: under(entries, item) for item in (MODEL, LARGE)}
+        return {PART: {item: template({}, found) for item, found in items.items() if found}}
+
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
+        """Take what was read."""
+        tree = loaded[PART]
+        self.checkpoint = plain_items(saved, tree.get(LARGE, {}))
+        self.checkpoint["state_dict"] = dict(tree.get(MODEL, {}))
+        return ()
+
+
+def _device(map_location: Any) -> torch.device | None:
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get("cpu")
+    return None if map_location is None or callable(map_location) else torch.device(map_location)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
