@@ -40,18 +40,20 @@ class Fingerprints:
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._numbers: list[int] = []
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[Any] = []
         pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         self._written: list[tuple[int, int]] = []
         devices: list[str] = []
         for at, value in enumerate(values):
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                devices.append(value.device.type)
+                self._numbers.append(0)
+                pending.setdefault(value.device, []).append((at, _of_device(value)))
+                continue
+            devices.append("cpu")
+            self._numbers.append(_of_host(value))
             if isinstance(value, Written):
                 self._written.append((at, value.slot))
-            on_host = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
-            devices.append("cpu" if on_host else value.device.type)
-            self._numbers.append(_of_host(value) if on_host else 0)
-            if not on_host:
-                pending.setdefault(value.device, []).append((at, _of_device(value)))
         self._kinds = crc32(",".join(devices).encode())
         self._pending = [
             ([at for at, _ in found], self._fetch(torch.stack([number for _, number in found])))

@@ -95,7 +95,7 @@ class AgreedPlans:
         self.keeping = Keeping.NEVER
         self.metadata: Mapping[str, Metadata] = {}
         self.generation = 0
-        self._on_divergence = on_divergence
+        self._on_divergence: OnDivergence = on_divergence
         self._offer = Offer()
         self._valid = False
         self._distrusted = False

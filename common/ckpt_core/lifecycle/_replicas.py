@@ -21,7 +21,7 @@ SAMPLED: Final = 16
 _WIDTH: Final = 4
 _TOLD: Final = 5
 
-Message: TypeAlias = dict[str, Any]
+Message: TypeAlias = Mapping[str, Any]
 _Groups: TypeAlias = Mapping[str, Sequence[Replicas]]
 
 _logger = logging.getLogger(__name__)
