@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, time_text
 from ckpt_core.cli._places import open_checkpoint, open_root
-from ckpt_core.commit import Catalog, Manifest
+from ckpt_core.commit import Catalog, Manifest, replaced
 from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.options import bytes_text
 from ckpt_core.types import CheckpointInfo
@@ -19,7 +19,6 @@ def ls(arguments: Namespace) -> Outcome:
     storage = open_root(arguments.root, arguments.storage_options)
     catalog = Catalog(storage)
     infos, torn, quarantined = catalog.committed(abandoned=True), catalog.torn(), catalog.quarantined()
-    replaced = catalog.replaced()
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
     return Outcome(
         fields={
@@ -27,7 +26,7 @@ def ls(arguments: Namespace) -> Outcome:
             "checkpoints": [asdict(info) for info in infos],
             "torn": torn,
             "quarantined": quarantined,
-            "replaced": replaced,
+            "replaced": replaced(storage),
         },
         parts=[
             *([_info_table(infos)] if infos else []),
@@ -37,7 +36,7 @@ def ls(arguments: Namespace) -> Outcome:
             *(f"abandoned: {i.name}" for i in infos if i.abandoned),
             *(f"torn or being written: {name}" for name in torn),
             *(f"damaged and moved aside: {name}" for name in quarantined),
-            *(f"not ours and moved aside: {name}" for name in replaced),
+            *(f"not ours and moved aside: {name}" for name in replaced(storage)),
         ],
     )
 

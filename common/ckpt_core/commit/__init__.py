@@ -12,7 +12,7 @@ from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._occupant import Occupant, content_of
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
 from ckpt_core.commit._prune import collect_orphans, remove
-from ckpt_core.commit._quarantine import quarantine
+from ckpt_core.commit._quarantine import quarantine, replaced
 from ckpt_core.commit._soundness import Soundness
 from ckpt_core.commit._stock import verify_stock
 from ckpt_core.commit._verify import share, verify
@@ -39,6 +39,7 @@ __all__ = [
     "on_present_line",
     "quarantine",
     "remove",
+    "replaced",
     "require_free",
     "share",
     "verify",

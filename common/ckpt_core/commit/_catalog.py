@@ -97,12 +97,16 @@ class Catalog:
         The job that owns the root may commit and prune meanwhile; then it is listed again, lest the old one
         be gone and the new one not be seen.
         """
+
+        def read(name: str) -> CheckpointInfo:
+            return self.marker(name).info(name)
+
         for _ in range(_MOST_LISTINGS - 1):
             listed = countable_names(self._storage)
-            survey = survey_of(self._storage, listed, self._read)
+            survey = survey_of(self._storage, listed, read)
             if survey.size == len(listed) or countable_names(self._storage) == listed:
                 return survey
-        return survey_of(self._storage, countable_names(self._storage), self._read)
+        return survey_of(self._storage, countable_names(self._storage), read)
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step of the present lineage that is not marked, or None.
@@ -164,9 +168,6 @@ class Catalog:
             raise _corrupt(f"{self._storage.url}/{name}", MARKER, "too large to be a commit marker")
         return Marker.from_bytes(content)
 
-    def _read(self, name: str) -> CheckpointInfo:
-        return self.marker(name).info(name)
-
     def manifest(self, name: str) -> Manifest:
         """The manifest of directory `name`, the one that was committed.
 
@@ -197,10 +198,6 @@ class Catalog:
     def quarantined(self) -> list[str]:
         """Directories of damaged checkpoints that were moved aside; nobody but a person deletes them."""
         return [name for name in _directories(self._storage) if is_corrupt(name)]
-
-    def replaced(self) -> list[str]:
-        """What was not ours and had the name of a checkpoint: moved aside, and left for a person."""
-        return [entry.name for entry in self._storage.list("") if is_replaced(entry.name)]
 
     def pins(self) -> dict[int, str]:
         """Step -> reason, for every step protected from pruning.
@@ -300,8 +297,8 @@ def _with_kind(marks: Marks, of_kind: Mapping[str, Mark], *, bad: bool) -> Marks
     return replace(marks, bad=of_kind) if bad else replace(marks, damaged=of_kind)
 
 
-def _preferred(info: CheckpointInfo) -> tuple[bool, bool, int, float]:
-    return not info.abandoned, info.usable, info.lineage.number, info.created
+def _preferred(info: CheckpointInfo) -> tuple[bool, bool, int, float, str]:
+    return not info.abandoned, info.usable, info.lineage.number, info.created, info.name
 
 
 def _directories(storage: Storage) -> list[str]:
