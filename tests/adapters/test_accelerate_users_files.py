@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import accelerate_ckpt
-from ckpt_core.commit import Catalog
+from ckpt_core.commit import replaced
 from ckpt_core.storage import LocalStorage
 from tests.adapters.accelerate_jobs import Job, committed, prepared, step, weights
 
@@ -73,7 +73,7 @@ def test_over_a_stock_checkpoint_of_the_same_name_training_goes_on(tmp_path: Pat
     step(made, net, *rest)
     made.save_state(str(tmp_path / "checkpoint_0"))
     accelerate_ckpt.checkpoints(made).wait()
-    (moved,) = Catalog(LocalStorage(tmp_path)).replaced()
+    (moved,) = replaced(LocalStorage(tmp_path))
     assert {path.name for path in (tmp_path / moved).iterdir()} == before
     made.load_state(str(tmp_path / moved))
     assert weights(net) == stock

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointExistsError, CheckpointManager, KeepLatest, TrainState
-from ckpt_core.commit import Catalog, _strangers, begin, collect_orphans, commit, remove, verify
+from ckpt_core.commit import Catalog, _strangers, begin, collect_orphans, commit, remove, replaced, verify
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage, PowerLog, SystemCalls, power_cut
 from tests.unit.commit.checkpoints import FILES, bucket_like, manifest_of, posix_like, save, save_over
@@ -173,7 +173,7 @@ def test_a_directory_that_may_not_be_written_to_is_set_aside(tmp_path, caplog):
     )
     save(FaultyStorage(storage, [denied]), 5, name=NAME)
     assert_whole(storage)
-    (moved,) = Catalog(storage).replaced()
+    (moved,) = replaced(storage)
     assert_mine(storage, moved)
     assert moved in caplog.text
 
@@ -404,7 +404,7 @@ def test_another_checkpoint_of_that_name_is_set_aside_whole_when_the_new_one_is_
     commit(storage, working, NAME, manifest_of(5))
     assert_whole(storage)
     catalog = Catalog(storage)
-    (moved,) = catalog.quarantined() if "ours" in kind else catalog.replaced()
+    (moved,) = catalog.quarantined() if "ours" in kind else replaced(storage)
     assert_mine(storage, moved, STOCK[kind])
     assert moved in caplog.text
     assert set(tree(storage, NAME)) == {f"{NAME}/{path}" for path in (*FILES, "manifest.json", "COMMITTED")}
@@ -417,7 +417,7 @@ def test_a_crash_at_any_point_of_setting_aside_loses_nothing():
         lambda there: save(there, 5, name=NAME),
     ):
         collect(storage)
-        (place,) = Catalog(storage).replaced() or [NAME]
+        (place,) = replaced(storage) or [NAME]
         assert_mine(storage, place, STOCK["trainer"])
 
 
@@ -466,7 +466,7 @@ def test_a_file_or_link_of_that_name_is_set_aside_as_it_is(tmp_path, what, repla
         return
     (save_over(storage, 5, NAME) if replace else save(storage, 5, name=NAME))
     assert_whole(storage)
-    (moved,) = Catalog(storage).replaced()
+    (moved,) = replaced(storage)
     assert (tmp_path / moved).is_symlink() == (what != "file")
     assert (tmp_path / "scratch" / "kept").read_bytes() == b"mine"
     assert verify(storage, "step-000000001") == []

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli._places import open_root
-from ckpt_core.commit import Catalog, look_around
+from ckpt_core.commit import Catalog, look_around, replaced
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import bytes_text
 from ckpt_core.types import CheckpointInfo
@@ -18,7 +18,7 @@ def ls(arguments: Namespace) -> Outcome:
     """List the committed checkpoints of a root, and what is damaged, torn or something else."""
     storage = open_root(arguments.root, arguments.storage_options)
     catalog, survey = Catalog(storage), Catalog(storage).survey()
-    infos, replaced = survey.everything, catalog.replaced()
+    infos, stock_aside = survey.everything, replaced(storage)
     around = look_around(storage, known=[*survey.unreadable, *(info.name for info in infos)])
     if around.is_checkpoint or around.is_stock:
         raise ConfigError(f"{around.advice(storage.url)[0]}; `ckpt show {arguments.root}` shows it")
@@ -33,7 +33,7 @@ def ls(arguments: Namespace) -> Outcome:
             ],
             "torn": torn,
             "quarantined": quarantined,
-            "replaced": replaced,
+            "replaced": stock_aside,
             "stock": around.stock,
             "runs": around.runs,
         },
@@ -47,7 +47,7 @@ def ls(arguments: Namespace) -> Outcome:
             *(f"torn or being written: {name}" for name in torn if name not in around.unmarked),
             *(f"torn, or lost its marker: {name}" for name in around.unmarked),
             *(f"damaged and moved aside: {name}" for name in quarantined),
-            *(f"not ours and moved aside: {name}" for name in replaced),
+            *(f"not ours and moved aside: {name}" for name in stock_aside),
             *(f"written by stock DCP, see `ckpt verify`: {name}" for name in around.stock),
             *(f"holds checkpoints of its own: {name}" for name in around.runs),
         ],

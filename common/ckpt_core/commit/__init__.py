@@ -13,7 +13,7 @@ from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._occupant import Occupant, content_of
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
 from ckpt_core.commit._prune import collect_orphans, remove
-from ckpt_core.commit._quarantine import quarantine
+from ckpt_core.commit._quarantine import quarantine, replaced
 from ckpt_core.commit._soundness import Soundness
 from ckpt_core.commit._stock import stock_parts, verify_stock
 from ckpt_core.commit._surroundings import (
@@ -54,6 +54,7 @@ __all__ = [
     "quarantine",
     "refuse_as_root",
     "remove",
+    "replaced",
     "require_free",
     "share",
     "stock_parts",

@@ -199,10 +199,6 @@ class Catalog:
         """Directories of damaged checkpoints that were moved aside; nobody but a person deletes them."""
         return [name for name in _directories(self._storage) if is_corrupt(name)]
 
-    def replaced(self) -> list[str]:
-        """What was not ours and had the name of a checkpoint: moved aside, and left for a person."""
-        return [entry.name for entry in self._storage.list("") if is_replaced(entry.name)]
-
     def pins(self) -> dict[int, str]:
         """Step -> reason, for every step protected from pruning.
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 
-from ckpt_core.names import MARKER, corrupt_name, replaced_name
+from ckpt_core.names import MARKER, corrupt_name, is_replaced, replaced_name
 from ckpt_core.storage import Storage
-
-_logger = logging.getLogger(__name__)
 
 
 def quarantine(storage: Storage, name: str) -> str:
@@ -31,6 +28,11 @@ def set_aside(storage: Storage, name: str) -> str:
         Where it is now.
     """
     return _rename(storage, name, replaced_name(name, secrets.token_hex(4)))
+
+
+def replaced(storage: Storage) -> list[str]:
+    """What was not ours and had the name of a checkpoint: set aside, and left for a person."""
+    return [entry.name for entry in storage.list("") if is_replaced(entry.name)]
 
 
 def _rename(storage: Storage, name: str, target: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.cli import _verify, main
-from ckpt_core.commit import Catalog, Lease, begin, commit
+from ckpt_core.commit import Catalog, Lease, begin, commit, replaced
 from ckpt_core.storage import LocalStorage, ObjectStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import Lineage
@@ -92,7 +92,7 @@ def test_ls_as_json(ckpt_json, root):
 def test_ls_names_what_was_not_ours_and_made_way(ckpt, ckpt_json, root):
     (root / "checkpoint-5").write_bytes(b"in one file")
     save(LocalStorage(root), 500, name="checkpoint-5")
-    (moved,) = Catalog(LocalStorage(root)).replaced()
+    (moved,) = replaced(LocalStorage(root))
     assert f"not ours and moved aside: {moved}" in ckpt("ls", root)[1]
     assert ckpt_json("ls", root)[1]["replaced"] == [moved]
 
