@@ -65,6 +65,8 @@ class Survey:
     @property
     def everything(self) -> list[CheckpointInfo]:
         """What is committed, whatever its lineage, oldest step first."""
+        if not self.abandoned:
+            return list(self.committed)
         return on_present_line([*self.committed, *self.abandoned], self.lineage)
 
 

@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 from typing import final
 
-from ckpt_core.commit._catalog import Catalog, Survey, countable_names, survey_of
+from ckpt_core.commit._catalog import Catalog, Survey, can_count, survey_of
 from ckpt_core.commit._lineage import is_same
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.storage import Storage
@@ -33,12 +33,18 @@ class Inventory:
 
     def survey(self) -> Survey:
         """What is in the root now; see `Catalog.survey`."""
-        names = countable_names(self._storage)
+        children = self._storage.list("")
         with self._guard:
-            self._known = {name: self._known[name] for name in names if name in self._known}
+            # Names that are known need no second look, which counts where there are thousands.
+            names = [
+                child.name
+                for child in children
+                if child.is_directory and (child.name in self._known or can_count(child.name))
+            ]
+            self._known = known = {name: self._known[name] for name in names if name in self._known}
             self._foreign.intersection_update(names)
             self._weighed.intersection_update(names)
-        return survey_of(self._storage, names, self._read)
+        return survey_of(self._storage, names, lambda name: known.get(name) or self._read(name))
 
     def history(self) -> list[CheckpointInfo]:
         """Every committed checkpoint, abandoned ones, too, oldest step first, as retention may count them.

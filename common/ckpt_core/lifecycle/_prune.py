@@ -10,7 +10,15 @@ from typing import Final, final
 from ckpt_core.commit import Inventory, remove
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.retention import KeepAll, KeepSteps, PrunePlan, plan_prune, unknown_metrics, withheld
+from ckpt_core.retention import (
+    Abandoned,
+    KeepAll,
+    KeepSteps,
+    PrunePlan,
+    plan_prune,
+    unknown_metrics,
+    withheld,
+)
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
@@ -33,7 +41,7 @@ class Pruner:
     ) -> None:
         self._storage = storage
         self._policy = options.keep or KeepAll()
-        self._abandoned = options.abandoned
+        self._abandoned: Abandoned = options.abandoned
         self._ownership = ownership
         self._told = False
         self._telemetry = telemetry

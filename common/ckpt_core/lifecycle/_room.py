@@ -59,7 +59,7 @@ class Room:
         self._storage = storage
         self._headroom = options.free_headroom
         self._keep = options.keep
-        self._abandoned = options.abandoned
+        self._abandoned: Abandoned = options.abandoned
         # Half, so that the other ranks, which wait for the verdict, are told before they give up.
         self._patience_seconds = options.deadline_seconds / 2
         self._ownership = ownership
