@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +12,15 @@ from benchmarks.crashing.victims import (
     FOREIGN,
     KEPT,
     LAST_NAME,
-    SWEPT,
     Rank,
     manager,
     state_of,
     values,
 )
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import DAMAGED, PINS, WRITER, step_name
+from ckpt_core.names import DAMAGED, PINS, WRITER
 from ckpt_core.storage import LocalStorage
 
-_CORRUPT = re.compile(rf"\.corrupt-[0-9a-f]{{8}}-{re.escape(step_name(SWEPT))}")
 AHEAD: Final = 100
 """How many steps later the job after a crash saves again."""
 
@@ -113,10 +110,8 @@ def strangers(root: Path) -> None:
         _require(path.is_file() and path.read_bytes() == content, f"{name} is not ours and was changed")
     known = {Path(name).parts[0] for name in FOREIGN} | {DAMAGED}
     known |= {f"{name}.lock" for name in (DAMAGED, PINS, WRITER)}
-    known |= {info.name for info in Catalog(LocalStorage(root)).committed()}
+    known |= {info.name for info in Catalog(LocalStorage(root)).committed(abandoned=True)}
     left = {path.name for path in root.iterdir()} - known
-    # A damaged checkpoint that stood in the way is kept for a person.
-    left = {name for name in left if not _CORRUPT.fullmatch(name)}
     _require(not left, f"left over: {sorted(left)}")
 
 
