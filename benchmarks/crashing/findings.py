@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +12,15 @@ from benchmarks.crashing.victims import (
     FOREIGN,
     KEPT,
     LAST_NAME,
-    SWEPT,
     Rank,
     manager,
     state_of,
     values,
 )
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import DAMAGED, PINS, WRITER, step_name
+from ckpt_core.names import DAMAGED, PINS, WRITER
 from ckpt_core.storage import LocalStorage
 
-_CORRUPT = re.compile(rf"\.corrupt-[0-9a-f]{{8}}-{re.escape(step_name(SWEPT))}")
 AHEAD: Final = 100
 """How many steps later the job after a crash saves again."""
 
@@ -116,7 +113,6 @@ def strangers(root: Path) -> None:
     # A damaged checkpoint that stood in the way is abandoned, and kept for a person.
     known |= {info.name for info in Catalog(LocalStorage(root)).committed(abandoned=True)}
     left = {path.name for path in root.iterdir()} - known
-    left = {name for name in left if not _CORRUPT.fullmatch(name)}
     _require(not left, f"left over: {sorted(left)}")
 
 

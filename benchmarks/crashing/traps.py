@@ -46,7 +46,6 @@ _DEEDS: Final = {
     ".trash-4567cdef": "collect orphans",
     ".89ab0123.tmp": "collect orphans",
     ".trash-": "prune",
-    ".corrupt-": "move a damaged checkpoint aside",
     "last.ckpt": "replace",
     "theirs": "save among the user's files",
     "step-000000003": "save",

@@ -114,7 +114,6 @@ def test_a_rehearsal_sees_every_deed_of_a_job(root):
         "take and give back the root",
         "collect orphans",
         "mark",
-        "move a damaged checkpoint aside",
         "save",
         "prune",
         "replace",
