@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
@@ -145,6 +146,8 @@ class Decoder(nn.Module):
 
 
 def trained(model: nn.Module, **others: Any) -> Shape:
+    if any(map(is_lazy, model.parameters())):
+        return Shape(model=model, steps=lambda _: None)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.01) if parameters else None
     return Shape(model=model, optimizer=optimizer, **others)

@@ -23,18 +23,18 @@ _found: dict[str, tuple[list[dict[str, Seen]], list[dict[str, Seen]]]] = {}
     scope="module",
     params=[
         pytest.param("plain"),
-        pytest.param("ddp", marks=pytest.mark.distributed),
-        pytest.param("fsdp2", marks=pytest.mark.distributed),
+        pytest.param("ddp", marks=[pytest.mark.distributed, pytest.mark.slow]),
+        pytest.param("fsdp2", marks=[pytest.mark.distributed, pytest.mark.slow]),
     ],
 )
 def column(request, tmp_path_factory) -> str:
     """All shapes were saved by one process, or two ranks, and loaded by others."""
     name: str = request.param
     ranks, root = COLUMNS[name], str(tmp_path_factory.mktemp(name))
-    saved = run_ranks(loading_jobs.save_all, ranks, name, root, timeout_seconds=240, process_group=ranks > 1)
+    saved = run_ranks(loading_jobs.save_all, ranks, name, root, timeout_seconds=500, process_group=ranks > 1)
     there = [shape for shape, seen in saved[0].items() if seen.state]
     loaded = run_ranks(
-        loading_jobs.load_all, ranks, name, root, there, timeout_seconds=240, process_group=ranks > 1
+        loading_jobs.load_all, ranks, name, root, there, timeout_seconds=500, process_group=ranks > 1
     )
     _found[name] = saved, loaded
     return name
