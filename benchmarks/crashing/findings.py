@@ -103,7 +103,7 @@ def aftermath(root: Path, expected: Expected, *, newest: int, resumed: int) -> N
 def ids_of(root: Path) -> dict[str, str]:
     """Directory of every committed checkpoint -> the id of the save that wrote it."""
     catalog = Catalog(LocalStorage(root))
-    return {info.name: catalog.marker(info.name).save_id for info in catalog.committed()}
+    return {info.name: info.save_id for info in catalog.committed(abandoned=True)}
 
 
 def strangers(root: Path) -> None:
@@ -113,9 +113,9 @@ def strangers(root: Path) -> None:
         _require(path.is_file() and path.read_bytes() == content, f"{name} is not ours and was changed")
     known = {Path(name).parts[0] for name in FOREIGN} | {DAMAGED}
     known |= {f"{name}.lock" for name in (DAMAGED, PINS, WRITER)}
-    known |= {info.name for info in Catalog(LocalStorage(root)).committed()}
+    # A damaged checkpoint that stood in the way is abandoned, and kept for a person.
+    known |= {info.name for info in Catalog(LocalStorage(root)).committed(abandoned=True)}
     left = {path.name for path in root.iterdir()} - known
-    # A damaged checkpoint that stood in the way is kept for a person.
     left = {name for name in left if not _CORRUPT.fullmatch(name)}
     _require(not left, f"left over: {sorted(left)}")
 

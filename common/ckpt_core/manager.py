@@ -257,6 +257,7 @@ class CheckpointManager:
         self._saver.rewound()
         source, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower)
+        info: CheckpointInfo | None
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
             if loaded is None:

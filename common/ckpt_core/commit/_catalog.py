@@ -95,12 +95,16 @@ class Catalog:
         The job that owns the root may commit and prune meanwhile; then it is listed again, lest the old one
         be gone and the new one not be seen.
         """
+
+        def read(name: str) -> CheckpointInfo:
+            return self.marker(name).info(name)
+
         for _ in range(_MOST_LISTINGS - 1):
             listed = countable_names(self._storage)
-            survey = survey_of(self._storage, listed, self._read)
+            survey = survey_of(self._storage, listed, read)
             if survey.size == len(listed) or countable_names(self._storage) == listed:
                 return survey
-        return survey_of(self._storage, countable_names(self._storage), self._read)
+        return survey_of(self._storage, countable_names(self._storage), read)
 
     def latest(self) -> CheckpointInfo | None:
         """The committed checkpoint with the highest step of the present lineage that is not marked, or None.
@@ -161,9 +165,6 @@ class Catalog:
         if len(content) > MAX_MARKER_BYTES:
             raise _corrupt(f"{self._storage.url}/{name}", MARKER, "too large to be a commit marker")
         return Marker.from_bytes(content)
-
-    def _read(self, name: str) -> CheckpointInfo:
-        return self.marker(name).info(name)
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of directory `name`, the one that was committed.

@@ -277,7 +277,7 @@ class Ownership:
             self._storage.check_root()
             refuse_as_root(self._storage)
             if self._lease is None:  # else it was acquired before, and what comes after it failed
-                self._lease = self._take_lease()
+                self._lease = _take_lease(self._storage, self._until_idle, _superseding(self))
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
             self.inventory = Inventory(self._storage)
@@ -288,18 +288,6 @@ class Ownership:
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
             ) from error
         return secrets.token_hex(4)
-
-    def _take_lease(self) -> Lease:
-        with TAKING:
-            if take_from_earlier_manager(self._storage):
-                _logger.warning(
-                    "%s was held by an earlier CheckpointManager of this process, which was not closed: it "
-                    "is taken over, and the earlier one cannot save any more",
-                    self._storage.url,
-                )
-            lease = Lease.acquire(self._storage, job=" ".join(sys.argv[:1]) or "python")
-            hold(lease, until_idle=self._until_idle, supersede=_superseding(self))
-        return lease
 
     def collect_orphans(self) -> None:
         """Clear away what crashed saves and prunes left; nothing of this job may be in flight."""
@@ -313,6 +301,19 @@ class Ownership:
             _logger.warning(
                 "removed what crashed saves left in %s: %s", self._storage.url, ", ".join(orphans)
             )
+
+
+def _take_lease(storage: Storage, until_idle: Callable[[], None], supersede: Callable[[], None]) -> Lease:
+    with TAKING:
+        if take_from_earlier_manager(storage):
+            _logger.warning(
+                "%s was held by an earlier CheckpointManager of this process, which was not closed: it is "
+                "taken over, and the earlier one cannot save any more",
+                storage.url,
+            )
+        lease = Lease.acquire(storage, job=" ".join(sys.argv[:1]) or "python")
+        hold(lease, until_idle=until_idle, supersede=supersede)
+    return lease
 
 
 def _superseding(ownership: Ownership) -> Callable[[], None]:
