@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -155,27 +156,19 @@ class CheckpointManager:
             ConfigError: the root cannot be written, or the arguments are not what they should be.
         """
         self._bind()
-        step = _checked_step("save", step)
-        require(
-            "save",
-            None if name is None or name == "" else text("name", name),
-            None if metrics is None else mapping("metrics", metrics),
-            None if annotations is None else mapping("annotations", annotations),
-        )
-        if not isinstance(state, CapturedState):
-            as_source(state)  # what is no state is refused at once
-        request = SaveRequest(
-            step=step,
-            name=step_name(step) if name is None else name,
-            metrics=dict(metrics or {}),
-            annotations=dict(annotations or {}),
-            replace=name is not None,
-        )
+        capture: Callable[[], CapturedState] = partial(as_captured, state)
+        try:
+            request = _request(step, state, name, metrics=metrics, annotations=annotations)
+        except ConfigError as error:
+            if self._coordinator.world_size == 1:
+                raise
+            # The other ranks may have asked for a save that is right, and would wait for this one.
+            request, capture = SaveRequest(step=0, name=step_name(0)), partial(_raise, error)
         if self._cadence.pending:
             self._saver.settle()  # back-pressure must not leave out the last save
-        handle = self._saver.save(request, lambda: as_captured(state))
+        handle = self._saver.save(request, capture)
         if handle is not None:
-            self._cadence.saved(step)
+            self._cadence.saved(request.step)
         return handle
 
     def prewarm(self, state: State | CapturedState) -> int:
@@ -459,3 +452,38 @@ def _key(name: str, value: Any) -> str | None:
             f"{name} must be the name of a directory in the root, not {value!r}; for another, give its root"
         )
     return None
+
+
+def _request(
+    step: Any,
+    state: State | CapturedState,
+    name: str | None,
+    *,
+    metrics: Mapping[str, float] | None,
+    annotations: Mapping[str, Any] | None,
+) -> SaveRequest:
+    """What is asked of a save.
+
+    Raises:
+        ConfigError: an argument is not what it should be.
+    """
+    number = _checked_step("save", step)
+    require(
+        "save",
+        None if name is None or name == "" else text("name", name),
+        None if metrics is None else mapping("metrics", metrics),
+        None if annotations is None else mapping("annotations", annotations),
+    )
+    if not isinstance(state, CapturedState):
+        as_source(state)  # what is no state is refused at once
+    return SaveRequest(
+        step=number,
+        name=step_name(number) if name is None else name,
+        metrics=dict(metrics or {}),
+        annotations=dict(annotations or {}),
+        replace=name is not None,
+    )
+
+
+def _raise(error: ConfigError) -> CapturedState:
+    raise error

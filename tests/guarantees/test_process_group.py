@@ -122,6 +122,19 @@ def made_on_one_rank_only(root: str) -> dict[str, Any]:
     return {"told": told, "close": error_of(checkpoints.close)}
 
 
+def wrong_argument_on_one_rank(root: str) -> list[str]:
+    """Each rank makes one mistake that the other does not make; then both are right."""
+    rank, values = dist.get_rank(), {"x": torch.ones(2)}
+    with manager(root, "wrong") as checkpoints:
+        loss: Any = ["low", 0.5]
+        told = [
+            error_of(lambda: checkpoints.save(1, values, metrics={"loss": loss[rank]})),
+            error_of(lambda: checkpoints.save(1, values if rank == 0 else "values")),
+        ]
+        checkpoints.save(1, values, metrics={"loss": 0.5})
+        return told
+
+
 def roots_differ(root: str) -> list[str]:
     """Not the group's fault, but as quiet: each rank writes to another directory."""
     state = sharded()
@@ -161,6 +174,7 @@ def all_cases(root: str) -> dict[str, Any]:
         group_made_after_the_manager,
         group_destroyed,
         forked_in_a_group,
+        wrong_argument_on_one_rank,
         roots_differ,
         one_root_by_two_names,
         made_on_one_rank_only,
@@ -229,6 +243,16 @@ def test_ranks_of_which_one_was_replaced_are_all_told_at_once(ranks):
         told = found["made_on_one_rank_only"]["told"]
         assert told.startswith("ConfigError")
         assert "new ones, on every rank" in told
+
+
+@pytest.mark.distributed
+def test_a_wrong_argument_on_one_rank_is_told_to_all_and_costs_that_save_only(ranks):
+    for found in ranks[0]:
+        metrics, state = found["wrong_argument_on_one_rank"]
+        assert "rank 0: ConfigError: metrics" in metrics
+        assert "rank 1: ConfigError: a str is no training state" in state
+    with CheckpointManager(ranks[1] / "wrong", coordinator=Solo()) as checkpoints:
+        assert [info.step for info in checkpoints.checkpoints()] == [1]
 
 
 @pytest.mark.distributed
