@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -34,7 +35,8 @@ class Metrics:
     def note(self, step: int, values: Mapping[str, Any]) -> None:
         """Numbers among `values` were measured at `step`."""
         for name, value in values.items():
-            number = value.item() if isinstance(value, torch.Tensor | np.generic) else value
+            scalar = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            number = value.item() if scalar else value
             if type(number) in {int, float}:
                 self._miss(name)
                 self._measured[name] = step, float(number)
@@ -77,7 +79,7 @@ class Metrics:
 
     def _improves(self, name: str, value: float) -> bool:
         if name not in self._best:
-            return True
+            return not math.isnan(value)
         return value < self._best[name] if self._wanted[name].mode == "min" else value > self._best[name]
 
 

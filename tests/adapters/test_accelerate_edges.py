@@ -241,7 +241,7 @@ def test_a_metric_belongs_to_the_step_at_which_it_was_logged(tmp_path: Path) -> 
     for loss in (None, 0.1, None, None, 0.9, None):
         step(made, *rest)
         if loss is not None:
-            made.log({"loss": loss})
+            made.log({"loss": loss, "weights": torch.ones(3), "note": "text"})
         made.save_state()
     made.end_training()
     assert committed(tmp_path) == ["checkpoint_1", "checkpoint_5"]
@@ -289,10 +289,9 @@ def test_a_worse_one_that_is_not_saved_is_not_worth_a_word(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, *rest = prepared(JOB.but(root=str(tmp_path)), save=EverySteps(2), keep=KeepBest("loss"))
-    for loss in (None, 0.1, 0.2, 0.3):
+    for loss in (float("nan"), 0.1, 0.2, 0.3):
         step(made, *rest)
-        if loss is not None:
-            made.log({"loss": loss, "lr": 1.0})
+        made.log({"loss": loss, "lr": 1.0})
         made.save_state()
     made.end_training()
     assert "is the best so far" not in caplog.text
