@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from transformers import Trainer, TrainerCallback
 
 import accelerate_ckpt
 from accelerate_ckpt._trainer_choice import newest_to_resume
+from accelerate_ckpt._trainer_retention import KeepAsTrainer, is_new_best
 from ckpt_core import (
+    CheckpointInfo,
     CheckpointManager,
     ConfigError,
     CorruptCheckpointError,
@@ -422,3 +425,31 @@ def test_stock_checkpoints_of_the_same_name_are_set_aside_and_not_lost(tmp_path:
     aside = [path for path in tmp_path.iterdir() if path.name.startswith(".") and path.is_dir()]
     assert [path for path in aside if (path / "model.safetensors").exists()], "the stock one of step 2"
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+
+
+def info(step: int, **metrics: float) -> CheckpointInfo:
+    return CheckpointInfo(step=step, name=f"checkpoint-{step}", created=float(step), metrics=metrics)
+
+
+def test_what_the_limit_keeps_is_kept_again_when_the_others_are_gone() -> None:
+    history = [info(1, eval_loss=0.3), info(2, eval_loss=math.nan), info(3, eval_loss=0.3), info(4), info(5)]
+    for limit, kept in ((1, {1, 5}), (2, {1, 5}), (3, {1, 4, 5}), (9, {1, 2, 3, 4, 5})):
+        policy = KeepAsTrainer(limit=limit, metric="eval_loss")
+        assert policy.keep(history, 0.0) == kept
+        assert policy.keep([each for each in history if each.step in kept], 0.0) == kept
+    assert KeepAsTrainer(limit=2).keep([], 0.0) == frozenset()
+    assert KeepAsTrainer(limit=1, metric="eval_f1", mode="max").keep(history, 0.0) == {5}
+
+
+def test_a_new_best_is_better_than_what_was_measured_before_and_never_nan() -> None:
+    history = [
+        {"step": 1, "eval_loss": 0.5},
+        {"step": 2, "loss": 0.1, "eval_note": "text"},
+        {"step": 3, "eval_loss": 0.5},
+        {"step": 4, "eval_loss": math.nan},
+        {"step": 5, "eval_loss": 0.4},
+    ]
+    for policy, best in ((KeepBest("eval_loss"), {1, 5}), (KeepBest("eval_loss", n=2), {1, 3, 5})):
+        found = {step for step in range(1, 6) if is_new_best([policy], history[:step], step)}
+        assert found == best
+    assert not is_new_best([KeepBest("eval_note")], history, 2)
