@@ -130,6 +130,15 @@ class Roots:
         if latest is not None and latest.step <= step:
             self._origins[root] = latest.step, latest.name
 
+    def wait(self) -> None:
+        """Wait for every save in flight: what is looked for next may be one of them.
+
+        Raises:
+            SaveError: one failed.
+        """
+        for manager in self._managers.values():
+            manager.wait()
+
     def settle(self) -> None:
         """Return when every save in flight has its copy, so that weights may change by whatever means."""
         for manager in self._managers.values():

@@ -100,6 +100,7 @@ class Session:
             CheckpointError: see `CheckpointManager.load` and `resume`.
         """
         text = self.trainer.strategy.broadcast(os.fspath(path))
+        self._roots.wait()
         kind = self._roots.once(lambda: self._kind(text))
         if kind is Kind.STOCK:
             return load_stock()

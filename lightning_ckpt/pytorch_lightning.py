@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint
@@ -61,7 +61,7 @@ def load_from_checkpoint(kind: type[M], path: str | os.PathLike[str], **options:
     Raises:
         CheckpointError: it cannot be read; see `CheckpointManager.load`.
     """
-    return kind.load_from_checkpoint(path, **options)
+    return cast("M", cast("Any", kind).load_from_checkpoint(path, **options))
 
 
 find_our_checkpoints(_CheckpointConnector)

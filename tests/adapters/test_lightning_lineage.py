@@ -11,6 +11,7 @@ import lightning as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from ckpt_core import CheckpointManager, EverySteps, KeepBest, KeepLatest
@@ -225,6 +226,29 @@ def test_what_is_saved_by_path_time_and_again_stays_on_one_line(tmp_path, caplog
 
     assert present(tmp_path / "mine") == [2, 4]
     assert warnings_of(caplog) == []
+
+
+class Tuned(Small):
+    lr, batch_size = 0.01, 1
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(64, 2), batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("way", ["lr_find", "scale_batch_size"])
+def test_a_run_that_was_tuned_before_saves_as_one_that_was_not(tmp_path, way):
+    """The Tuner's own checkpoint is saved, resumed and removed in the run's directory."""
+    limits = {"lr_find": {"num_training": 3}, "scale_batch_size": {"max_trials": 1, "steps_per_trial": 1}}
+    for _ in range(2):
+        trainer = trainer_of(ours(tmp_path), max_steps=4, default_root_dir=tmp_path)
+        module = Tuned()
+        getattr(Tuner(trainer), way)(module, **limits[way])
+        trainer.fit(module)
+        assert present(tmp_path) == [2, 4]
+
+    assert lineages(tmp_path) == 2
 
 
 @pytest.mark.parametrize("leftover", [None, "step-000000002.incomplete-0123456789abcdef", "notes"])

@@ -115,6 +115,7 @@ def test_a_trainer_without_the_callback_says_what_reads_the_checkpoint(trained, 
         trainer_of().validate(Sized(3), data(), ckpt_path=path, verbose=False)
 
 
+@pytest.mark.slow
 def test_it_says_so_in_a_process_that_never_imported_us(trained):
     script = f"""
 import sys, torch, lightning as pl
