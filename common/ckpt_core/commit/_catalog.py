@@ -321,6 +321,7 @@ def survey_of(storage: Storage, names: Sequence[str], read: Callable[[str], Chec
         read: tells what the marker in a directory says; errors as by `Catalog.marker`.
     """
     pins, marks = _pins_or_none(storage), known_marks(storage)
+    said = pins != {} or bool(marks.damaged or marks.bad)
     committed: list[CheckpointInfo] = []
     unreadable: dict[str, CheckpointError | OSError] = {}
     for name in names:
@@ -331,6 +332,9 @@ def survey_of(storage: Storage, names: Sequence[str], read: Callable[[str], Chec
         except (CheckpointError, OSError) as error:
             unreadable[name] = error
         else:
+            if not said:
+                committed.append(info)
+                continue
             pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step)
             damaged, bad = (problem_of(kind, name, info.save_id) for kind in (marks.damaged, marks.bad))
             plain = pinned is None and damaged is None and bad is None
