@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 _KEY, _INDEX = "\x1e", "\x1f"
 
@@ -92,6 +93,8 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 def _kind(value: object) -> tuple[object, ...]:
     if not isinstance(value, torch.Tensor):
         return ("value",)
+    if is_lazy(value):
+        return "lazy", object()  # without a shape; the plan refuses it by name
     if isinstance(value, ShardedTensor):
         shards = [(tuple(s.metadata.shard_offsets), tuple(s.tensor.shape)) for s in value.local_shards()]
         return "sharded", value.dtype, tuple(value.size()), tuple(shards)
