@@ -128,7 +128,7 @@ def _busy(storage: Storage) -> str:
     owner = Owner.of(storage)
     if owner is not None and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
         return (
-            f"{storage.url} is held by something else in this very process, since "
+            f"{storage.url} is held by {owner.job} in this very process, since "
             f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(owner.started))}: let it end first"
         )
     return (

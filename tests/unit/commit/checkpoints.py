@@ -15,11 +15,12 @@ from ckpt_core.storage import MemoryStorage, ObjectStorage, Storage
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 FILES = {
-    ".metadata": pickle.dumps(Metadata({}, storage_data={})),
     "__0_0.distcp": bytes(range(256)) * 40,
     "__1_0.distcp": b"\0" * 4900,
     "model/__0_0.distcp": b"nested",
     "rank-00000.json": b"{}",
+    # Written last, as by a save: on an object store it alone would be a stock checkpoint.
+    ".metadata": pickle.dumps(Metadata({}, storage_data={})),
 }
 
 

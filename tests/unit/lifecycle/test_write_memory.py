@@ -66,6 +66,7 @@ class Job:
                 assignment=assignment,
                 files={f"rank-{rank:05d}.json": b"{}"},
                 metadata=self.metadata,
+                buffers=frozenset(),
                 local=LocalValues({}),
                 keeping=Keeping.NEVER,
                 items={"model": "sharded"},
