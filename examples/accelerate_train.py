@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, set_seed
 
 import accelerate_ckpt
-from ckpt_core import CheckpointNotFoundError, EverySeconds, EverySteps, OnPreemption
+from ckpt_core import EverySeconds, EverySteps, OnPreemption
 
 EPOCHS = 3
 
@@ -34,10 +34,7 @@ def main(root: str) -> None:
     data = torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True)
     model, optimizer, scheduler, data = accelerator.prepare(model, optimizer, scheduler, data)
 
-    try:
-        accelerator.load_state()  # the newest that verifies
-    except CheckpointNotFoundError:
-        accelerator.print("starting afresh")
+    accelerator.load_state()  # the newest that verifies; none yet: starts afresh
     done = accelerate_ckpt.checkpoints(accelerator).step
     accelerator.print(f"at step {done}")
 

@@ -45,7 +45,7 @@ def main(root: str, max_steps: int) -> None:
     accelerate_ckpt.enable_trainer(trainer, save=EverySteps(20) | EverySeconds(300) | OnPreemption())
     latest = accelerate_ckpt.trainer_checkpoints(trainer).latest()
     print("starting afresh" if latest is None else f"resuming from {latest.name}")
-    trainer.train(resume_from_checkpoint=latest is not None)
+    trainer.train(resume_from_checkpoint=True)  # none yet: starts afresh
     newest = accelerate_ckpt.trainer_checkpoints(trainer).latest()
     print(f"newest: {newest.name if newest else 'none'}")
 

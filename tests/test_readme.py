@@ -56,17 +56,24 @@ def test_the_lightning_example_saves_keeps_three_and_resumes(tmp_path: Path) -> 
     assert _committed(tmp_path / "runs/boring") == names
 
 
-def test_the_yaml_example_saves_without_a_change_to_the_script(tmp_path: Path) -> None:
+def test_the_yaml_example_saves_and_resumes_without_a_change_to_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CLI_SCRIPT)
     (tmp_path / "run.yaml").write_text(_block("yaml", "ShardedCheckpoint"))
     _run(tmp_path, "train.py", "fit", "--config", "run.yaml")
-    assert len(_committed(tmp_path / "runs/cli")) >= 3
+    assert _committed(tmp_path / "runs/cli")[-1] == "step-000000020"
+    _run(tmp_path, "train.py", "fit", "--config", "run.yaml", "--trainer.max_steps=30")
+    names = _committed(tmp_path / "runs/cli")
+    assert names[-1] == "step-000000030"
+    assert not [name for name in names if ".run-" in name], "it went on with the first run's line"
 
 
-def test_the_accelerate_example_saves_and_rotates(tmp_path: Path) -> None:
+def test_the_accelerate_example_saves_rotates_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_block("python", "import accelerate_ckpt"))
     _run(tmp_path, "train.py")
-    assert len(_committed(tmp_path / "runs/accelerate")) == 3
+    names = _committed(tmp_path / "runs/accelerate")
+    assert len(names) == 3
+    _run(tmp_path, "train.py")
+    assert _committed(tmp_path / "runs/accelerate") == names, "nothing was left to train"
 
 
 @pytest.mark.parametrize("runs", [1, 2])

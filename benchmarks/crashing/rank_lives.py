@@ -44,13 +44,13 @@ _ATTEMPTS: Final = 8
 _PAUSE_SECONDS: Final = 0.25
 
 STORAGE_PLACES: Final = {
-    "open": ("make_directory", "step-000000003*"),
-    "write tensors": ("create", "step-000000003*.distcp"),
-    "write small files": ("create", "step-000000003*.json"),
-    "sync": ("sync_directory", "step-000000003*"),
-    "commit: manifest": ("create", "step-000000003*/manifest.json"),
-    "commit: marker": ("create", "step-000000003*/COMMITTED"),
-    "commit: rename": ("rename", "step-000000003* -> step-000000003"),
+    "open": ("make_directory", "*step-000000003*"),
+    "write tensors": ("create", "*step-000000003*.distcp"),
+    "write small files": ("create", "*step-000000003*.json"),
+    "sync": ("sync_directory", "*step-000000003*"),
+    "commit: manifest": ("create", "*step-000000003*/manifest.json"),
+    "commit: marker": ("create", "*step-000000003*/COMMITTED"),
+    "commit: rename": ("rename", "*step-000000003* -> step-000000003"),
     "prune": ("rename", "step-000000001 -> *"),
     "load: look": ("list", ""),
     "load: open": ("open", "step-000000002/*"),

@@ -30,7 +30,7 @@ def save_and_die(root: str, victims: list[int], method: str, key: str) -> str:
     """Save step 1 in peace, then lose the victims while step 2 is being saved."""
     faults = []
     if dist.get_rank() in victims:
-        faults = [Fault(method=method, key=f"step-000000002*{key}", nth=0, before=kill_process)]
+        faults = [Fault(method=method, key=f"*step-000000002*{key}", nth=0, before=kill_process)]
     storage = FaultyStorage(LocalStorage(root), faults)
     checkpoints = CheckpointManager(storage, keep=KeepLatest(2), deadline_seconds=6)
     assert checkpoints.resume(state_of(0)) is None

@@ -44,7 +44,7 @@ def steps(checkpoints: CheckpointManager) -> list[int]:
 
 def disk_full_on_one_rank(root: str, deliver: str) -> dict[str, Any]:
     no_space = OSError(errno.ENOSPC, "No space left on device")
-    fault = Fault(method="create", key="step-000000002*/__1_0.distcp", error=no_space, nth=0)
+    fault = Fault(method="create", key="*step-000000002*/__1_0.distcp", error=no_space, nth=0)
     state = state_of("fsdp2")
     with CheckpointManager(faulty_on(1, root, fault), deadline_seconds=60) as checkpoints:
         checkpoints.save(1, state)
@@ -81,7 +81,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all_and_the_next_save_work
 
 
 def dies_in_flight(root: str, who: int) -> dict[str, Any]:
-    fault = Fault(method="write", key=f"step-000000002*/__{who}_0.distcp", before=kill_process)
+    fault = Fault(method="write", key=f"*step-000000002*/__{who}_0.distcp", before=kill_process)
     state = state_of("fsdp2")
     checkpoints = CheckpointManager(faulty_on(who, root, fault), deadline_seconds=DEADLINE)
     checkpoints.save(1, state).result(60)
@@ -156,7 +156,7 @@ def one_finishes_late(root: str) -> list[int | None]:
     """Rank 1 writes slowly; with `skip`, both ranks must skip the same saves."""
     gate = dist.distributed_c10d._get_default_store()
     fault = Fault(
-        method="create", key="step-000000001*/__1_0.distcp", before=lambda _: gate.clone().wait(["open"])
+        method="create", key="*step-000000001*/__1_0.distcp", before=lambda _: gate.clone().wait(["open"])
     )
     state = state_of("fsdp2")
     with CheckpointManager(

@@ -36,7 +36,7 @@ def signals_itself(number: int) -> Callable[[Operation], None]:
 
 def interrupted(root: str) -> None:
     """Ctrl-C while step 2 is being written."""
-    fault = Fault(method="close", key="step-000000002*.distcp", before=signals_itself(signal.SIGINT))
+    fault = Fault(method="close", key="*step-000000002*.distcp", before=signals_itself(signal.SIGINT))
     with CheckpointManager(FaultyStorage(LocalStorage(root), [fault])) as checkpoints:
         state = training_state()
         checkpoints.save(1, state)
@@ -48,7 +48,7 @@ def interrupted(root: str) -> None:
 
 def exits_without_closing(root: str) -> None:
     """The last line of the script comes while step 2 is being written."""
-    slow = Fault(method="close", key="step-000000002*.distcp", before=lambda _operation: time.sleep(0.3))
+    slow = Fault(method="close", key="*step-000000002*.distcp", before=lambda _operation: time.sleep(0.3))
     checkpoints = CheckpointManager(FaultyStorage(LocalStorage(root), [slow]))
     checkpoints.save(1, training_state())
     checkpoints.save(2, training_state())

@@ -185,7 +185,7 @@ def test_a_working_directory_that_is_removed_under_a_save_costs_that_save_only(t
         for working in root.glob(".incomplete-*-step-000000002"):
             shutil.rmtree(working)
 
-    fault = Fault(method="sync_directory", key="step-000000002*", nth=0, before=remove)
+    fault = Fault(method="sync_directory", key="*step-000000002*", nth=0, before=remove)
     with manager(FaultyStorage(LocalStorage(root), [fault])) as checkpoints:
         saved(checkpoints, 1)
         error = refused(checkpoints, 2)
@@ -204,7 +204,7 @@ def test_a_root_that_is_removed_is_told_and_not_silently_made_anew(tmp_path):
         error = refused(checkpoints, step)
         assert isinstance(error, RootBusyError)
         assert "its claim was removed" in str(error)
-    assert not list(root.glob("step-*"))
+    assert not list(root.glob("*step-*"))
     with pytest.raises(RootBusyError):
         saved(checkpoints, 4)
     with pytest.raises(RootBusyError):
@@ -215,13 +215,13 @@ def test_a_root_that_is_removed_is_told_and_not_silently_made_anew(tmp_path):
 
 def test_an_fsync_that_failed_is_not_tried_again_and_its_file_is_discarded(tmp_path):
     root = tmp_path / "run"
-    fault = Fault(method="fsync", key="step-000000002*.distcp", nth=0, error=OSError(errno.EIO, "I/O error"))
+    fault = Fault(method="fsync", key="*step-000000002*.distcp", nth=0, error=OSError(errno.EIO, "I/O error"))
     with SystemCalls(root, [fault]) as calls, manager(root) as checkpoints:
         saved(checkpoints, 1)
         assert "I/O error" in str(refused(checkpoints, 2))
         synced = [each.key for each in calls.operations if each.method == "fsync" and "02.incomp" in each.key]
         assert len([key for key in synced if key.endswith(".distcp")]) == 1
-        assert not list(root.glob("step-000000002*"))
+        assert not list(root.glob("*step-000000002*"))
         assert saved(checkpoints, 2) == 2
         assert_whole(checkpoints, 2)
 
@@ -258,7 +258,7 @@ def test_a_name_that_could_not_be_made_durable_is_told_as_in_doubt_and_what_it_r
 
 def test_a_write_that_wakes_up_after_the_root_was_given_back_leaves_the_next_job_alone(tmp_path):
     root, gate = tmp_path / "run", threading.Event()
-    hang = Fault(method="fsync", key="step-000000001*.distcp", nth=0, before=lambda _: gate.wait(LONG))
+    hang = Fault(method="fsync", key="*step-000000001*.distcp", nth=0, before=lambda _: gate.wait(LONG))
     with SystemCalls(root, [hang]):
         first = manager(root, deadline_seconds=0.5)
         first.save(1, state_of(7))

@@ -55,11 +55,14 @@ from ckpt_core.names import (
     DAMAGED,
     MANIFEST,
     MARKER,
+    METADATA,
     PINS,
     SHARED,
     WRITER,
+    drafted,
     incomplete_name,
     is_incomplete,
+    is_probe,
     original_name,
 )
 from ckpt_core.storage import Storage
@@ -67,7 +70,7 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
 
-_RESERVED: Final = frozenset({DAMAGED, PINS, WRITER, MANIFEST, MARKER, SHARED})
+_RESERVED: Final = frozenset({DAMAGED, PINS, WRITER, MANIFEST, MARKER, METADATA, SHARED})
 _LONGEST_NAME: Final = 200
 """In bytes; most filesystems allow 255, of which the names in flight need some for themselves."""
 _MOST_ATTEMPTS: Final = 8
@@ -76,8 +79,8 @@ _MOST_ATTEMPTS: Final = 8
 
 def is_name(name: str) -> bool:
     """Whether a checkpoint may be called `name`: one plain directory name, none of those we use ourselves."""
-    plain = not name.startswith(".") and all(char >= " " and char not in "/\x7f" for char in name)
-    reserved = name in _RESERVED or (name.endswith(".lock") and name.removesuffix(".lock") in _RESERVED)
+    plain = name not in {".", ".."} and all(char >= " " and char not in "/\x7f" for char in name)
+    reserved = name.removesuffix(".lock") in _RESERVED or is_probe(name) or drafted(name) is not None
     return (
         plain and 0 < len(name.encode(errors="replace")) <= _LONGEST_NAME and not reserved and can_count(name)
     )
@@ -133,7 +136,7 @@ def require_free(storage: Storage, name: str, *, replace: bool = False) -> Occup
     if not is_name(name):
         raise ConfigError(
             f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed, of at most "
-            f"{_LONGEST_NAME} bytes, that does not begin with a dot and is none of "
+            f"{_LONGEST_NAME} bytes, that is none of "
             f"{', '.join(sorted(_RESERVED))}"
         )
     found = occupant(storage, name)

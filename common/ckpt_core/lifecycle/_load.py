@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self, final
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import verify, verify_stock
@@ -357,7 +358,14 @@ def _is_meta(value: Any) -> bool:
 def _any_inference(parts: Mapping[str, PartLoad]) -> bool:
     """Whether live tensors were made inside `torch.inference_mode`, where alone they can be written."""
     entries = (value for load in parts.values() for value in load.entries.values())
-    return any(isinstance(value, torch.Tensor) and value.is_inference() for value in entries)
+    return any(each.is_inference() for value in entries for each in _held(value))
+
+
+def _held(value: Any) -> Iterable[torch.Tensor]:
+    """The plain tensors in which this rank holds an entry; a ShardedTensor answers no question itself."""
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _inference_mode(*, wanted: bool) -> AbstractContextManager[object]:
