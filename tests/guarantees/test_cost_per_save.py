@@ -13,7 +13,8 @@ from ckpt_core.retention import RetentionPolicy
 from ckpt_core.testing import FaultyStorage
 from tests.unit.commit.checkpoints import bucket_like, posix_like, save
 
-FEW, MANY, SAVES = 3, 200, 4
+FEW, MANY, SAVES = 3, 200, 2
+"""No more saves than that what they drop is alike: the checkpoints that were there before."""
 
 
 def storage_calls(make, kept: int, keep: RetentionPolicy) -> Counter[str]:
@@ -40,9 +41,8 @@ def storage_calls(make, kept: int, keep: RetentionPolicy) -> Counter[str]:
 def test_a_save_asks_as_much_of_storage_with_two_hundred_kept_as_with_three(make, drops):
     few = storage_calls(make, FEW, KeepLatest(FEW) if drops else KeepEvery(1))
     many = storage_calls(make, MANY, KeepLatest(MANY) if drops else KeepEvery(1))
-    if (
-        drops
-    ):  # with three kept, one that stays is verified at every third save; with many it lasts for longer
+    if drops:
+        # With three kept, one that stays is verified at every third save; with many it lasts for longer.
         assert all(many[kind] <= few[kind] for kind in many)
     else:
         assert many == few

@@ -156,6 +156,7 @@ def test_no_more_is_removed_ahead_than_is_needed(disk):
     checkpoints.close()
     sink = InMemorySink()
     with CheckpointManager(disk, headroom=0, keep=KeepLatest(2), sinks=[sink]) as checkpoints:
+        checkpoints.continue_from()
         saved(checkpoints, 5)
     removed = [
         (event.attributes["step"], event.attributes.get("reason")) for event in sink.finished("prune.remove")

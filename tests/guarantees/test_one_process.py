@@ -90,7 +90,7 @@ def test_a_closed_first_manager_leaves_nothing_to_take_over(tmp_path, caplog):
 
 def test_a_busy_root_is_never_blamed_on_the_process_itself(tmp_path):
     with Lease.acquire(LocalStorage(tmp_path), "job"), CheckpointManager(tmp_path) as manager:
-        with pytest.raises(RootBusyError, match="something else in this very process") as told:
+        with pytest.raises(RootBusyError, match="held by job in this very process") as told:
             manager.save(1, state_of(1))
         assert str(os.getpid()) not in str(told.value)
 

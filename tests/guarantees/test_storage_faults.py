@@ -219,7 +219,9 @@ def test_an_fsync_that_failed_is_not_tried_again_and_its_file_is_discarded(tmp_p
     with SystemCalls(root, [fault]) as calls, manager(root) as checkpoints:
         saved(checkpoints, 1)
         assert "I/O error" in str(refused(checkpoints, 2))
-        synced = [each.key for each in calls.operations if each.method == "fsync" and "02.incomp" in each.key]
+        synced = [
+            each.key for each in calls.operations if each.method == "fsync" and "-step-000000002" in each.key
+        ]
         assert len([key for key in synced if key.endswith(".distcp")]) == 1
         assert not list(root.glob("*step-000000002*"))
         assert saved(checkpoints, 2) == 2

@@ -97,13 +97,17 @@ def _failures(
 def _impossible(
     storage: Storage, name: str, manifest: Manifest, entries: Sequence[FileEntry]
 ) -> list[FileFailure]:
+    """What a load would refuse although every byte is as it was written."""
     sizes = {entry.path: entry.size_bytes for entry in manifest.files}
-    return [
-        failure
-        for entry in entries
-        if entry.path.rpartition("/")[2] == METADATA
-        for failure in index_failures(entry.path, sizes, lambda path: storage.read_bytes(f"{name}/{path}"))
-    ]
+    failures: list[FileFailure] = []
+    for entry in entries:
+        if entry.path.rpartition("/")[2] != METADATA:
+            continue
+        try:
+            failures += index_failures(entry.path, sizes, lambda path: storage.read_bytes(f"{name}/{path}"))
+        except FileNotFoundError:  # it was there a moment ago: a prune has been quicker
+            failures.append(FileFailure(path=entry.path, problem="missing"))
+    return failures
 
 
 def _leads_to(catalog: Catalog, name: str, marker: Marker) -> bool:

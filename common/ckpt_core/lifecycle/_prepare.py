@@ -61,13 +61,13 @@ class PreparedSave:
         files: name -> content of this rank's small files.
         metadata: part -> DCP metadata; on the coordinator only.
         items: item -> kind, for the manifest.
-        buffers: (part, key) of module buffers.
         local: this rank's values of entries that nothing keeps equal over ranks.
         keeping: when it keeps them.
         staged: the copies, to be released after the write.
         rank: this rank.
         optimizers: whose steps wait for copies that are still being made.
         lineage: the line of saves that it belongs to; on the coordinator only.
+        buffers: (part, key) of module buffers.
         error: what kept this rank from staging; it takes the error to the meeting instead of files.
         extras: what ranks write beside tensors, at most.
         evidence: what this rank has to show of what others hold, too.
@@ -79,13 +79,13 @@ class PreparedSave:
     files: Mapping[str, bytes]
     metadata: Mapping[str, Metadata]
     items: Mapping[str, str]
-    buffers: frozenset[tuple[str, str]]
     local: LocalValues
     keeping: Keeping
     staged: StagedParts
     rank: int
     optimizers: Sequence[Any] = ()
     lineage: Lineage = field(default_factory=Lineage)
+    buffers: frozenset[tuple[str, str]] = frozenset()
     error: BaseException | None = None
     extras: Extras = NO_EXTRAS
     evidence: Evidence | None = None

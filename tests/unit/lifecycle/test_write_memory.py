@@ -66,7 +66,6 @@ class Job:
                 assignment=assignment,
                 files={f"rank-{rank:05d}.json": b"{}"},
                 metadata=self.metadata,
-                buffers=frozenset(),
                 local=LocalValues({}),
                 keeping=Keeping.NEVER,
                 items={"model": "sharded"},
