@@ -178,12 +178,16 @@ class Loader:
             else:
                 _logger.info("training starts afresh: %s holds no checkpoint yet", url)
             return
-        newer = [name for name in around.unmarked if (parse_step_name(name) or 0) > loaded.info.step]
-        if newer:
-            _logger.warning(
-                "step %d was resumed, although %s holds %s, newer but without %s: torn, or it was lost",
-                loaded.info.step, url, ", ".join(newer), MARKER,
-            )  # fmt: skip
+        for names, why in (
+            (around.unmarked, f"without {MARKER}: torn, or it was lost"),
+            (around.links, "a symbolic link, which does not count"),
+        ):
+            newer = [name for name in names if (parse_step_name(name) or 0) > loaded.info.step]
+            if newer:
+                _logger.warning(
+                    "step %d was resumed, although %s holds %s, newer but %s",
+                    loaded.info.step, url, ", ".join(newer), why,
+                )  # fmt: skip
 
     def nothing_there(self) -> CheckpointNotFoundError:
         """The error for a root without checkpoints, saying what is there instead; not collective."""
