@@ -145,6 +145,8 @@ class Catalog:
         if expected in survey.unreadable:
             raise _placed(f"{self._storage.url}/{expected}", survey.unreadable[expected])
         wanted = f"step {step}" if name is None else f"checkpoint {name!r}"
+        if None not in {step, name}:
+            wanted += f" of step {step}"
         there = ", ".join(str(info.step) for info in survey.committed) or "none"
         left = ", ".join(str(info.step) for info in survey.abandoned)
         raise CheckpointNotFoundError(

@@ -219,7 +219,7 @@ class Loader:
                 return name
             return Catalog(storage).find(step=step, name=name)
         except CheckpointNotFoundError as error:
-            found = [describe(storage, name)] if name is not None else []
+            found = [describe(storage, name)] if name is not None and step is None else []
             told = [each for each in found if each] or look_around(storage).advice(storage.url)
             raise CheckpointNotFoundError("; ".join([str(error), *told])) from error
         except NotADirectoryError:
