@@ -8,7 +8,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, final
 
-from ckpt_core.codec import MAX_COUNT
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
@@ -20,6 +19,9 @@ from ckpt_core.lifecycle import (
     Saver,
     SaveRequest,
     Selection,
+    agreed_place,
+    agreed_step,
+    checked_step,
     narrowed,
 )
 from ckpt_core.names import step_name
@@ -29,7 +31,7 @@ from ckpt_core.state import State, as_captured, as_source, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
-from ckpt_core.validation import integer, mapping, plain_integer, require, text
+from ckpt_core.validation import mapping, require, text
 
 COALESCED = "coalesced"
 """The reason of a save that makes up for those that back-pressure kept from starting."""
@@ -107,7 +109,7 @@ class CheckpointManager:
         self._check()
         if step is None:
             return self._cadence.look()
-        step = _checked_step("due", step)
+        step = checked_step("due", step)
         reason = self._cadence.due(step, total_steps)
         return reason or (COALESCED if self._saver.overdue() else None)
 
@@ -254,8 +256,7 @@ class CheckpointManager:
         """
         self._check()
         self._coordinator.check()
-        step = None if step is None else _checked_step("load", step)
-        require("load", None if name is None else _key("name", name))
+        step, name = agreed_place(self._coordinator, "load", step, name)
         selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
         self._saver.rewound()
         source, narrower = narrowed(state, selection)
@@ -288,6 +289,7 @@ class CheckpointManager:
         """
         self._bind()
         self._saver.rewound()
+        step, name = agreed_place(self._coordinator, "continue_from", step, name)
         info = self._coordinator.once(
             lambda: (
                 self._newest() if step is None and name is None else self._catalog.find(step=step, name=name)
@@ -333,7 +335,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
-        step = None if step is None else _checked_step("verify", step)
+        step = None if step is None else checked_step("verify", step)
         info = self._newest() if step is None else self._catalog.find(step=step)
         failures = verify(self.storage, info.name)
         self._saver.ownership.note_verified(info, failures)
@@ -354,14 +356,13 @@ class CheckpointManager:
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""
         self._bind()
-        step = _checked_step("pin", step)
-        require("pin", text("reason", reason))
+        step = agreed_step(self._coordinator, "pin", step, reason)
         self._coordinator.once(lambda: self._catalog.pin(step, reason))
 
     def unpin(self, step: int) -> None:
         """Take the protection of a step away."""
         self._bind()
-        step = _checked_step("unpin", step)
+        step = agreed_step(self._coordinator, "unpin", step)
         self._coordinator.once(lambda: self._catalog.unpin(step))
 
     def mark(self, step: int, reason: str) -> None:
@@ -371,11 +372,13 @@ class CheckpointManager:
             CheckpointNotFoundError: the step is not committed.
         """
         self._bind()
+        step = agreed_step(self._coordinator, "mark", step, reason)
         self._coordinator.once(lambda: self._catalog.mark_bad(self._catalog.find(step=step).name, reason))
 
     def unmark(self, step: int) -> None:
         """Take back what `mark` said of a step; harmless where nothing was said. Collective."""
         self._bind()
+        step = agreed_step(self._coordinator, "unmark", step)
 
         def unmark() -> None:
             for info in self._catalog.committed(abandoned=True):
@@ -431,29 +434,6 @@ class CheckpointManager:
         self._coordinator.bind()
 
 
-def _checked_step(owner: str, step: Any) -> int:
-    """The step as an int.
-
-    Raises:
-        ConfigError: it is none, or larger than a checkpoint can say.
-    """
-    plain = plain_integer(step)
-    require(owner, integer("step", plain, minimum=0, maximum=MAX_COUNT))
-    return int(plain)
-
-
-def _key(name: str, value: Any) -> str | None:
-    """Problem of a name that must be of something below the root."""
-    if (problem := text(name, value)) is not None:
-        return problem
-    parts = value.split("/")
-    if "\0" in value or any(part in {"", ".", ".."} for part in parts):
-        return (
-            f"{name} must be the name of a directory in the root, not {value!r}; for another, give its root"
-        )
-    return None
-
-
 def _request(
     step: Any,
     state: State | CapturedState,
@@ -467,7 +447,7 @@ def _request(
     Raises:
         ConfigError: an argument is not what it should be.
     """
-    number = _checked_step("save", step)
+    number = checked_step("save", step)
     require(
         "save",
         None if name is None or name == "" else text("name", name),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -279,6 +280,32 @@ def kept(root: Path) -> None:
     assert again._items["tally"].n == rank()
 
 
+def asked_differently(root: Path) -> None:
+    """Ranks that ask for different checkpoints, or one of them wrongly, are all refused at once."""
+    state, mine = state_of(Net()), rank() == 1
+    wrong: Any = "2" if mine else 2
+    with manager(root) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+        checkpoints.wait()
+        for call in (
+            lambda: checkpoints.load(state, step=1 + rank()),
+            lambda: checkpoints.load(state, step=2 if mine else None),
+            lambda: checkpoints.load(state, step=wrong),
+            lambda: checkpoints.load(state, name="../other" if mine else "step-000000001"),
+            lambda: checkpoints.continue_from(1 + rank()),
+            lambda: checkpoints.mark(1 + rank(), "diverged"),
+            lambda: checkpoints.mark(2, "" if mine else "diverged"),
+            lambda: checkpoints.unmark(wrong),
+            lambda: checkpoints.pin(wrong, "kept"),
+            lambda: checkpoints.unpin(wrong),
+        ):
+            with pytest.raises(ConfigError, match="rank 1: "):
+                call()
+        assert checkpoints.load(state).step == 2
+        assert all(info.bad is None and info.pinned is None for info in checkpoints.checkpoints())
+
+
 def local_of(value: torch.Tensor) -> torch.Tensor:
     return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
@@ -302,6 +329,7 @@ JOBS: tuple[Job, ...] = (
     still_refused,
     warned,
     kept,
+    asked_differently,
 )
 
 

@@ -472,6 +472,45 @@ def test_a_file_or_link_of_that_name_is_set_aside_as_it_is(tmp_path, what, repla
     assert verify(storage, "step-000000001") == []
 
 
+def links_of_the_users(root, elsewhere):
+    """Links to a checkpoint in the root, out of the root, to nothing, and to a step that is yet to come."""
+    elsewhere.mkdir()
+    places = {"latest": "step-000000001", "best": elsewhere, "gone": "nowhere", "step-000000009": elsewhere}
+    for name, place in places.items():
+        (root / name).symlink_to(place)
+    return set(places)
+
+
+def test_a_link_of_the_users_never_counts_as_a_checkpoint_and_is_never_why_a_run_is_lost(tmp_path, caplog):
+    root, model = tmp_path / "run", torch.nn.Linear(2, 1)
+    with CheckpointManager(root) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, TrainState(model=model))
+    links = links_of_the_users(root, tmp_path / "elsewhere")
+    with CheckpointManager(root, keep=KeepLatest(2)) as checkpoints:
+        assert checkpoints.resume(TrainState(model=model)) == 2
+        assert "step-000000009, newer but a symbolic link" in caplog.text
+        assert checkpoints.load({"model": model}, name="latest").step == 1
+        checkpoints.continue_from(2)
+        for step in (3, 4):
+            checkpoints.save(step, TrainState(model=model))
+            checkpoints.wait()
+        assert [info.name for info in checkpoints.checkpoints()] == ["step-000000003", "step-000000004"]
+        checkpoints.save(9, TrainState(model=model))
+        checkpoints.wait()
+        assert [info.step for info in checkpoints.checkpoints()] == [4, 9]
+    assert {path.name for path in root.iterdir() if path.is_symlink()} >= links - {"step-000000009"}
+    assert any(path.is_symlink() and "step-000000009" in path.name for path in root.iterdir())
+
+
+def test_a_fresh_start_beside_links_to_checkpoints_is_told(tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    links_of_the_users(tmp_path / "run", tmp_path / "elsewhere")
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        assert checkpoints.resume(TrainState(model=torch.nn.Linear(2, 1))) is None
+    assert "symbolic links, which do not count" in caplog.text
+
+
 def test_names_in_flight_never_look_like_a_hosts_checkpoints(tmp_path):
     """What diffusers and many scripts do before each save and at `--resume_from_checkpoint latest`."""
     from ckpt_core import names

@@ -285,11 +285,25 @@ def test_a_load_that_is_not_strict_and_changes_nothing_says_so(foreign, caplog):
         (lambda c: c.pin(1, ""), "reason must be a non-empty string"),
         (lambda c: c.pin(1.0, "x"), "step must be a whole number"),
         (lambda c: c.verify("1"), "step must be a whole number"),
+        (lambda c: c.mark("1", "diverged"), "mark: step must be a whole number"),
+        (lambda c: c.mark(None, "diverged"), "mark: step must be a whole number"),
+        (lambda c: c.mark(1, ""), "reason must be a non-empty string"),
+        (lambda c: c.mark(1, 5), "reason must be a non-empty string"),
+        (lambda c: c.unmark("1"), "unmark: step must be a whole number"),
+        (lambda c: c.continue_from("1"), "continue_from: step must be a whole number"),
+        (lambda c: c.continue_from(name="../other"), "name must be the name of a directory"),
     ],
 )
 def test_a_wrong_argument_is_a_config_error(run, call, says):
     with CheckpointManager(run, save=EverySteps(1)) as checkpoints, pytest.raises(ConfigError, match=says):
         call(checkpoints)
+
+
+def test_a_name_of_another_step_is_told_as_such(run):
+    with CheckpointManager(run) as checkpoints, pytest.raises(CheckpointNotFoundError) as caught:
+        checkpoints.load({}, step=99, name="step-000000001")
+    assert "no committed checkpoint 'step-000000001' of step 99" in str(caught.value)
+    assert "no checkpoint;" not in str(caught.value)
 
 
 @pytest.mark.parametrize("step", [np.int64(5), np.uint8(5), torch.tensor(5)])

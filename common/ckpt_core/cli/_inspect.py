@@ -56,6 +56,8 @@ def ls(arguments: Namespace) -> Outcome:
 
 def pin(arguments: Namespace) -> Outcome:
     """Protect a step from pruning."""
+    if not arguments.reason.strip():
+        raise ConfigError("say why it is to stay, for whoever finds it: --reason TEXT")
     storage = open_root(arguments.root, arguments.storage_options)
     Catalog(storage).pin(arguments.step, arguments.reason)
     return Outcome(

@@ -12,7 +12,7 @@ from ckpt_core.commit._lineage import on_present_line, present_lineage
 from ckpt_core.commit._locked import locked
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._marks import Mark, Marks, known_marks, marks_to_change, problem_of, replace_marks
-from ckpt_core.commit._occupant import holds_torn_save
+from ckpt_core.commit._occupant import find_entry, holds_torn_save
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import (
     CheckpointError,
@@ -124,6 +124,7 @@ class Catalog:
 
         Of several of one step it is the newest of the present lineage that is not marked, else the newest of
         the present lineage, and an abandoned one only if the present lineage does not have that step.
+        By its name, a link to one is found, too.
 
         Raises:
             CheckpointNotFoundError: there is none; the message names those that are there.
@@ -138,10 +139,14 @@ class Catalog:
         ]
         if found:
             return max(found, key=_preferred)
+        if name is not None and _leads_elsewhere(self._storage, name):
+            return self.marker(name).info(name)
         expected = step_name(step or 0) if name is None else name
         if expected in survey.unreadable:
             raise _placed(f"{self._storage.url}/{expected}", survey.unreadable[expected])
         wanted = f"step {step}" if name is None else f"checkpoint {name!r}"
+        if None not in {step, name}:
+            wanted += f" of step {step}"
         there = ", ".join(str(info.step) for info in survey.committed) or "none"
         left = ", ".join(str(info.step) for info in survey.abandoned)
         raise CheckpointNotFoundError(
@@ -304,7 +309,13 @@ def _preferred(info: CheckpointInfo) -> tuple[bool, bool, int, float, str]:
 
 
 def _directories(storage: Storage) -> list[str]:
-    return [entry.name for entry in storage.list("") if entry.is_directory]
+    """The directories of the root; a link is the user's other name for something, and never counts."""
+    return [entry.name for entry in storage.list("") if entry.is_directory and not entry.is_link]
+
+
+def _leads_elsewhere(storage: Storage, name: str) -> bool:
+    entry = find_entry(storage, name)
+    return entry is not None and entry.is_link
 
 
 def countable_names(storage: Storage) -> list[str]:

@@ -39,7 +39,9 @@ class Inventory:
             names = [
                 child.name
                 for child in children
-                if child.is_directory and (child.name in self._known or can_count(child.name))
+                if child.is_directory
+                and not child.is_link
+                and (child.name in self._known or can_count(child.name))
             ]
             self._known = known = {name: self._known[name] for name in names if name in self._known}
             self._foreign.intersection_update(names)

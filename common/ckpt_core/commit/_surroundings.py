@@ -30,6 +30,7 @@ class Surroundings:
         unmarked: directories of checkpoints of ours that have no commit marker.
         stock: directories that stock DCP wrote.
         runs: directories that hold committed checkpoints of their own.
+        links: symbolic links to directories.
     """
 
     is_checkpoint: bool = False
@@ -37,6 +38,7 @@ class Surroundings:
     unmarked: Sequence[str] = ()
     stock: Sequence[str] = ()
     runs: Sequence[str] = ()
+    links: Sequence[str] = ()
 
     def advice(self, url: str) -> list[str]:
         """What a person should know who finds no checkpoint at `url`, a line each."""
@@ -56,6 +58,11 @@ class Surroundings:
                 f"{_some(self.unmarked)} there have no {MARKER}: torn, or the marker was lost; they do not "
                 "count, and make way for a new save of their name"
             )
+        if self.links:
+            lines.append(
+                f"{_some(self.links)} there are symbolic links, which do not count: put the directories "
+                "themselves there, or give the root that they are in"
+            )
         return lines
 
 
@@ -70,13 +77,15 @@ def look_around(storage: Storage, *, known: Collection[str] = ()) -> Surrounding
     files = _file_names(entries)
     found: dict[str, list[str]] = {"unmarked": [], "stock": [], "runs": []}
     # Steps have names that sort by age: the newest are of interest.
-    for name in sorted(set(_directory_names(entries)) - set(known), reverse=True)[:_MOST_DIRECTORIES]:
+    links = [entry.name for entry in entries if entry.is_link and entry.is_directory]
+    for name in sorted(set(_directory_names(entries)) - {*known, *links}, reverse=True)[:_MOST_DIRECTORIES]:
         kind = _kind(storage, name) if can_count(name) else None
         if kind is not None:
             found[kind].append(name)
     return Surroundings(
         is_checkpoint=MARKER in files and MANIFEST in files,
         is_stock=METADATA in files and MANIFEST not in files,
+        links=links,
         **{kind: sorted(names) for kind, names in found.items()},
     )
 

@@ -1,5 +1,6 @@
 """The only place where state, staging, dcp, storage, commit and coordination meet: save, load, prune."""
 
+from ckpt_core.lifecycle._agreed import agreed_place, agreed_step, checked_step
 from ckpt_core.lifecycle._cadence import CadenceKeeper
 from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._handle import SaveHandle
@@ -18,5 +19,8 @@ __all__ = [
     "SaveRequest",
     "Saver",
     "Selection",
+    "agreed_place",
+    "agreed_step",
+    "checked_step",
     "narrowed",
 ]

@@ -178,12 +178,16 @@ class Loader:
             else:
                 _logger.info("training starts afresh: %s holds no checkpoint yet", url)
             return
-        newer = [name for name in around.unmarked if (parse_step_name(name) or 0) > loaded.info.step]
-        if newer:
-            _logger.warning(
-                "step %d was resumed, although %s holds %s, newer but without %s: torn, or it was lost",
-                loaded.info.step, url, ", ".join(newer), MARKER,
-            )  # fmt: skip
+        for names, why in (
+            (around.unmarked, f"without {MARKER}: torn, or it was lost"),
+            (around.links, "a symbolic link, which does not count"),
+        ):
+            newer = [name for name in names if (parse_step_name(name) or 0) > loaded.info.step]
+            if newer:
+                _logger.warning(
+                    "step %d was resumed, although %s holds %s, newer but %s",
+                    loaded.info.step, url, ", ".join(newer), why,
+                )  # fmt: skip
 
     def nothing_there(self) -> CheckpointNotFoundError:
         """The error for a root without checkpoints, saying what is there instead; not collective."""
@@ -215,7 +219,7 @@ class Loader:
                 return name
             return Catalog(storage).find(step=step, name=name)
         except CheckpointNotFoundError as error:
-            found = [describe(storage, name)] if name is not None else []
+            found = [describe(storage, name)] if name is not None and step is None else []
             told = [each for each in found if each] or look_around(storage).advice(storage.url)
             raise CheckpointNotFoundError("; ".join([str(error), *told])) from error
         except NotADirectoryError:

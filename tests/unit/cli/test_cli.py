@@ -470,6 +470,7 @@ def test_pin_and_unpin(ckpt, ckpt_json, root):
     assert ckpt_json("unpin", root, 100) == (0, {"root": str(root), "step": 100, "pinned": None})
     assert Catalog(LocalStorage(root)).pins() == {200: "demo"}
     assert ckpt("pin", root, 7, "--reason", "demo")[0] == 3
+    assert ckpt("pin", root, 200, "--reason", " ")[0] == 2
 
 
 @pytest.mark.parametrize(
