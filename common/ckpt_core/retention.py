@@ -240,7 +240,7 @@ class Not(RetentionPolicy):
 
 
 Abandoned: TypeAlias = Literal["keep", "prune"]
-"""What becomes of checkpoints that the present lineage does not go on from."""
+"""What becomes of checkpoints that the present lineage does not go on from: see `plan_prune`."""
 
 UNVERIFIED: Final = "nothing that would stay is known to be whole"
 """Why a checkpoint stays that no policy keeps."""
@@ -274,13 +274,18 @@ def plan_prune(
     (training may have gone back to an earlier step) and whatever is pinned always stay, so that a history is
     never emptied.
     What is marked as damaged or bad counts for nothing of that: a sound checkpoint must not go in its favour.
-    It is not deleted either, because it may be the only trace of a fault, and a mark may be wrong. Abandoned
-    checkpoints count for nothing either; they go if `abandoned` says so and they are not pinned.
+    It is not deleted either, because it may be the only trace of a fault, and a mark may be wrong.
+
+    Abandoned checkpoints count for nothing either. They stay, or with `abandoned="prune"` they fill the
+    places that the policy still has for checkpoints older and worse than any of the present lineage: with
+    `KeepLatest(3)` two stay beside the first of a new run, the last goes with its third. Pinned ones stay.
     """
     ordered = sorted(history, key=_by_step)
     usable = [info for info in ordered if info.usable]
     present = [info for info in usable if not info.abandoned]
     left = [info for info in usable if info.abandoned and (abandoned == "keep" or info.pinned is not None)]
+    if abandoned == "prune":
+        left += _in_free_places(policy, [info for info in usable if info.abandoned], present, now)
     reasons: dict[int, tuple[str, ...]] = {}
     for step, reason in (*_guaranteed(present), *_wanted(policy, present, now)):
         reasons[step] = (*reasons.get(step, ()), reason)
@@ -292,6 +297,20 @@ def plan_prune(
         bad=tuple(info for info in ordered if info.bad is not None and info.damaged is None),
         abandoned=tuple(left),
     )
+
+
+def _in_free_places(
+    policy: RetentionPolicy, gone: Sequence[CheckpointInfo], present: Sequence[CheckpointInfo], now: float
+) -> list[CheckpointInfo]:
+    """The abandoned ones, newest first, that would be kept if they were the past of the present line.
+
+    As the oldest and the worst of it, so that they take no place from another.
+    """
+    newest_first = sorted(gone, key=lambda info: (info.lineage.number, *_by_age(info)), reverse=True)
+    past = {-place: info for place, info in enumerate(newest_first, start=1)}
+    posed = [replace(info, step=step, metrics=_worst(policy)) for step, info in past.items()]
+    kept = policy.keep((*present, *posed), now)
+    return [info for step, info in past.items() if step in kept and info.pinned is None]
 
 
 def withheld(plan: PrunePlan, drop: Sequence[CheckpointInfo]) -> PrunePlan:
@@ -306,17 +325,18 @@ def withheld(plan: PrunePlan, drop: Sequence[CheckpointInfo]) -> PrunePlan:
 def unknown_metrics(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> tuple[str, ...]:
     """Metrics that the policy ranks by and that none of these checkpoints has; sorted."""
     there = {metric for info in history for metric in info.metrics}
-    return tuple(sorted(_metrics(policy) - there))
+    return tuple(sorted(_worst(policy).keys() - there))
 
 
-def _metrics(policy: RetentionPolicy) -> frozenset[str]:
+def _worst(policy: RetentionPolicy) -> dict[str, float]:
+    """Each metric that the policy ranks by -> the value than which none is worse."""
     match policy:
         case KeepBest():
-            return frozenset({policy.metric})
+            return {policy.metric: math.inf if policy.mode == "min" else -math.inf}
         case AnyOf() | AllOf():
-            return frozenset[str]().union(*map(_metrics, policy.policies))
+            return {metric: worst for part in policy.policies for metric, worst in _worst(part).items()}
         case _:
-            return frozenset()
+            return {}
 
 
 def _guaranteed(history: Sequence[CheckpointInfo]) -> Iterable[tuple[int, str]]:

@@ -333,11 +333,14 @@ def test_a_total_limit_counts_every_run_as_in_stock_unless_told_otherwise(
 ) -> None:
     job = JOB.but(root=str(tmp_path), automatic=True, total_limit=2)
     options = {} if said is None else {"abandoned": said}
-    for _ in range(2):
+    for run in range(2):
         made, *rest = prepared(job, **options)
-        for _ in range(2):
+        for save in range(2):
             step(made, *rest)
             made.save_state()
+            if (run, save, said) == (1, 0, None):
+                accelerate_ckpt.checkpoints(made).wait()
+                assert committed(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
         made.end_training()
         forget_accelerators()
     own = ["checkpoint_2", "checkpoint_3"]

@@ -131,9 +131,12 @@ def test_a_fresh_run_never_resumes_an_older_one(tmp_path: Path, caplog: pytest.L
     old = TrainerJob(root=str(tmp_path), steps=8, save_steps=2, arguments={"save_total_limit": 2})
     trained(old)
     assert steps(tmp_path) == [6, 8]
-    trained(old.but(steps=4))
-    assert steps(tmp_path) == [2, 4], "as the stock Trainer has it"
+    trained(old.but(steps=2))
+    assert (tmp_path / "checkpoint-8" / "COMMITTED").exists(), "whoever forgot to resume still can"
+    assert not (tmp_path / "checkpoint-6").exists()
     assert "starting afresh" in caplog.text
+    trained(old.but(steps=4, resume=True))
+    assert steps(tmp_path) == [2, 4], "as the stock Trainer has it"
     resumed = trained(old.but(steps=6, resume=True))
     assert (resumed.state.global_step, steps(tmp_path)) == (6, [4, 6])
 

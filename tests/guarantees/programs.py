@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from ckpt_core import CheckpointManager, EverySteps, OnPreemption, TrainState
+from ckpt_core import CheckpointManager, EverySteps, KeepLatest, OnPreemption, TrainState
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage, Operation
 
@@ -60,6 +61,27 @@ def raises_without_closing(root: str) -> None:
     raise RuntimeError("the training broke")
 
 
+def exits_before_the_last_prune(root: str) -> None:
+    """The interpreter has begun to end before anything of step 2 is written."""
+    ending = threading.Event()
+    threading._register_atexit(ending.set)  # type: ignore[attr-defined]
+    slow = Fault(method="create", key="*step-000000002*", before=lambda _operation: ending.wait(60))
+    checkpoints = CheckpointManager(FaultyStorage(LocalStorage(root), [slow]), keep=KeepLatest(1))
+    checkpoints.save(1, training_state())
+    checkpoints.save(2, training_state())
+    say("end")
+
+
+def exits_where_no_thread_begins_any_more(root: str) -> None:
+    """As Python 3.12 and later: once the interpreter ends, no thread can be started."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    threading._register_atexit(lambda: setattr(threading.Thread, "start", refuse))  # type: ignore[attr-defined]
+    exits_before_the_last_prune(root)
+
+
 def preempted(root: str) -> None:
     """The scheduler asks to leave in the middle of step 3; nothing else is due until step 100."""
     with CheckpointManager(root, save=EverySteps(100) | OnPreemption()) as checkpoints:
@@ -76,7 +98,14 @@ def preempted(root: str) -> None:
 
 PROGRAMS = {
     program.__name__: program
-    for program in (interrupted, exits_without_closing, raises_without_closing, preempted)
+    for program in (
+        interrupted,
+        exits_without_closing,
+        raises_without_closing,
+        exits_before_the_last_prune,
+        exits_where_no_thread_begins_any_more,
+        preempted,
+    )
 }
 
 

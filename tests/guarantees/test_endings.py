@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
 
@@ -38,6 +40,13 @@ def test_interpreter_exit_without_close_still_commits(tmp_path):
     done = ended("exits_without_closing", tmp_path)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["end"], "")
     assert whole_steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("program", ["exits_before_the_last_prune", "exits_where_no_thread_begins_any_more"])
+def test_the_last_prune_is_made_though_the_interpreter_ends(tmp_path, program):
+    done = ended(program, tmp_path)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["end"], "")
+    assert whole_steps(tmp_path) == [2]
 
 
 def test_an_exception_without_close_still_commits(tmp_path):

@@ -259,6 +259,16 @@ def test_abandoned_ones_go_if_asked_for_but_never_pinned_ones(storage):
     assert steps_of(storage, abandoned=True) == [1, 2, 20]
 
 
+def test_who_forgot_to_resume_can_still_do_so_after_the_first_save(storage, caplog):
+    options = {"keep": KeepLatest(2), "abandoned": "prune"}
+    run(storage, 10, 15, 20, **options)
+    run(storage, 5, **options)
+    assert "starting afresh" in caplog.text
+    assert steps_of(storage, abandoned=True) == [5, 20]
+    run(storage, 25, 30, go_back_to=20, **options)
+    assert steps_of(storage, abandoned=True) == [25, 30]
+
+
 def test_if_nothing_of_the_present_line_is_usable_the_abandoned_are_named_not_resumed(storage):
     run(storage, 10)
     run(storage, 5)

@@ -233,6 +233,28 @@ def test_a_damaged_checkpoint_does_not_protect_or_condemn_a_sound_one_of_its_ste
     assert plan_prune(KeepLatest(1), [info(5), sound, marked(info(4))], NOW).drop == (sound,)
 
 
+@given(policy=policies, history=histories, gone=histories)
+def test_pruning_abandoned_ones_twice_is_pruning_once_and_changes_nothing_else(policy, history, gone):
+    left = [replace(each, name=f"old-{each.name}", abandoned=True) for each in gone]
+    plan = plan_prune(policy, [*history, *left], NOW, abandoned="prune")
+    assert plan.keep == plan_prune(policy, history, NOW).keep
+    rest = [each for each in [*history, *left] if each not in plan.drop]
+    again = plan_prune(policy, rest, NOW, abandoned="prune")
+    assert (again.drop, again.keep) == ((), plan.keep)
+
+
+@pytest.mark.parametrize("policy", [KeepLatest(3), KeepBest("loss", n=3), KeepBest("loss", mode="max", n=3)])
+def test_abandoned_ones_go_one_by_one_as_others_take_their_places(policy):
+    left = [replace(info(step, loss=0.5), abandoned=True) for step in (70, 80, 90)]
+    present = [info(step, created=100.0 + step, loss=0.5) for step in (1, 2, 3)]
+    stays = []
+    for saves in (1, 2, 3):
+        plan = plan_prune(policy, [*left, *present[:saves]], NOW, abandoned="prune")
+        stays.append([each.step for each in plan.abandoned])
+        assert len(plan.keep) == saves
+    assert stays == [[90, 80], [90], []]
+
+
 def test_an_empty_history_makes_an_empty_plan():
     plan = plan_prune(KeepLatest(1), [], NOW)
     assert (dict(plan.keep), plan.drop) == ({}, ())

@@ -11,7 +11,6 @@ import json
 import logging
 import secrets
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -19,6 +18,7 @@ from typing import Any, Final
 from ckpt_core.commit._manifest import Manifest, Marker
 from ckpt_core.commit._occupant import find_entry
 from ckpt_core.commit._tree import directories_of, join, unlike
+from ckpt_core.crew import run_all
 from ckpt_core.errors import CheckpointError
 from ckpt_core.names import (
     MANIFEST,
@@ -102,8 +102,7 @@ def delete_in_place(storage: Storage, name: str) -> None:
     # What tells which files are ours goes last, for a deletion that is cut short to be gone on with.
     lists = [path for path in mine if path == MANIFEST or is_own_json(path)]
     for part in (sorted(set(mine) - set(lists)), lists):
-        with ThreadPoolExecutor(_DELETING_THREADS, thread_name_prefix="ckpt-delete") as pool:
-            list(pool.map(lambda path: storage.delete(f"{name}/{path}"), part))
+        run_all(lambda path: storage.delete(f"{name}/{path}"), part, _DELETING_THREADS, name="ckpt-delete")
     if len(mine) < len(paths):
         _tell_kept(storage.url, name)
     for inner in sorted({path.rpartition("/")[0] for path in mine}, reverse=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from ckpt_core.checksums import Checksum
@@ -13,6 +12,7 @@ from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._damage import damage_in
 from ckpt_core.commit._index import index_failures
 from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.crew import run_all
 from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -84,13 +84,19 @@ def _failures(
     except IncompatibleCheckpointError as error:
         return [FileFailure(path=MANIFEST, problem=str(error))]
     entries = _selected(manifest, paths)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-verify") as pool:
-        problems = pool.map(lambda entry: _problem(storage, name, manifest, entry, seen=seen), entries)
-        failures = [
-            FileFailure(path=entry.path, problem=problem)
-            for entry, problem in zip(entries, problems, strict=True)
-            if problem is not None
-        ]
+    problems: dict[str, str] = {}
+
+    def compare(entry: FileEntry) -> None:
+        problem = _problem(storage, name, manifest, entry, seen=seen)
+        if problem is not None:
+            problems[entry.path] = problem
+
+    run_all(compare, entries, _THREADS, name="ckpt-verify")
+    failures = [
+        FileFailure(path=entry.path, problem=problems[entry.path])
+        for entry in entries
+        if entry.path in problems
+    ]
     return failures or _impossible(storage, name, manifest, entries)
 
 

@@ -64,8 +64,8 @@ class Line:
         if self._origin is None:
             _logger.warning(
                 "starting afresh in %s, which holds %d checkpoint(s) of an earlier run, up to step %d: they "
-                'are abandoned from the commit of step %d on, and stay unless abandoned="prune". To go on '
-                "from them instead, resume() before the first save",
+                'are abandoned from the commit of step %d on, and stay, or with abandoned="prune" go one by '
+                "one. To go on from them instead, resume or load before the first save",
                 self._url,
                 len(self._known),
                 max(info.step for info in self._known),

@@ -36,8 +36,9 @@ class CheckpointOptions:
         save: when to save; None leaves every save to explicit calls.
         keep: which checkpoints a prune spares; None never prunes.
         abandoned: what a prune does with checkpoints that the present lineage does not go on from, because
-            training began afresh or went back: `keep` them, or `prune` all that are not pinned. With `keep`
-            as None it has no effect.
+            training began afresh or went back: `keep` them, or `prune` those that are not pinned, the oldest
+            first, as those of the present lineage take the places that the `keep` policy has. With `keep` as
+            None it has no effect.
         back_pressure: what a save that is due does while every arena is in flight: `wait` for the oldest;
             `skip`, so that it is lost; or `coalesce`: all that are due meanwhile become one, which `due` and
             `maybe_save` ask for at the first step at which an arena is free on every rank, with the state of

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Self, final
 
+from ckpt_core.crew import run_all
 from ckpt_core.errors import FileFailure
 from ckpt_core.reading._buffers import Buffers
-from ckpt_core.reading._crew import run_all
 from ckpt_core.reading._deliver import deliver
 from ckpt_core.reading._files import Files
 from ckpt_core.reading._pieces import Piece

@@ -49,7 +49,8 @@ def _write_concurrently(direct: _DirectFile, pieces: Iterable[memoryview]) -> No
 class _Crew:
     """Threads that write one piece each while the next is being prepared.
 
-    Plain threads: an executor takes no work while the interpreter ends, when a last save may still run.
+    Plain threads: an executor takes no work while the interpreter ends, when a last save may still run. Where
+    no thread can be begun then (Python 3.12), whoever asks writes by itself.
     """
 
     def __init__(self, direct: _DirectFile) -> None:
@@ -57,16 +58,22 @@ class _Crew:
         self._work: Queue[tuple[memoryview, int] | None] = Queue(maxsize=_THREADS)
         self._failures: list[BaseException] = []
         # Daemons: a write that hangs must not keep the process from ending.
-        self._threads = [
-            threading.Thread(target=self._run, name=f"ckpt-write-{i}", daemon=True) for i in range(_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for number in range(_THREADS):
+            thread = threading.Thread(target=self._run, name=f"ckpt-write-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            self._threads.append(thread)
 
     def take(self, piece: memoryview, offset: int) -> None:
         """Write `piece` soon; raises what went wrong with one before."""
         self.raise_first()
-        self._work.put((piece, offset))
+        if self._threads:
+            self._work.put((piece, offset))
+        else:
+            self._direct.write(piece, offset)
 
     def finish(self) -> None:
         """Wait until everything is written, or has failed."""

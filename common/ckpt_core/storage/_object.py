@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import IO, Any, Final, final
 
+from ckpt_core.crew import run_all
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, key_parts
 from ckpt_core.storage._locks import UnguardedLock
@@ -147,8 +147,7 @@ class ObjectStorage(Storage):
         doomed = [name for name in found if name == path or name.startswith(path + "/")]
         if not doomed:
             return
-        with ThreadPoolExecutor(_DELETE_THREADS, thread_name_prefix="ckpt-delete") as pool:
-            list(pool.map(self._service.remove, doomed))
+        run_all(self._service.remove, doomed, _DELETE_THREADS, name="ckpt-delete")
 
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
         """On S3, abort uploads of many parts that nobody completed, for which one would go on paying."""
