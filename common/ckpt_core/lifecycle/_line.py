@@ -65,7 +65,7 @@ class Line:
             _logger.warning(
                 "starting afresh in %s, which holds %d checkpoint(s) of an earlier run, up to step %d: they "
                 'are abandoned from the commit of step %d on, and stay unless abandoned="prune". To go on '
-                "from them instead, resume() before the first save",
+                "from them instead, stop, and resume the newest of them before anything is saved",
                 self._url,
                 len(self._known),
                 max(info.step for info in self._known),
