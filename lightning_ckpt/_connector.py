@@ -11,12 +11,15 @@ import logging
 import os
 from typing import Any
 
-from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.commit import look_around
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from lightning_ckpt._hooks import LifeCycle, committed_of, life_cycles, path_of_best
 from lightning_ckpt._options import Settings
 from lightning_ckpt._places import real_root
 
 _WRAPPED = "_ckpt_wrapped"
+_STOCK = ".ckpt"
+_SHOWN = 4
 
 _logger = logging.getLogger(__name__)
 
@@ -116,4 +119,26 @@ def _begin_afresh(ckpt_path: Any, settings: Settings, trainer: Any) -> None:
             "you give is taken as it is"
         )
     if trainer.is_global_zero:
-        _logger.warning("nothing is committed to %s yet: starting afresh", settings.root)
+        there = "".join(f"; but {each}" for each in _meant_perhaps(settings))
+        _logger.warning("nothing is committed to %s yet: starting afresh%s", settings.root, there)
+
+
+def _meant_perhaps(settings: Settings) -> list[str]:
+    """What lies in the run's own root that is no checkpoint of ours, but may be what was to be resumed."""
+    storage = settings.storage_at(str(settings.root))
+    try:
+        stock = sorted(entry.name for entry in storage.list("") if entry.name.endswith(_STOCK))
+        runs = look_around(storage).runs
+    except (CheckpointError, OSError):
+        return []  # the first save tells what is wrong with it
+    found = []
+    if stock:
+        found.append(
+            f"Lightning wrote {', '.join(stock[-_SHOWN:])} there: to go on from one, stop, and call "
+            f"fit(..., ckpt_path={f'{settings.root}/{stock[-1]}'!r})"
+        )
+    if runs:
+        found.append(
+            f"{', '.join(runs[:_SHOWN])} there hold checkpoints: to go on from one, give it as dirpath="
+        )
+    return found
