@@ -11,11 +11,15 @@ import logging
 import os
 from typing import Any
 
+from ckpt_core.commit import look_around
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from lightning_ckpt._hooks import LifeCycle, committed_of, life_cycles, path_of_best
 from lightning_ckpt._options import Settings
 from lightning_ckpt._places import real_root
 
 _WRAPPED = "_ckpt_wrapped"
+_STOCK = ".ckpt"
+_SHOWN = 4
 
 _logger = logging.getLogger(__name__)
 
@@ -33,9 +37,10 @@ def find_our_checkpoints(connector: type[Any]) -> None:
             return stock(self, state_fn, ckpt_path, *arguments, **keywords)
         callback, settings = found
         if not self._user_managed:
-            ckpt_path = _find(ckpt_path, settings) or ckpt_path
+            given = keywords.get("model_provided", True)
+            ckpt_path = _resolved(ckpt_path, settings, self.trainer, module_is_given=given)
         if _is_yet_to_be(ckpt_path, settings, self.trainer):
-            _logger.warning("nothing is committed to %s yet: starting afresh", settings.root)
+            _begin_afresh(ckpt_path, settings, self.trainer)
             path = None
         else:
             path = stock(self, state_fn, ckpt_path, *arguments, **keywords)
@@ -54,22 +59,86 @@ def _active(trainer: Any) -> tuple[LifeCycle, Settings] | None:
     return None
 
 
-def _find(ckpt_path: Any, settings: Settings) -> str | None:
+def _resolved(ckpt_path: Any, settings: Settings, trainer: Any, *, module_is_given: bool) -> Any:
+    """Find the path for a word; an evaluation without either takes the best, or else the newest."""
+    if ckpt_path is None and not module_is_given and settings.root is not None:
+        ckpt_path = "best" if settings.best is not None or _others(trainer) else "last"
+    return _find(ckpt_path, settings, trainer) or ckpt_path
+
+
+def _others(trainer: Any) -> list[Any]:
+    """The checkpoint callbacks of a Trainer that are not ours."""
+    return [each for each in trainer.checkpoint_callbacks if not isinstance(each, LifeCycle)]
+
+
+def _find(ckpt_path: Any, settings: Settings, trainer: Any) -> str | None:
     """The path that the word stands for, if we have one; the newest is the root, which load chooses from."""
     if ckpt_path == "last" and committed_of(settings):
         return settings.root
     if ckpt_path == "best":
-        return path_of_best(settings) or None
+        # Lightning asks the first callback only, which may be ours although it ranks nothing.
+        theirs = () if settings.best is not None else _others(trainer)
+        known = (getattr(each, "best_model_path", "") for each in theirs)
+        return path_of_best(settings) or next(filter(None, known), None)
     return None
 
 
 def _is_yet_to_be(ckpt_path: Any, settings: Settings, trainer: Any) -> bool:
-    """Whether the newest checkpoint of a run is asked for that has none yet, as a first run does.
+    """Whether the newest or best checkpoint of a run is asked for that has none yet, as a first run does.
 
     Where Lightning's own callbacks may know one, or are to be told what is missing, that is left to them.
     """
     if settings.root is None or ckpt_path is None:
         return False
-    if ckpt_path == "last":
-        return all(isinstance(each, LifeCycle) for each in trainer.checkpoint_callbacks)
+    if ckpt_path in {"last", "best"}:
+        return not _others(trainer)
     return real_root(ckpt_path) == settings.root and not committed_of(settings)
+
+
+def _begin_afresh(ckpt_path: Any, settings: Settings, trainer: Any) -> None:
+    """Say that a first fit begins; nothing else can without weights.
+
+    Raises:
+        CheckpointNotFoundError: they were asked for by something else than such a fit.
+    """
+    verb = str(trainer.state.fn.value)
+    if ckpt_path == "best" and settings.best is None:
+        raise CheckpointNotFoundError(
+            f'ckpt_path="best": nothing ranks the checkpoints of {settings.root}. Give ShardedCheckpoint '
+            'keep=KeepBest("val_loss"), or take ckpt_path="last", which is the newest'
+        )
+    if ckpt_path == "best" and settings.best is not None:
+        raise CheckpointNotFoundError(
+            f'ckpt_path="best": no checkpoint in {settings.root} has the metric {settings.best.metric!r}. '
+            'Log it in the validation and train on, or take ckpt_path="last", which is the newest'
+        )
+    if verb != "fit":
+        raise CheckpointNotFoundError(
+            f"ckpt_path={str(ckpt_path)!r}: nothing is committed to {settings.root}, so there are no weights "
+            f"to {verb} with. Correct dirpath= or ckpt_path, or train first; without ckpt_path a module that "
+            "you give is taken as it is"
+        )
+    if trainer.is_global_zero:
+        there = "".join(f"; but {each}" for each in _meant_perhaps(settings))
+        _logger.warning("nothing is committed to %s yet: starting afresh%s", settings.root, there)
+
+
+def _meant_perhaps(settings: Settings) -> list[str]:
+    """What lies in the run's own root that is no checkpoint of ours, but may be what was to be resumed."""
+    storage = settings.storage_at(str(settings.root))
+    try:
+        stock = sorted(entry.name for entry in storage.list("") if entry.name.endswith(_STOCK))
+        runs = look_around(storage).runs
+    except (CheckpointError, OSError):
+        return []  # the first save tells what is wrong with it
+    found = []
+    if stock:
+        found.append(
+            f"Lightning wrote {', '.join(stock[-_SHOWN:])} there: to go on from one, stop, and call "
+            f"fit(..., ckpt_path={f'{settings.root}/{stock[-1]}'!r})"
+        )
+    if runs:
+        found.append(
+            f"{', '.join(runs[:_SHOWN])} there hold checkpoints: to go on from one, give it as dirpath="
+        )
+    return found

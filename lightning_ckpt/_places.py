@@ -41,9 +41,12 @@ class Place:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Place:
-        """The root is the path's directory, the name its last part."""
+        """The root is the path's directory, the name its last part, but for dots before it, as a Tuner sets.
+
+        Names that begin with a dot are those of saves in flight.
+        """
         root, slash, name = os.fspath(path).rstrip("/").rpartition("/")
-        return cls(real_root(root or ("/" if slash else ".")), name)
+        return cls(real_root(root or ("/" if slash else ".")), name.lstrip(".") or name)
 
 
 def kind_of(path: str, storage_at: Callable[[str], Storage]) -> Kind:
@@ -56,7 +59,8 @@ def kind_of(path: str, storage_at: Callable[[str], Storage]) -> Kind:
     parent = storage_at(place.root)
     if parent.exists(f"{place.name}/{MARKER}"):
         return Kind.CHECKPOINT
-    if parent.exists(place.name) or parent.exists(f"{place.name}/{_LIGHTNINGS_OWN}"):
+    literal = path.rstrip("/").rpartition("/")[2]
+    if parent.exists(literal) or parent.exists(f"{literal}/{_LIGHTNINGS_OWN}"):
         return Kind.STOCK
     if parent.exists(f"{place.name}/{METADATA}"):
         return Kind.CHECKPOINT

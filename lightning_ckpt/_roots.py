@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar, final
 
-from ckpt_core.commit import Catalog, remove
+from ckpt_core.commit import Catalog, Lease, remove
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.lifecycle import SaveHandle
@@ -157,15 +157,17 @@ class Roots:
             )  # fmt: skip
             return
         storage = self._settings.storage_at(place.root)
+        # The manager that owns the root by then, and counts what is in it.
+        manager = self._managers.get(place.root)
 
         def ended(saved: Future[CheckpointInfo]) -> None:
             if saved.exception() is None:
-                _remove(storage, place, remove_file)
+                _remove(storage, manager, place, remove_file)
             else:
                 _logger.warning("%s/%s is kept, because the save after it failed", place.root, place.name)
 
         if self._newest is None:
-            _remove(storage, place, remove_file)
+            _remove(storage, manager, place, remove_file)
         else:
             self._newest.committed.add_done_callback(ended)
 
@@ -206,15 +208,20 @@ class Roots:
         return self._coordinator
 
 
-def _remove(storage: Storage, place: Place, remove_file: Callable[[], None]) -> None:
+def _remove(
+    storage: Storage, manager: CheckpointManager | None, place: Place, remove_file: Callable[[], None]
+) -> None:
     """Runs where the commit was made, mostly on the background thread; a failure only leaves too much."""
     try:
         if storage.exists(place.name):
             remove_file()
-        else:
-            remove(storage, Catalog(storage).find(name=place.name))
+        elif manager is not None:
+            manager.discard(place.name)
+        else:  # after a fit, because a person asks for it
+            with Lease.acquire(storage, "the removal of a checkpoint"):
+                remove(storage, Catalog(storage).find(name=place.name))
     except CheckpointNotFoundError:
         _logger.debug("%s/%s is gone already", place.root, place.name)
     except (OSError, CheckpointError) as error:
         # What stays is a whole checkpoint too many; the person sees it in the log and in the listing.
-        _logger.warning("%s/%s could not be removed: %s", place.root, place.name, error)
+        _logger.warning("%s/%s was not removed: %s", place.root, place.name, error)

@@ -52,6 +52,7 @@ class Session:
         self._running, self._error = True, None
         self._iterators_are_new = False
         self.loaded = self.pacing = None
+        self._require_same_choice(ckpt_path)
         self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
         self._measured = Measured()
         if stage != "fit" or self.trainer.fast_dev_run:
@@ -60,6 +61,20 @@ class Session:
         if self.settings.root is not None:
             self._roots.training = True
             self.pacing = Pacing(self.trainer, self.settings, self._roots, self._measured)
+
+    def _require_same_choice(self, ckpt_path: str | None) -> None:
+        """Refuse a checkpoint that only some ranks have found: those would wait for the others to load it.
+
+        Raises:
+            ConfigError: they do not see the same directory.
+        """
+        if self.trainer.world_size > 1 and not self._roots.same([int(ckpt_path is None)]):
+            found = "no checkpoint" if ckpt_path is None else ckpt_path
+            raise ConfigError(
+                f"rank {self.trainer.global_rank} of {self.trainer.world_size} is to begin with {found}, "
+                "others are not: every rank must see the same directory, on storage that all of them share, "
+                "and be given the same ckpt_path"
+            )
 
     def _forget_other_training(self, ckpt_path: str | None) -> None:
         """Keep what is known of earlier fits only if this one goes on training the same module."""
@@ -122,7 +137,7 @@ class Session:
             else:
                 manager.load(state, name=place.name or None)
         except IncompatibleCheckpointError as error:
-            raise _in_lightnings_words(error, place) from error
+            raise _in_lightnings_words(error, place, state.refusal) from error
         if state.loaded is not None and self.trainer.state.fn == "fit":
             saved = state.loaded.saved
             self._roots.loaded(Place(place.root, saved.name), saved.step)
@@ -190,7 +205,9 @@ class Session:
             self._roots.close(farewell=self._error is None)
 
 
-def _in_lightnings_words(error: IncompatibleCheckpointError, place: Place) -> IncompatibleCheckpointError:
+def _in_lightnings_words(
+    error: IncompatibleCheckpointError, place: Place, refusal: IncompatibleCheckpointError | None
+) -> IncompatibleCheckpointError:
     """The same error, with the way out that a Trainer has: the core's is to load a part."""
     kinds = {
         "the checkpoint lacks": error.missing,
@@ -198,14 +215,15 @@ def _in_lightnings_words(error: IncompatibleCheckpointError, place: Place) -> In
         "differ": error.mismatched,
     }
     lines = [f"{len(names)} {verb}: {', '.join(names[:_SHOWN])}" for verb, names in kinds.items() if names]
-    if not lines and not isinstance(error.__cause__, IncompatibleCheckpointError):
+    if not lines and refusal is None:
         return error
-    what = "; ".join(lines) or str(error.__cause__)
+    what = "; ".join(lines) if refusal is None else str(refusal)
     return IncompatibleCheckpointError(
-        f"{place.root}/{place.name} does not fit this LightningModule, and nothing was loaded. {what}. It is "
-        "probably another model's: check ckpt_path and the configuration. To begin a new training with the "
-        "weights that fit, make the model by lightning_ckpt.load_from_checkpoint(Model, path, strict=False) "
-        "and fit it without ckpt_path; to validate, test or predict, set model.strict_loading = False",
+        f"{'/'.join(filter(None, (place.root, place.name)))} does not fit this LightningModule, and nothing "
+        f"was loaded. {what}. It is probably of another model or another optimizer: check ckpt_path and the "
+        "configuration. To begin a new training with the weights that fit, make the model by "
+        "lightning_ckpt.load_from_checkpoint(Model, path, strict=False) and fit it without ckpt_path; to "
+        "validate, test or predict, set model.strict_loading = False",
         missing=error.missing,
         unexpected=error.unexpected,
         mismatched=error.mismatched,

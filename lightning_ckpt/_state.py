@@ -68,6 +68,10 @@ class LightningState:
     Nothing of Lightning's is put back by `apply`: the strategy does that when Lightning asks, so that hooks
     see and may change everything first. Only the tensors are read into place, unless a hook may change them.
 
+    Attributes:
+        loaded: what was read.
+        refusal: why nothing could be: the model or an optimizer is not of the checkpoint's kind.
+
     Args:
         trainer: the Trainer.
         checkpoint: what Lightning has collected already; collected on demand if None.
@@ -85,6 +89,7 @@ class LightningState:
         self._checkpoint = checkpoint
         self._loops = loops
         self.loaded: Loaded | None = None
+        self.refusal: IncompatibleCheckpointError | None = None
 
     def capture(self) -> CapturedState:
         """The state as it is now, with live tensors."""
@@ -108,6 +113,13 @@ class LightningState:
         Raises:
             IncompatibleCheckpointError: the checkpoint is of another model or of other optimizers.
         """
+        try:
+            return self._target(saved)
+        except IncompatibleCheckpointError as error:
+            self.refusal = error
+            raise
+
+    def _target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         entries = saved.sharded.get(PART, {})
         tree: dict[str, Any] = {MODEL: self._model_target(under(entries, MODEL))}
         if large := under(entries, LARGE):

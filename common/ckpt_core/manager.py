@@ -353,6 +353,10 @@ class CheckpointManager:
         self._saver.own_root()
         return self._coordinator.once(self._saver.pruner.apply, what="pruning")
 
+    def discard(self, name: str) -> None:
+        """Remove one checkpoint, unless it is pinned; coordinator only, once this manager has saved."""
+        self._saver.pruner.remove(name)
+
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""
         self._bind()

@@ -266,6 +266,17 @@ def test_last_starts_afresh_where_nothing_is_committed_and_says_so(tmp_path, cap
     assert present(tmp_path) == [2]
 
 
+def test_a_fresh_start_names_what_may_have_been_meant(tmp_path, caplog):
+    trainer_of(ModelCheckpoint(tmp_path, filename="a", save_last=True), max_steps=2).fit(Small(), data())
+    train(tmp_path / "fold-1", 2)
+    assert train(tmp_path, 2, ckpt_path="last").first_step == 0
+
+    (told,) = [text for text in warnings_of(caplog) if "starting afresh" in text]
+    assert f"call fit(..., ckpt_path='{tmp_path}/last.ckpt')" in told
+    assert "fold-1 there hold checkpoints" in told
+    assert train(tmp_path, 4, ckpt_path=tmp_path / "last.ckpt").first_step == 2
+
+
 def test_last_is_lightnings_own_as_long_as_only_that_has_saved(tmp_path):
     folder = tmp_path / "theirs"
     trainer_of(ModelCheckpoint(folder, save_last=True), max_steps=2).fit(Small(), data())

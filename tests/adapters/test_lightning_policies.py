@@ -190,6 +190,65 @@ def gated():
     return Gated
 
 
+class Users(Callback):
+    """Writes a note into every checkpoint, and pins the second one."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step in {3, 5}:
+            manager = CheckpointManager(self.root)
+            while [info.step for info in manager.checkpoints()][-1:] != [trainer.global_step - 1]:
+                Event().wait(0.01)
+            for each in self.root.glob("*.ckpt"):
+                (each / "note.txt").write_text("mine")
+        if trainer.global_step == 5:
+            manager.pin(4, "for the paper")
+
+
+def test_what_lightning_removes_counts_no_more_and_what_is_pinned_or_the_users_stays(tmp_path, caplog):
+    theirs = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=1)
+    ours = {"save": EverySteps(2), "keep": KeepLatest(2)}
+    make = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_steps=8,
+        callbacks=[ShardedCheckpoint(tmp_path / "own", **ours), theirs, Users(tmp_path)],
+    )  # fmt: skip
+    make.fit(Model(), loader_of("plain"))
+
+    assert steps(tmp_path) == [4, 8]
+    assert sorted(each.name for each in tmp_path.glob("*.ckpt")) == [
+        "step=2.ckpt",
+        "step=4.ckpt",
+        "step=8.ckpt",
+    ]
+    assert [each.name for each in (tmp_path / "step=2.ckpt").iterdir()] == ["note.txt"]
+    assert "step=4.ckpt was not removed: it is pinned (for the paper)" in caplog.text
+    assert (tmp_path / "step=4.ckpt" / "note.txt").read_text() == "mine"
+
+
+def test_a_stock_file_with_the_name_of_a_checkpoint_is_set_aside(tmp_path, caplog):
+    def trained(max_steps: int, *callbacks: Any) -> pl.Trainer:
+        theirs = ModelCheckpoint(
+            tmp_path, filename="same", save_last=True, every_n_train_steps=2, enable_version_counter=False
+        )
+        trainer = pl.Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            max_steps=max_steps, callbacks=[theirs, *callbacks],
+        )  # fmt: skip
+        trainer.fit(Model(), loader_of("plain"), ckpt_path="last")
+        return trainer
+
+    trained(2)
+    before = {name: (tmp_path / name).read_bytes() for name in ("same.ckpt", "last.ckpt")}
+    trained(4, ShardedCheckpoint())
+
+    aside = {each.name.partition("-")[2].partition("-")[2]: each for each in tmp_path.glob(".replaced-*")}
+    assert {name: aside[name].read_bytes() for name in aside} == before
+    assert "stood in the way" in caplog.text
+    assert steps(tmp_path) == [4, 4]
+
+
 class Opener(Callback):
     """Looks while the second save is on its way, then lets it end."""
 

@@ -54,12 +54,16 @@ def ddp(tmp_path_factory) -> tuple[Path, list[list[Outcome]]]:
     best = {"keep": KeepBest("own_val"), "save_last": False}
     evaluated = {"root": str(root / "best"), "strategy": "ddp", "validate": True}
     halfway = {"val_check_interval": 3}
+    # A directory that every node has for itself: the first rank's is that of the training that was stopped.
+    (root / "node-0").symlink_to(root / "stopped" / "run")
+    own = {"dirpath": str(root / "node-{rank}"), "deadline_seconds": 20}
     per_rank = on_ranks(
         2,
         *resumed_in_between(root, "ddp"),
         Job(options=preemption, model={"signal_at": (1, 3)}, **stopped),
         Job(options=preemption, ckpt_path="last", **stopped),
         *(Job(max_steps=steps, options=best, trainer=halfway, **evaluated) for steps in (10, 7)),
+        Job(root=str(root), strategy="ddp", ckpt_path="last", options=own, expect="ConfigError"),
     )
     return root, per_rank
 
@@ -87,7 +91,16 @@ def test_ranks_whose_metrics_differ_save_the_best_of_the_first_together(ddp):
         (6, -6.0, False),
         (9, -9.0, True),
     ]
-    assert {outcomes[-1].best for outcomes in per_rank} == {str(root / "best" / "run" / "step-000000006")}
+    assert {outcomes[-2].best for outcomes in per_rank} == {str(root / "best" / "run" / "step-000000006")}
+
+
+def test_a_checkpoint_that_only_some_ranks_find_is_refused_before_anybody_waits(ddp):
+    root, per_rank = ddp
+
+    first, second = (outcomes[-1].error for outcomes in per_rank)
+    assert f"rank 0 of 2 is to begin with {root / 'stopped' / 'run'}" in first
+    assert "rank 1 of 2 is to begin with no checkpoint" in second
+    assert not (root / "node-1").exists()
 
 
 @pytest.mark.slow

@@ -11,9 +11,17 @@ import lightning as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from ckpt_core import CheckpointError, ConfigError, EverySteps, IncompatibleCheckpointError
+from ckpt_core import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    EverySteps,
+    IncompatibleCheckpointError,
+    KeepBest,
+)
 from lightning_ckpt import ShardedCheckpoint, ShardedCheckpointIO, load_from_checkpoint
 
 # Lightning warns of small data sets and few workers.
@@ -177,6 +185,51 @@ def test_another_model_is_refused_in_lightnings_words(trained):
             trainer_of(ShardedCheckpoint(root)).fit(module, data(), ckpt_path="last")
         assert "items=" not in str(caught.value)
         assert "rename=" not in str(caught.value)
+
+
+def test_another_optimizer_is_refused_in_lightnings_words(trained):
+    root, _ = trained
+    for path in ("last", str(root / "step-000000001")):
+        with pytest.raises(IncompatibleCheckpointError, match="another kind of optimizer") as caught:
+            trainer_of(ShardedCheckpoint(root)).fit(Sized(3, sgd=True), data(), ckpt_path=path)
+        assert "lacks dampening, momentum, nesterov, which SGD has" in str(caught.value)
+        assert "items=" not in str(caught.value)
+    trainer_of(ShardedCheckpoint(root)).validate(Sized(3, sgd=True), data(), ckpt_path="last", verbose=False)
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_untrained_weights_are_never_evaluated_instead_of_those_asked_for(tmp_path, verb):
+    root = tmp_path / "run"
+    ranks, newest = ShardedCheckpoint(root, keep=KeepBest("val_loss")), ShardedCheckpoint(root)
+    for callback, path, told in (
+        (newest, "last", "no weights to"),
+        (newest, str(root), "no weights to"),
+        (newest, "best", 'keep=KeepBest\\("val_loss"\\)'),
+        (ranks, "best", "has the metric 'val_loss'"),
+    ):
+        with pytest.raises(CheckpointNotFoundError, match=told):
+            getattr(trainer_of(callback), verb)(Sized(3), data(), ckpt_path=path)
+    assert not root.exists()
+
+
+def test_an_evaluation_after_a_fit_takes_the_newest_where_nothing_ranks_them(tmp_path):
+    trainer = trainer_of(ShardedCheckpoint(tmp_path))
+    module = Sized(3)
+    trainer.fit(module, data())
+    trained = module.net.weight.detach().clone()
+    torch.nn.init.zeros_(module.net.weight)
+    trainer.validate(dataloaders=data(), verbose=False)
+
+    assert torch.equal(module.net.weight, trained)
+
+
+def test_best_is_that_of_a_model_checkpoint_where_ours_ranks_nothing(tmp_path):
+    theirs = ModelCheckpoint(tmp_path / "theirs", every_n_train_steps=1)
+    trainer = trainer_of(ShardedCheckpoint(tmp_path / "run"), theirs)
+    trainer.fit(Sized(3), data())
+    for path in ("best", None):
+        trainer.validate(dataloaders=data(), ckpt_path=path, verbose=False)
+        assert Path(trainer.ckpt_path).parent == tmp_path / "theirs"
 
 
 class Unsavable(pl.Callback):

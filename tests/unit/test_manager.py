@@ -220,6 +220,23 @@ def test_the_best_by_a_metric_and_pinned_ones_are_kept(tmp_path):
         assert checkpoints.latest().metrics == {"loss": 2.0}
 
 
+def test_what_is_discarded_counts_no_more_even_where_files_of_the_user_stay(tmp_path):
+    with CheckpointManager(tmp_path, keep=KeepLatest(2)) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"a": step})
+            checkpoints.wait()
+        (tmp_path / "step-000000002" / "note.txt").write_text("mine")
+        checkpoints.pin(1, "paper")
+        with pytest.raises(ConfigError, match="pinned"):
+            checkpoints.discard("step-000000001")
+        checkpoints.unpin(1)
+        checkpoints.discard("step-000000002")
+        checkpoints.save(3, {"a": 3})
+        checkpoints.wait()
+        assert steps(checkpoints) == [1, 3]
+        assert (tmp_path / "step-000000002" / "note.txt").read_text() == "mine"
+
+
 def test_verify_finds_a_flipped_bit_and_names_the_file(tmp_path):
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, {"a": torch.ones(10)})

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
-from ckpt_core.commit import Inventory, remove
+from ckpt_core.commit import Catalog, Inventory, remove
+from ckpt_core.errors import ConfigError
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.retention import (
@@ -92,6 +93,22 @@ class Pruner:
                     remove(self._storage, info)
                 ownership.inventory.forget(info.name)
         return withheld(plans[-1], drop)
+
+    def remove(self, name: str) -> None:
+        """Remove one committed checkpoint that its host no longer wants, whatever the policy says of it.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            ConfigError: it is pinned.
+            RootBusyError: another job has taken the root.
+        """
+        self._ownership.check()
+        info = Catalog(self._storage).find(name=name)
+        if info.pinned is not None:
+            raise ConfigError(f"it is pinned ({info.pinned}); unpin it first")
+        with self._telemetry.span("prune.remove", step=info.step, name=info.name):
+            remove(self._storage, info)
+        self._ownership.inventory.forget(info.name)
 
     def _check_metrics(self, history: Sequence[CheckpointInfo]) -> None:
         """Tell once if checkpoints are to be ranked by what none of them has, such as a misspelt name."""

@@ -4,7 +4,8 @@ A record lock belongs to the process: forked data-loading workers do not inherit
 when the process dies, however it dies. Two properties of it are dangerous and handled here: it does not
 exclude the process that holds it, and it is lost as soon as *any* descriptor of the file is closed in that
 process. So every claim has a file that nobody else opens, and a registry refuses a second claim before it
-opens that file.
+opens that file. The file stays behind when the claim is given up: whoever has opened it by then would hold a
+lock that nobody else sees, and whether its name still leads to it network filesystems answer from a cache.
 """
 
 from __future__ import annotations
