@@ -14,8 +14,9 @@ from accelerate_ckpt._roots import Roots
 from accelerate_ckpt._state import AcceleratorState, model_part
 from accelerate_ckpt._steps import steps_made
 from accelerate_ckpt._stock import StockMethods
-from ckpt_core import CheckpointManager, CheckpointNotFoundError, CorruptCheckpointError
-from ckpt_core.names import METADATA
+from ckpt_core import CheckpointManager, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from ckpt_core.names import MARKER, METADATA
+from ckpt_core.storage import Storage
 
 _logger = logging.getLogger(__name__)
 
@@ -77,11 +78,14 @@ class Loading:
 
         Raises:
             CheckpointNotFoundError: there is none.
+            ConfigError: what was named is a file, or holds checkpoints but is none.
             CorruptCheckpointError: it was never committed, or is damaged; nothing was touched.
         """
         manager = self._roots.at(place.root)
         where = f"{manager.storage.url}/{place.name}"
-        kind = self._roots.coordinator.once(lambda: kind_of(manager.storage, place.name))
+        kind, problem = self._roots.coordinator.once(lambda: _looked_at(manager.storage, place.name))
+        if problem:
+            raise ConfigError(f"{where} is no checkpoint: {problem}")
         if kind == "missing":
             raise CheckpointNotFoundError(f"there is no checkpoint at {where}")
         if kind == "torn":
@@ -105,3 +109,18 @@ class Loading:
         else:
             self._stock.load_state(f"{manager.storage.url}/{name}", **arguments)
         self._progress.steps.restore(steps_made(self._accelerator._optimizers))
+
+
+def _looked_at(storage: Storage, name: str) -> tuple[str, str]:
+    """The kind of what was named, and why it cannot be meant, if so."""
+    try:
+        kind = kind_of(storage, name)
+    except NotADirectoryError:
+        return "missing", "it is a file; give load_state the directory that it is in"
+    # Stock Accelerate, too, writes the random states of every rank directly into a checkpoint.
+    if kind in {"committed", "torn"} or storage.exists(f"{name}/random_states_0.pkl"):
+        return kind, ""
+    inside = [entry.name for entry in storage.list(name) if storage.exists(f"{name}/{entry.name}/{MARKER}")]
+    if not inside:
+        return kind, ""
+    return kind, f"it holds {len(inside)}; load one of them, such as {storage.url}/{name}/{inside[-1]}"

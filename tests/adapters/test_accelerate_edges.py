@@ -20,6 +20,7 @@ import accelerate_ckpt
 from accelerate_ckpt._patch import ENDED, enable_implicitly
 from ckpt_core import (
     CheckpointManager,
+    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     EverySteps,
@@ -536,6 +537,21 @@ def test_where_there_is_nothing_yet_a_load_starts_afresh_and_says_so(
     made.save_state()
     made.end_training()
     assert committed(root)
+
+
+def test_what_is_named_and_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    made, net, *rest = prepared(JOB.but(root=str(tmp_path)))
+    step(made, net, *rest)
+    made.save_state(str(tmp_path / "run" / "one"))
+    accelerate_ckpt.checkpoints(made).wait()
+    before = weights(net)
+    for wrong, told in (("run", "it holds 1; .*run/one"), ("run/one/manifest.json", "it is a file")):
+        with pytest.raises(ConfigError, match=told):
+            made.load_state(str(tmp_path / wrong))
+    with pytest.raises(CheckpointNotFoundError):
+        made.load_state(str(tmp_path / "nothing" / "there"))
+    assert weights(net) == before
+    made.end_training()
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2), "runs/x", None])
