@@ -65,7 +65,7 @@ class Line:
             _logger.warning(
                 "starting afresh in %s, which holds %d checkpoint(s) of an earlier run, up to step %d: they "
                 'are abandoned from the commit of step %d on, and stay, or with abandoned="prune" go one by '
-                "one. To go on from them instead, stop, and resume the newest of them before anything is saved",
+                "one. To go on from them instead, stop, and resume the newest before anything is saved",
                 self._url,
                 len(self._known),
                 max(info.step for info in self._known),
