@@ -460,10 +460,6 @@ def test_a_file_or_link_of_that_name_is_set_aside_as_it_is(tmp_path, what, repla
         place.symlink_to(
             {"directory": "scratch", "nothing": "void", "checkpoint": "step-000000001"}[what.split()[-1]]
         )
-    if what == "link to a checkpoint" and not replace:
-        with pytest.raises(CheckpointExistsError, match="committed already"):
-            save(storage, 5, name=NAME)
-        return
     (save_over(storage, 5, NAME) if replace else save(storage, 5, name=NAME))
     assert_whole(storage)
     (moved,) = replaced(storage)
@@ -475,7 +471,13 @@ def test_a_file_or_link_of_that_name_is_set_aside_as_it_is(tmp_path, what, repla
 def links_of_the_users(root, elsewhere):
     """Links to a checkpoint in the root, out of the root, to nothing, and to a step that is yet to come."""
     elsewhere.mkdir()
-    places = {"latest": "step-000000001", "best": elsewhere, "gone": "nowhere", "step-000000009": elsewhere}
+    places = {
+        "latest": "step-000000001",
+        "best": elsewhere,
+        "gone": "nowhere",
+        "step-000000009": elsewhere,
+        "step-000000004": "latest",
+    }
     for name, place in places.items():
         (root / name).symlink_to(place)
     return set(places)
@@ -499,8 +501,12 @@ def test_a_link_of_the_users_never_counts_as_a_checkpoint_and_is_never_why_a_run
         checkpoints.save(9, TrainState(model=model))
         checkpoints.wait()
         assert [info.step for info in checkpoints.checkpoints()] == [4, 9]
-    assert {path.name for path in root.iterdir() if path.is_symlink()} >= links - {"step-000000009"}
-    assert any(path.is_symlink() and "step-000000009" in path.name for path in root.iterdir())
+    assert {path.name for path in root.iterdir() if path.is_symlink()} >= links - {
+        "step-000000004",
+        "step-000000009",
+    }
+    for step in (4, 9):
+        assert next(root.glob(f".replaced-*-step-00000000{step}")).is_symlink()
 
 
 def test_a_fresh_start_beside_links_to_checkpoints_is_told(tmp_path, caplog):

@@ -42,7 +42,7 @@ class Occupant(Enum):
     FILES = auto()
     """A directory in which there is nothing but files of the user's, or nothing at all."""
     OTHER = auto()
-    """A file, a symbolic link to no checkpoint, or a directory that this job may not look into."""
+    """A file, a symbolic link, or a directory that this job may not look into."""
 
 
 def occupant(storage: Storage, name: str) -> Occupant:
@@ -58,7 +58,7 @@ def occupant(storage: Storage, name: str) -> Occupant:
         return Occupant.NOTHING
     try:
         if entry.is_link or not entry.is_directory:
-            return _marked(storage, name) or Occupant.OTHER
+            return Occupant.OTHER
         return content_of(storage, name)
     except PermissionError:
         return Occupant.OTHER
