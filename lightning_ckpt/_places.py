@@ -31,6 +31,12 @@ def real_root(root: str | os.PathLike[str]) -> str:
     return text.rstrip("/") if "://" in text else os.path.realpath(os.path.expanduser(text))  # noqa: PTH111
 
 
+def _plain(path: str | os.PathLike[str]) -> str:
+    """The path with a last part that is a name."""
+    text = os.fspath(path).rstrip("/")
+    return real_root(text) if text.rpartition("/")[2] in {".", ".."} else text
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -45,7 +51,7 @@ class Place:
 
         Names that begin with a dot are those of saves in flight.
         """
-        root, slash, name = os.fspath(path).rstrip("/").rpartition("/")
+        root, slash, name = _plain(path).rpartition("/")
         return cls(real_root(root or ("/" if slash else ".")), name.lstrip(".") or name)
 
 
@@ -59,7 +65,7 @@ def kind_of(path: str, storage_at: Callable[[str], Storage]) -> Kind:
     parent = storage_at(place.root)
     if parent.exists(f"{place.name}/{MARKER}"):
         return Kind.CHECKPOINT
-    literal = path.rstrip("/").rpartition("/")[2]
+    literal = _plain(path).rpartition("/")[2]
     if parent.exists(literal) or parent.exists(f"{literal}/{_LIGHTNINGS_OWN}"):
         return Kind.STOCK
     if parent.exists(f"{place.name}/{METADATA}"):

@@ -266,6 +266,14 @@ def test_last_starts_afresh_where_nothing_is_committed_and_says_so(tmp_path, cap
     assert present(tmp_path) == [2]
 
 
+def test_a_root_can_be_named_from_where_one_stands(tmp_path, monkeypatch):
+    (tmp_path / "deeper").mkdir()
+    train(tmp_path, 2)
+    for here, path, first in ((tmp_path, ".", 2), (tmp_path / "deeper", "..", 4)):
+        monkeypatch.chdir(here)
+        assert train(Path(path), first + 2, ckpt_path=path).first_step == first
+
+
 def test_a_fresh_start_names_what_may_have_been_meant(tmp_path, caplog):
     trainer_of(ModelCheckpoint(tmp_path, filename="a", save_last=True), max_steps=2).fit(Small(), data())
     train(tmp_path / "fold-1", 2)
