@@ -256,8 +256,14 @@ class CheckpointManager:
         """
         self._check()
         self._coordinator.check()
-        step, name = agreed_place(self._coordinator, "load", step, name)
-        selection = Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
+
+        def selected() -> Selection:
+            return Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
+
+        step, name = agreed_place(
+            self._coordinator, "load", step, name, check=lambda: narrowed(state, selected())
+        )
+        selection = selected()
         self._saver.rewound()
         source, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower)

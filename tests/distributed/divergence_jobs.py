@@ -293,6 +293,8 @@ def asked_differently(root: Path) -> None:
             lambda: checkpoints.load(state, step=2 if mine else None),
             lambda: checkpoints.load(state, step=wrong),
             lambda: checkpoints.load(state, name="../other" if mine else "step-000000001"),
+            lambda: checkpoints.load(state, step=1, items="model" if mine else ["model"]),
+            lambda: checkpoints.load(5 if mine else state, step=1),
             lambda: checkpoints.continue_from(1 + rank()),
             lambda: checkpoints.mark(1 + rank(), "diverged"),
             lambda: checkpoints.mark(2, "" if mine else "diverged"),

@@ -44,9 +44,16 @@ def _agreed(coordinator: Coordinator, call: str, ask: Callable[[], T]) -> T:
 
 
 def agreed_place(
-    coordinator: Coordinator, call: str, step: int | None, name: str | None
+    coordinator: Coordinator,
+    call: str,
+    step: int | None,
+    name: str | None,
+    *,
+    check: Callable[[], object] = lambda: None,
 ) -> tuple[int | None, str | None]:
     """Tell which checkpoint all ranks ask for; neither step nor name: the newest. Collective.
+
+    `check` raises ConfigError if anything else that this rank asks for is wrong.
 
     Raises:
         ConfigError: on any rank it is no step or no name in a root, or they ask for different ones.
@@ -54,6 +61,7 @@ def agreed_place(
 
     def ask() -> tuple[int | None, str | None]:
         require(call, None if name is None else _key("name", name))
+        check()
         return None if step is None else checked_step(call, step), name
 
     return _agreed(coordinator, call, ask)
