@@ -203,7 +203,8 @@ def fit(job: Job) -> Outcome:
 
 def make_trainer(job: Job, world: int = 1) -> tuple[pl.Trainer, Any]:
     options = {"dirpath": f"{job.root}/run", **job.options}
-    options["dirpath"] = options["dirpath"].format(rank=rank_and_world()[0])
+    if isinstance(options["dirpath"], str):
+        options["dirpath"] = options["dirpath"].format(rank=rank_and_world()[0])
     checkpoint = None if job.plugin else ShardedCheckpoint(**options)
     extra: dict[str, Any] = dict(job.trainer)
     if job.plugin:
