@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -90,5 +91,5 @@ def test_the_command_line_example_works_on_what_the_plain_example_wrote(tmp_path
     (tmp_path / "train.py").write_text(_block("python", "TrainState(model"))
     _run(tmp_path, "train.py")
     for line in _block("bash", "ckpt ls").splitlines():
-        command = line.partition("#")[0].split()
+        command = shlex.split(line, comments=True)
         _run(tmp_path, "-m", "ckpt_core.cli", *command[1:])
