@@ -80,7 +80,8 @@ class _Rebuild:
 def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """The `data.pkl` record that `torch.save` writes for a contiguous CPU tensor."""
     buffer = io.BytesIO()
-    _TensorPickler(buffer, protocol=2).dump(_Rebuild(dtype, shape))
+    # A `torch.Size` is the same key and pickles differently: the record must not depend on who asked first.
+    _TensorPickler(buffer, protocol=2).dump(_Rebuild(dtype, tuple(shape)))
     return buffer.getvalue()
 
 

@@ -69,6 +69,14 @@ def test_every_record_equals_the_one_that_torch_writes(dtype, shape):
             assert archive.read(f"archive/{name}") == torch_record(tensor, name), name
 
 
+def test_the_record_is_the_same_whichever_sequence_gives_the_shape():
+    tensor_pickle.cache_clear()
+    shaped = filled(torch.float32, (7, 5))
+    by_size = tensor_pickle(shaped.dtype, shaped.shape)
+    tensor_pickle.cache_clear()
+    assert by_size == tensor_pickle(shaped.dtype, (7, 5)) == torch_record(shaped, "data.pkl")
+
+
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_the_payload_is_aligned_in_the_file_wherever_the_archive_starts(offset):
     data, payload_start = archive_of(filled(torch.float32, (9, 3)), offset=offset)
