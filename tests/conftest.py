@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 from collections.abc import Generator
 from importlib.util import find_spec
 
@@ -17,6 +19,19 @@ settings.load_profile("ckpt-suite")
 
 # gcsfs asks Google over gRPC what kind of bucket it has, which on an emulator ends in a minute of time-outs.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+
+# What ranks would spend most of a test on: imports.
+_HEAVY = (
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining", "ckpt_core.manager", "lightning.pytorch", "pytorch_lightning", "accelerate",
+    "transformers.trainer",
+)  # fmt: skip
+
+
+def pytest_collection_finish() -> None:
+    """Have the fork server of `run_ranks` import, once, what the chosen tests have imported already."""
+    multiprocessing.set_forkserver_preload([name for name in _HEAVY if name in sys.modules])
 
 
 @pytest.fixture(scope="session")

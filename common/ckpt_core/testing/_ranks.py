@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, final
 
@@ -48,8 +48,11 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(*args)` on `world_size` ranks and return what each returned.
 
-    Every rank is a spawned process with the environment that torchrun would give it, and with a gloo process
-    group. The rendezvous store lives in this process, so any rank may die without taking it along.
+    Every rank is a process of its own with the environment that torchrun would give it, and with a gloo
+    process group. The rendezvous store lives in this process, so any rank may die without taking it along.
+
+    Ranks start from the fork server of `multiprocessing`: `multiprocessing.set_forkserver_preload(["torch"])`
+    before the first call spares every one of them that import.
 
     Args:
         fn: a function at module level; it, its arguments and its results must be picklable.
@@ -95,10 +98,10 @@ class _Rank:
         self.rank = rank
         self.stem = str(folder / f"rank-{rank}")
         self.expected_to_die = expected_to_die
-        self.process: SpawnProcess
+        self.process: ForkServerProcess
 
     def start(self, task: _Task) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self.process = context.Process(target=_child, args=(task,), name=f"rank-{self.rank}", daemon=True)
         self.process.start()
 
@@ -176,6 +179,8 @@ def _collect_stacks(ranks: list[_Rank]) -> None:
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
+        # The fork server has the variables of the time when it was started.
+        **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -203,6 +208,7 @@ class _Task:
 
 def _child(task: _Task) -> None:
     stem = task.stem
+    os.environ.clear()
     os.environ.update(task.environment)
     stacks = open(stem + ".stacks.new", "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
     faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True)
