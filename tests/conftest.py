@@ -24,8 +24,8 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # What ranks would spend most of a test on: imports.
 _HEAVY = (
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.pipelining", "ckpt_core.manager", "lightning.pytorch", "pytorch_lightning", "accelerate",
-    "transformers.trainer",
+    "torch.distributed.pipelining", "ckpt_core.manager", "lightning.pytorch", "pytorch_lightning",
+    "accelerate", "transformers.trainer",
 )  # fmt: skip
 
 

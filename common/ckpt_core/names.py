@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 
 FORMAT_VERSION = 1
 MARKER = "COMMITTED"
@@ -106,6 +107,7 @@ def original_name(name: str) -> str:
     return name if kind is None else original_name(original)
 
 
+@lru_cache(maxsize=1 << 13)
 def _parse(name: str) -> tuple[str | None, str]:
     """What kind of name in flight this is, and of which checkpoint; (None, name) if it is none."""
     if (match := _FORMER_ASIDE.fullmatch(name)) is not None:

@@ -355,8 +355,9 @@ def _wanted(
     policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float
 ) -> Iterable[tuple[int, str]]:
     for member in _flat(policy, AnyOf):
+        reason = repr(member)
         for step in member.keep(history, now):
-            yield step, repr(member)
+            yield step, reason
 
 
 def _first_of_each(

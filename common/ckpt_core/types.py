@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -64,9 +65,15 @@ class Lineage:
 
     def includes(self, lineage: Lineage, step: int) -> bool:
         """Whether a checkpoint of another lineage, or of this one, is among what this one goes on from."""
-        return lineage.id == self.id or any(
-            lineage.id == ancestor and step <= last for ancestor, last in self.ancestry
-        )
+        return step <= self.limits().get(lineage.id, -1)
+
+    def limits(self) -> dict[str, float]:
+        """Lineage id -> highest step that counts: of this one, and of each that it goes on from."""
+        limits: dict[str, float] = {}
+        for ancestor, last in self.ancestry:
+            limits[ancestor] = max(last, limits.get(ancestor, last))
+        limits[self.id] = math.inf
+        return limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from ckpt_core.commit._lineage import on_present_line, present_lineage
 from ckpt_core.commit._locked import locked
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._marks import Mark, Marks, known_marks, marks_to_change, problem_of, replace_marks
-from ckpt_core.commit._occupant import find_entry, holds_torn_save
+from ckpt_core.commit._occupant import holds_torn_save
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import (
     CheckpointError,
@@ -314,7 +314,7 @@ def _directories(storage: Storage) -> list[str]:
 
 
 def _leads_elsewhere(storage: Storage, name: str) -> bool:
-    entry = find_entry(storage, name)
+    entry = storage.entry(name)
     return entry is not None and entry.is_link
 
 

@@ -28,10 +28,11 @@ def on_present_line(infos: Sequence[CheckpointInfo], present: Lineage | None = N
     Of one step, what is abandoned comes first and what was begun last comes last.
     """
     present = present_lineage(infos) if present is None else present
+    limits = present.limits()
     judged = [
         info if info.abandoned is abandoned else replace(info, abandoned=abandoned)
         for info in infos
-        for abandoned in (not present.includes(info.lineage, info.step),)
+        for abandoned in (info.step > limits.get(info.lineage.id, -1),)
     ]
     return sorted(judged, key=_by_step)
 

@@ -17,7 +17,7 @@ from ckpt_core.names import (
     is_own_json,
     parse_step_name,
 )
-from ckpt_core.storage import Storage, StorageEntry
+from ckpt_core.storage import Storage
 
 # Training state as Accelerate, the Trainer, Lightning's sharded strategies and DeepSpeed write it: what makes
 # a directory one of their checkpoints. Weights alone do not: people put exported models beside ours.
@@ -53,7 +53,7 @@ def occupant(storage: Storage, name: str) -> Occupant:
     """
     if not storage.supports_rename:
         return content_of(storage, name)
-    entry = find_entry(storage, name)
+    entry = storage.entry(name)
     if entry is None:
         return Occupant.NOTHING
     try:
@@ -73,14 +73,9 @@ def content_of(storage: Storage, name: str) -> Occupant:
     return _marked(storage, name) or _unmarked(storage, name)
 
 
-def find_entry(storage: Storage, name: str) -> StorageEntry | None:
-    """The entry of that name in the root."""
-    return next((entry for entry in storage.list("") if entry.name == name), None)
-
-
 def is_link(storage: Storage, name: str) -> bool:
     """Whether `name` is a symbolic link in the root."""
-    entry = find_entry(storage, name)
+    entry = storage.entry(name)
     return entry is not None and entry.is_link
 
 

@@ -86,7 +86,9 @@ class Soundness:
             go_on: asked from time to time while much is being read; if not, all stays for now.
         """
         while True:
-            history = [self._judged(info) for info in inventory.history()]
+            history = inventory.history()
+            if self._damaged:
+                history = [self._judged(info) for info in history]
             drop = choose(history)
             names = {info.name for info in drop}
             stays = [

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ckpt_core.commit._manifest import Manifest, Marker
-from ckpt_core.commit._occupant import find_entry
 from ckpt_core.commit._tree import directories_of, join, unlike
 from ckpt_core.crew import run_all
 from ckpt_core.errors import CheckpointError
@@ -82,7 +81,7 @@ def finish_merge(storage: Storage, working: str, name: str) -> bool:
 
 def retire(storage: Storage, directory: str, name: str) -> None:
     """Delete a directory that was checkpoint `name`, or was to be; what is not ours in it goes to `name`."""
-    entry = find_entry(storage, directory)
+    entry = storage.entry(directory)
     if entry is not None and entry.is_directory and not entry.is_link:
         manifest = _manifest(storage, directory)
         strangers = [] if manifest is None else _strangers(storage, directory, manifest)
@@ -150,7 +149,7 @@ def _strangers(storage: Storage, directory: str, manifest: Manifest) -> list[str
 
 def _carry(storage: Storage, directory: str, name: str, strangers: Sequence[str]) -> None:
     """Move the user's files from a directory that is to be deleted to where they were found."""
-    there = find_entry(storage, name)
+    there = storage.entry(name)
     if there is not None and (there.is_link or not there.is_directory):
         name, there = replaced_name(name, secrets.token_hex(4)), None
     if there is None:

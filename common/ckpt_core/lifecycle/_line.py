@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import final
 
-from ckpt_core.commit import next_lineage
+from ckpt_core.commit import next_lineage, on_present_line
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Line:
         return info.usable and self.lineage_of(step).includes(info.lineage, info.step)
 
     def _tell(self, step: int, lineage: Lineage) -> None:
-        left = [info for info in self._known if not lineage.includes(info.lineage, info.step)]
+        left = [info for info in on_present_line(self._known, lineage) if info.abandoned]
         if self._origin is None:
             _logger.warning(
                 "starting afresh in %s, which holds %d checkpoint(s) of an earlier run, up to step %d: they "

@@ -9,8 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import IO, Final, Protocol
+from typing import IO, Final, NamedTuple, Protocol
 
 from ckpt_core.storage._ranges import StreamRanges
 
@@ -18,8 +17,7 @@ ALIGNMENT: Final = 4096
 """Direct writes need memory, offsets and lengths that are multiples of this, and so do fast direct reads."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorageEntry:
+class StorageEntry(NamedTuple):
     """One child of a directory.
 
     Attributes:
@@ -152,6 +150,11 @@ class Storage(ABC):
     @abstractmethod
     def list(self, key: str) -> list[StorageEntry]:
         """Children of a directory, sorted by name; [] if it does not exist."""
+
+    def entry(self, key: str) -> StorageEntry | None:
+        """What `list` of its directory says of one child; None if there is no such child."""
+        directory, _, name = key.rpartition("/")
+        return next((entry for entry in self.list(directory) if entry.name == name), None)
 
     @abstractmethod
     def size(self, key: str) -> int:

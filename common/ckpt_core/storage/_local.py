@@ -136,6 +136,11 @@ class LocalStorage(Storage):
             return []
         return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.name)
 
+    def entry(self, key: str) -> StorageEntry | None:
+        """What `list` of its directory says of one child, without looking at the others."""
+        path = self.local_path(file_key(key))
+        return _entry(path) if os.path.lexists(path) else None
+
     def size(self, key: str) -> int:
         """Size of a file in bytes."""
         path = self.local_path(file_key(key))
@@ -198,7 +203,7 @@ class LocalStorage(Storage):
             return None
 
 
-def _entry(child: os.DirEntry[str]) -> StorageEntry | None:
+def _entry(child: os.DirEntry[str] | Path) -> StorageEntry | None:
     """The child, or None if it vanished during the listing."""
     is_link = child.is_symlink()
     try:
@@ -212,7 +217,7 @@ def _entry(child: os.DirEntry[str]) -> StorageEntry | None:
         if not is_link:
             raise
         is_directory, size = False, 0  # it leads in a circle, or where this user may not look
-    return StorageEntry(name=child.name, is_directory=is_directory, size_bytes=size, is_link=is_link)
+    return StorageEntry(child.name, is_directory, size, is_link)
 
 
 def _dangling(path: Path) -> Path | None:

@@ -85,6 +85,10 @@ class FaultyStorage(Storage):
         with self.operation("list", key):
             return self._inner.list(key)
 
+    def entry(self, key: str) -> StorageEntry | None:
+        with self.operation("entry", key):
+            return self._inner.entry(key)
+
     def size(self, key: str) -> int:
         with self.operation("size", key):
             return self._inner.size(key)

@@ -180,6 +180,7 @@ def test_a_listing_shows_links_as_links_wherever_they_lead(storage):
         ("deep", True, False),
         ("linked", True, True),
     ]
+    assert [storage.entry(entry.name) for entry in storage.list("")] == storage.list("")
 
 
 def test_a_link_is_renamed_as_a_link(storage):
