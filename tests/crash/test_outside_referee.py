@@ -19,7 +19,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.reliability]
 
 ROOT = Path(__file__).parents[2]
-POINTS = {"plain": 5, "lightning": 2, "accelerate": 2, "trainer": 2}
+POINTS = {"plain": 3, "lightning": 1, "accelerate": 1, "trainer": 1}
 """Kills for each kind of training; each costs two processes, which import its framework."""
 
 

@@ -37,6 +37,7 @@ def signals_itself(number: int) -> Callable[[Operation], None]:
 
 def interrupted(root: str) -> None:
     """Ctrl-C while step 2 is being written."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
     fault = Fault(method="close", key="*step-000000002*.distcp", before=signals_itself(signal.SIGINT))
     with CheckpointManager(FaultyStorage(LocalStorage(root), [fault])) as checkpoints:
         state = training_state()

@@ -76,5 +76,5 @@ def test_an_unexpected_death_and_an_unexpected_survival_are_failures():
 @pytest.mark.slow
 def test_a_hang_ends_with_every_ranks_stacks():
     with pytest.raises(RanksFailedError, match="ranks 0, 1 did not finish within") as caught:
-        run_ranks(wait_forever, 2, timeout_seconds=25)
+        run_ranks(wait_forever, 2, timeout_seconds=8)
     assert all("a_name_to_find_in_the_stacks" in report for report in caught.value.reports.values())
