@@ -77,19 +77,13 @@ def test_the_accelerate_example_saves_rotates_and_resumes(tmp_path: Path) -> Non
     assert _committed(tmp_path / "runs/accelerate") == names, "nothing was left to train"
 
 
-@pytest.mark.parametrize("runs", [1, 2])
-def test_the_plain_example_saves_and_resumes(tmp_path: Path, runs: int) -> None:
+def test_the_plain_example_saves_and_resumes_and_the_command_line_example_works_on_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_block("python", "TrainState(model"))
-    for _ in range(runs):
+    for _ in range(2):
         _run(tmp_path, "train.py")
-    names = _committed(tmp_path / "runs/plain")
-    assert "step-000000020" in names
-    assert 3 <= len(names) <= 5
-
-
-def test_the_command_line_example_works_on_what_the_plain_example_wrote(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_block("python", "TrainState(model"))
-    _run(tmp_path, "train.py")
+        names = _committed(tmp_path / "runs/plain")
+        assert "step-000000020" in names
+        assert 3 <= len(names) <= 5
     for line in _block("bash", "ckpt ls").splitlines():
         command = shlex.split(line, comments=True)
         _run(tmp_path, "-m", "ckpt_core.cli", *command[1:])
