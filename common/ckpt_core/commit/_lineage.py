@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Final
 
 from ckpt_core import codec
@@ -19,6 +20,7 @@ from ckpt_core.types import CheckpointInfo, Lineage
 MAX_ANCESTORS: Final = 1000
 """What is further back counts as abandoned; with as many a marker is still read in no time."""
 
+_last_begun = attrgetter("lineage.number", "created", "lineage.id")
 _ID: Final = re.compile(r"[0-9a-f]{8,32}")
 
 
@@ -45,8 +47,10 @@ def present_lineage(infos: Sequence[CheckpointInfo], others: Sequence[Lineage] =
         others: of checkpoints whose markers cannot be read: to take an older run for the present one because
             the newest checkpoint is damaged would resume what was abandoned.
     """
-    found = [(info.lineage.number, info.created, info.lineage.id, info.lineage) for info in infos]
-    found += [(lineage.number, 0.0, lineage.id, lineage) for lineage in others]
+    found = [(lineage.number, 0.0, lineage.id, lineage) for lineage in others]
+    if infos:
+        last = max(infos, key=_last_begun)
+        found.append((*_last_begun(last), last.lineage))
     return max(found, key=lambda each: each[:3])[3] if found else Lineage()
 
 

@@ -134,7 +134,7 @@ class LocalStorage(Storage):
                 found = [_entry(child) for child in children]
         except FileNotFoundError:
             return []
-        return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.name)
+        return sorted(entry for entry in found if entry is not None)
 
     def entry(self, key: str) -> StorageEntry | None:
         """What `list` of its directory says of one child, without looking at the others."""
@@ -206,6 +206,8 @@ class LocalStorage(Storage):
 def _entry(child: os.DirEntry[str] | Path) -> StorageEntry | None:
     """The child, or None if it vanished during the listing."""
     is_link = child.is_symlink()
+    if not is_link and child.is_dir():
+        return StorageEntry(child.name, True, 0)
     try:
         is_directory = child.is_dir()
         size = 0 if is_directory else child.stat().st_size
