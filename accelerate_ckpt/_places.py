@@ -13,6 +13,7 @@ from ckpt_core.commit import Occupant, content_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import is_incomplete, is_trash
 from ckpt_core.storage import Storage
+from ckpt_core.validation import location
 
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
 _KINDS = {
@@ -36,8 +37,11 @@ class Place:
         """The place of a path or URL.
 
         Raises:
-            ConfigError: it has no name of its own.
+            ConfigError: it is neither, or has no name of its own.
         """
+        problem = location("the place of a checkpoint", directory)
+        if problem is not None:
+            raise ConfigError(problem)
         text = os.fspath(directory)
         if "://" in text:
             root, _, name = text.rstrip("/").rpartition("/")

@@ -286,8 +286,8 @@ def plan_prune(
 
     Abandoned checkpoints count for nothing either. They stay, or with `abandoned="prune"` they fill the
     places that the policy still has for checkpoints older and worse than any of the present lineage: with
-    `KeepLatest(3)` two stay beside the first of a new run, the last goes with its third; with `KeepEvery(100)`
-    that of step 300 stays until the new run has one of step 300 to 399. Pinned ones stay.
+    `KeepLatest(3)` two stay beside the first of a new run, the last goes with its third; with
+    `KeepEvery(100)` that of step 300 stays until the new run has one of 300 to 399. Pinned ones stay.
     """
     ordered = sorted(history, key=_by_step)
     usable = [info for info in ordered if info.usable]

@@ -430,7 +430,9 @@ def saved_in(manager: CheckpointManager) -> list[int]:
 
 
 @pytest.mark.parametrize("freed_by", ["free_memory", "clear"])
-def test_every_fold_saves_as_the_first_did(tmp_path: Path, freed_by: str) -> None:
+def test_every_fold_saves_as_the_first_did(
+    tmp_path: Path, freed_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
     job = JOB.but(root=str(tmp_path))
     made = accelerator(job)
     accelerate_ckpt.enable(made, tmp_path, save=EverySteps(3))
@@ -443,6 +445,34 @@ def test_every_fold_saves_as_the_first_did(tmp_path: Path, freed_by: str) -> Non
         assert accelerate_ckpt.checkpoints(made).step == 0
     made.end_training()
     assert saved_in(CheckpointManager(tmp_path)) == [3, 6] * 3
+    assert "starting afresh" not in caplog.text, "the script has ended the fold before by itself"
+
+
+def test_a_fold_is_warned_of_a_run_before_this_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        caplog.clear()
+        made, *rest = prepared(JOB.but(root=str(tmp_path)))
+        for _ in range(2):
+            step(made, *rest)
+            made.save_state()
+            made.free_memory(*rest)
+            rest = list(prepare(JOB, made))
+        made.end_training()
+    (told,) = [each for each in caplog.records if "starting afresh" in each.getMessage()]
+    assert told.levelname == "WARNING"
+
+
+def test_directories_that_a_script_names_one_by_one_are_no_run_to_go_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for fold in range(2):
+        made, *rest = prepared(JOB)
+        step(made, *rest)
+        made.save_state(str(tmp_path / f"fold-{fold}"))
+        made.end_training()
+    assert "starting afresh" not in caplog.text
+    for fold in range(2):
+        made.load_state(str(tmp_path / f"fold-{fold}"))
 
 
 def test_a_retry_with_a_smaller_batch_saves_as_the_first_did(tmp_path: Path) -> None:
@@ -552,6 +582,16 @@ def test_what_is_named_and_is_no_checkpoint_is_told(tmp_path: Path) -> None:
         made.load_state(str(tmp_path / "nothing" / "there"))
     assert weights(net) == before
     made.end_training()
+
+
+@pytest.mark.parametrize("wrong", [5, b"runs", ["runs"], 0.5, ""])
+def test_what_can_be_no_directory_is_refused_by_name(tmp_path: Path, wrong: Any) -> None:
+    made, *_ = prepared(JOB.but(root=str(tmp_path)))
+    for call in (made.save_state, made.load_state, accelerate_ckpt.checkpoints(made).directory):
+        with pytest.raises(ConfigError, match="must be the path or URL of a directory, not"):
+            call(wrong)
+    made.end_training()
+    assert not list(tmp_path.glob("*/COMMITTED"))
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2), "runs/x", None])

@@ -272,7 +272,9 @@ def test_what_goes_by_steps_gives_the_places_of_abandoned_ones_away_step_by_step
     found = []
     for saves in range(1, 8):
         present = [info(step, created=100.0 + step) for step in range(1, saves + 1)]
-        found.append({i.step for i in plan_prune(policy, [*left, *present], NOW, abandoned="prune").abandoned})
+        found.append(
+            {i.step for i in plan_prune(policy, [*left, *present], NOW, abandoned="prune").abandoned}
+        )
     assert found == stays
 
 

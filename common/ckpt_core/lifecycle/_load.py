@@ -245,7 +245,7 @@ class _Load:
         except IncompatibleCheckpointError as error:
             raise IncompatibleCheckpointError(
                 f"{self._place} does not fit the training state, and nothing was loaded: {error}. "
-                "Check the configuration, or load only what fits with items=",
+                "Check the configuration, or load only what fits, with CheckpointManager.load(items=)",
                 missing=error.missing,
                 unexpected=error.unexpected,
                 mismatched=error.mismatched,
@@ -323,7 +323,7 @@ def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointEr
     told = "; ".join(map(str, failures[:5]))
     return CorruptCheckpointError(
         f"{place} is damaged in {len(failures)} place(s): {told}. "
-        "Nothing was loaded; load another step, or let resume() choose",
+        "Nothing was loaded; load another step, or resume the newest that verifies",
         failures=tuple(failures),
     )
 
