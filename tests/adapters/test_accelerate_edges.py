@@ -466,8 +466,10 @@ def test_directories_that_a_script_names_one_by_one_are_no_run_to_go_on_from(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for fold in range(2):
-        made, *rest = prepared(JOB)
-        step(made, *rest)
+        forget_accelerators()
+        made = accelerator(JOB)
+        accelerate_ckpt.enable(made)
+        step(made, *prepare(JOB, made))
         made.save_state(str(tmp_path / f"fold-{fold}"))
         made.end_training()
     assert "starting afresh" not in caplog.text
@@ -582,6 +584,48 @@ def test_what_is_named_and_is_no_checkpoint_is_told(tmp_path: Path) -> None:
         made.load_state(str(tmp_path / "nothing" / "there"))
     assert weights(net) == before
     made.end_training()
+
+
+@pytest.mark.parametrize("how", [{}, {"strict": False}])
+@pytest.mark.parametrize("now", ["trains more", "trains less", "trains more of a larger model"])
+def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes(
+    tmp_path: Path, now: str, how: dict[str, bool]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self, *, larger: bool = False) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+            if larger:
+                self.more = nn.Linear(3, 3)
+
+    def made_with(net: Net, *trained: nn.Module) -> tuple[Any, Any]:
+        forget_accelerators()
+        made = accelerator(JOB.but(root=str(tmp_path)))
+        accelerate_ckpt.enable(made, tmp_path)
+        parameters = [each for module in trained for each in module.parameters()]
+        return made, made.prepare(net, torch.optim.AdamW(parameters))
+
+    net = Net()
+    made, _ = made_with(net, net.body)
+    made.save_state()
+    made.end_training()
+    net = Net(larger=now == "trains more of a larger model")
+    trained = {"trains more": [net.body, net.head], "trains less": [net.head]}
+    made, _ = made_with(net, *trained.get(now, [net.body, net.head]))
+    before = weights(net)
+    for where in ((), (str(tmp_path / "checkpoint_0"),)):
+        with pytest.raises(IncompatibleCheckpointError, match="nothing was loaded"):
+            made.load_state(*where, **how)
+        assert weights(net) == before
+    made.end_training()
+
+
+def test_a_root_that_is_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for root in ("file", "file/below"):
+        with pytest.raises(ConfigError, match=f"{root} is no directory"):
+            prepared(JOB.but(root=str(tmp_path / root)))
+        forget_accelerators()
 
 
 @pytest.mark.parametrize("wrong", [5, b"runs", ["runs"], 0.5, ""])
