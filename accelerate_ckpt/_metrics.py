@@ -78,8 +78,8 @@ class Metrics:
         )  # fmt: skip
 
     def _improves(self, name: str, value: float) -> bool:
-        if name not in self._best:
-            return not math.isnan(value)
+        if name not in self._best or not math.isfinite(value):
+            return math.isfinite(value)
         return value < self._best[name] if self._wanted[name].mode == "min" else value > self._best[name]
 
 

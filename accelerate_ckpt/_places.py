@@ -9,10 +9,11 @@ from typing import final
 
 from accelerate import Accelerator
 
-from ckpt_core.commit import Occupant, content_of
+from ckpt_core.commit import Occupant, content_of, file_as_root
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import is_incomplete, is_trash
 from ckpt_core.storage import Storage
+from ckpt_core.validation import location
 
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
 _KINDS = {
@@ -36,8 +37,11 @@ class Place:
         """The place of a path or URL.
 
         Raises:
-            ConfigError: it has no name of its own.
+            ConfigError: it is neither, or has no name of its own.
         """
+        problem = location("the place of a checkpoint", directory)
+        if problem is not None:
+            raise ConfigError(problem)
         text = os.fspath(directory)
         if "://" in text:
             root, _, name = text.rstrip("/").rpartition("/")
@@ -66,8 +70,16 @@ def automatic_name(iteration: int) -> str:
 
 
 def next_number(storage: Storage) -> int:
-    """One more than the highest number in use, by whatever there is; stray entries have no number."""
-    names = [_AUTOMATIC.fullmatch(entry.name) for entry in storage.list("")]
+    """One more than the highest number in use, by whatever there is; stray entries have no number.
+
+    Raises:
+        ConfigError: the root is a file, or below one.
+    """
+    try:
+        entries = storage.list("")
+    except NotADirectoryError:
+        raise file_as_root(storage.url) from None
+    names = [_AUTOMATIC.fullmatch(entry.name) for entry in entries]
     return max((int(match[1]) + 1 for match in names if match is not None), default=0)
 
 

@@ -50,6 +50,7 @@ class Roots:
         self._abandoned_given = "abandoned" in settings.given
         self._sinks = sinks
         self._managers: dict[str, CheckpointManager] = {}
+        self._ended = set[str]()
         self._coordinator: Coordinator | None = None
         self._given = root if isinstance(root, Storage) else None
         self._root = None if root is None else root.url if isinstance(root, Storage) else os.fspath(root)
@@ -91,6 +92,8 @@ class Roots:
                 sinks=self._sinks,
                 listen=self._listen,
             )
+            if key in self._ended or self._is_users(root):
+                self._managers[key].start_afresh()
         return self._managers[key]
 
     def place(self, output_dir: str | os.PathLike[str] | None) -> Place:
@@ -133,6 +136,7 @@ class Roots:
     def begin_anew(self) -> None:
         """Close every manager, whatever the others do; the next use of a root begins a run of its own."""
         managers, self._managers = self._managers, {}
+        self._ended.update(managers)
         with ExitStack() as closing:
             for manager in managers.values():
                 closing.callback(manager.close)
@@ -144,6 +148,10 @@ class Roots:
                 closing.callback(self._coordinator.close)
                 self._coordinator = None
             self.begin_anew()
+
+    def _is_users(self, root: str) -> bool:
+        """Whether nothing but the names that a script gives says which checkpoints belong together."""
+        return self._options.keep is None and root != automatic_root(self._accelerator, self._root)
 
     def _options_for(self, root: str) -> CheckpointOptions:
         limit = self._accelerator.project_configuration.total_limit

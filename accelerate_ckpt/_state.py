@@ -39,6 +39,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.state import (
     as_module,
+    check_groups,
     derive_rng,
     load_model_state,
     load_optimizer_state,
@@ -218,9 +219,13 @@ class AcceleratorState:
         """Put back schedulers, scaler and registered objects; see `CarefulSource`.
 
         Raises:
-            IncompatibleCheckpointError: one of them refuses its state; everything is as it was before.
+            IncompatibleCheckpointError: one of them refuses its state, or an optimizer trained other
+                parameters; everything is as it was before.
         """
-        del loaded, saved
+        del saved
+        for index, optimizer in enumerate(self._accelerator._optimizers):
+            model = owner(self._accelerator._models, optimizer)
+            check_groups(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
         take_back = load_small(self._accelerator, self._stock, self._small, self._arguments.load)
         self._generators = rng_state()
         return take_back

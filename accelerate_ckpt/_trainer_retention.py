@@ -97,7 +97,8 @@ def _is_among_best(policy: KeepBest, history: Sequence[Mapping[str, Any]], step:
         if isinstance(value := entry.get(policy.metric), int | float)
     }
     now = scores.pop(step, math.nan)
-    return not math.isnan(now) and sum(score <= now for score in scores.values()) < policy.n
+    better = [score for score in scores.values() if math.isfinite(score) and score <= now]
+    return not math.isnan(now) and len(better) < policy.n
 
 
 def metrics_at(history: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:

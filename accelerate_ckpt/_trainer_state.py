@@ -24,6 +24,7 @@ from accelerate_ckpt._stock import files_in
 from accelerate_ckpt._trainer_weights import gathered_already, remove_empty_weights, weights_for_files
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
+    check_groups,
     load_model_state,
     load_optimizer_state,
     local_buffers,
@@ -99,6 +100,18 @@ class TrainingState:
                 "optimizer": optimizer_target(trainer.model_wrapped, trainer.optimizer, entries)
             }
         return tree
+
+    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+        """Look whether the optimizer is of the same parameters; see `CarefulSource`.
+
+        Raises:
+            IncompatibleCheckpointError: it is not; everything is as it was before.
+        """
+        del saved
+        if optimizer_part(0) in loaded:
+            trainer = self._trainer
+            check_groups(trainer.model_wrapped, trainer.optimizer, loaded[optimizer_part(0)]["optimizer"])
+        return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         """Put model and optimizer back; the Trainer's own methods read the rest."""

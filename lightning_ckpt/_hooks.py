@@ -174,7 +174,8 @@ def best_of(settings: Settings) -> CheckpointInfo | None:
     committed = committed_of(settings)
     steps = policy.keep(committed, 0.0)
     sign = 1 if policy.mode == "min" else -1
-    ranked = [info for info in committed if info.step in steps]
+    # Of one step there may be several, of which some were saved before the metric was measured.
+    ranked = [info for info in committed if info.step in steps and policy.metric in info.metrics]
     return min(ranked, key=lambda info: (sign * info.metrics[policy.metric], -info.step), default=None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,10 +157,9 @@ class Configured:
         storage_options: dict[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        plain = dirpath if isinstance(dirpath, str | os.PathLike) else None
         require(
             type(self).__name__,
-            None if plain is None else problem_of_root(plain),
+            None if dirpath is None or isinstance(dirpath, Storage) else problem_of_root(dirpath),
             boolean("save_last", save_last),
         )
         if dirpath is None and not (save is None and keep is None):

@@ -65,6 +65,7 @@ class Pacing:
             committed = self._roots.once(self._manager.checkpoints)
             if origin is None and committed:
                 self._warn_of_abandoned(committed)
+                self._manager.start_afresh()
             self._evaluations.begin([i for i in committed if origin is not None and i.step <= origin])
         self._manager.due()
         if self.preempted:

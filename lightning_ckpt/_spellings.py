@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable
 
 from fsspec.registry import known_implementations
 
+from ckpt_core.validation import location
+
 _NAMED_BY_STEP = "nothing: checkpoints are called step-000000500, and `ckpt ls` shows their metrics"
 _HERE = {
     "monitor": 'keep=KeepBest("val_loss")',
@@ -43,6 +45,8 @@ def _advice(name: str, known: Collection[str]) -> str:
 
 def problem_of_root(root: str | os.PathLike[str]) -> str | None:
     """What is wrong with the way a directory or URL is written, or None."""
+    if root != "" and (problem := location("dirpath", root)) is not None:
+        return problem
     text = os.fspath(root)
     if not text.strip():
         return 'dirpath= is empty; write "." for the current directory'

@@ -39,6 +39,35 @@ def read_our_directories(saving: Any) -> None:
     saving.pl_load = load
 
 
+def refuse_our_directories(torch_io: Any) -> None:
+    """Let what reads Lightning's files, as Fabric does, name what reads ours; harmless when repeated."""
+    stock = torch_io.pl_load
+    if hasattr(stock, _WRAPPED):
+        return
+
+    @functools.wraps(stock)
+    def load(path_or_url: Any, *arguments: Any, **options: Any) -> Any:
+        if _is_ours(path_or_url):
+            place = _place_of(path_or_url)
+            which = f", name={place.name!r}" if place.name else ""
+            raise ConfigError(
+                f"{path_or_url} holds checkpoints of ckpt-suite or DCP, which Fabric does not read: call "
+                f"ckpt_core.CheckpointManager({place.root!r}).load(TrainState(model=model, "
+                f"optimizer=optimizer){which})"
+            )
+        return stock(path_or_url, *arguments, **options)
+
+    setattr(load, _WRAPPED, True)
+    torch_io.pl_load = load
+
+
+def _place_of(path: str | os.PathLike[str]) -> Place:
+    """The checkpoint at a path; a root has no name."""
+    text = os.fspath(path)
+    whole_root = kind_of(text, open_storage) is Kind.ROOT
+    return Place(real_root(text), "") if whole_root else Place.of(text)
+
+
 def _is_ours(path: Any) -> bool:
     if not isinstance(path, str | os.PathLike) or os.fspath(path).startswith("http"):
         return False
@@ -57,9 +86,7 @@ def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool)
         UnsafeCheckpointError: it holds pickles, and they are not allowed.
         CheckpointError: see `CheckpointManager.load`.
     """
-    text = os.fspath(path)
-    whole_root = kind_of(text, open_storage) is Kind.ROOT
-    place = Place(real_root(text), "") if whole_root else Place.of(text)
+    place = _place_of(path)
     weights = _Weights()
     with CheckpointManager(place.root, coordinator=Solo(), allow_pickle=allow_pickle) as manager:
         manager.load(weights, name=place.name or None)

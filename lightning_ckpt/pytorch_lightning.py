@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar, cast, final
 
+from lightning_fabric.plugins.io import torch_io
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.core import saving
@@ -14,7 +15,7 @@ from pytorch_lightning.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning_ckpt._connector import find_our_checkpoints
 from lightning_ckpt._hooks import CheckpointHooks
 from lightning_ckpt._plugin import PluginHooks, PluginOptions, plugins_alive
-from lightning_ckpt._weights import read_our_directories
+from lightning_ckpt._weights import read_our_directories, refuse_our_directories
 
 __all__ = [
     "PluginAttacher",
@@ -66,3 +67,4 @@ def load_from_checkpoint(kind: type[M], path: str | os.PathLike[str], **options:
 
 find_our_checkpoints(_CheckpointConnector)
 read_our_directories(saving)
+refuse_our_directories(torch_io)

@@ -145,7 +145,7 @@ class CheckpointManager:
             metrics: numbers for `KeepBest`.
             annotations: plain JSON to find again in the manifest.
             name: directory name, if not the step's own. A committed checkpoint of that name is replaced
-                once the new one is complete.
+                once the new one is complete; on an object store, where none can make way, it is refused.
 
         Returns:
             A handle on the save in flight; None if every arena was in flight already and `back_pressure` is
@@ -153,7 +153,7 @@ class CheckpointManager:
 
         Raises:
             SaveError: this save could not start, or the save before has failed; the same on every rank.
-            CheckpointExistsError: the step is committed already.
+            CheckpointExistsError: the step is committed already, or, on an object store, the name.
             RootBusyError: another job writes to this root.
             ConfigError: the root cannot be written, or the arguments are not what they should be.
         """
@@ -201,8 +201,10 @@ class CheckpointManager:
             CorruptCheckpointError: there are checkpoints, and all of them are damaged.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
+            ConfigError: what was given is no state, on any rank.
         """
         self._bind()
+        agreed_place(self._coordinator, "resume", None, None, check=lambda: as_source(state))
         self._saver.rewound()
         self._saver.own_root()
         request = LoadRequest.of(self.options, Selection())
@@ -304,6 +306,16 @@ class CheckpointManager:
         )
         self._saver.ownership.line.goes_on_from(info)
         return info
+
+    def start_afresh(self) -> None:
+        """Let saves begin a new lineage on purpose: nobody is warned of the checkpoints that are left behind.
+
+        For one training after another in the same root, and for a host that has told of them by itself. What
+        is loaded afterwards counts, as ever.
+        """
+        self._check()
+        self._saver.rewound()
+        self._saver.ownership.line.starts_afresh()
 
     def wait(self) -> None:
         """Wait for the saves in flight.

@@ -8,9 +8,11 @@ Policies combine with `|`, `&` and `~`.
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, final
 
@@ -102,7 +104,7 @@ class KeepEverySeconds(RetentionPolicy):
 class KeepBest(RetentionPolicy):
     """Keeps the `n` checkpoints with the lowest or highest metric; of equals the newer.
 
-    A checkpoint without the metric, or with NaN, is never among the best.
+    A checkpoint without the metric, or with NaN or an infinite value, is never among the best.
     """
 
     metric: str
@@ -120,7 +122,7 @@ class KeepBest(RetentionPolicy):
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
         sign = 1 if self.mode == "min" else -1
         scores = [(sign * info.metrics.get(self.metric, math.nan), -info.step) for info in history]
-        ranked = sorted(score for score in scores if not math.isnan(score[0]))
+        ranked = sorted(score for score in scores if math.isfinite(score[0]))
         return frozenset(-negative_step for _, negative_step in ranked[: self.n])
 
 
@@ -245,6 +247,9 @@ Abandoned: TypeAlias = Literal["keep", "prune"]
 UNVERIFIED: Final = "nothing that would stay is known to be whole"
 """Why a checkpoint stays that no policy keeps."""
 
+UNRANKED: Final = "no checkpoint has a number for the metric that the policy ranks by"
+"""Why all stay where the policy keeps none, for it cannot tell which is the best."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunePlan:
@@ -276,9 +281,13 @@ def plan_prune(
     What is marked as damaged or bad counts for nothing of that: a sound checkpoint must not go in its favour.
     It is not deleted either, because it may be the only trace of a fault, and a mark may be wrong.
 
+    Where a policy keeps none of them, and ranks by a metric that none of them has a number for, all stay:
+    the name may be misspelt, or the first evaluation is yet to come, and the best may be any of them.
+
     Abandoned checkpoints count for nothing either. They stay, or with `abandoned="prune"` they fill the
     places that the policy still has for checkpoints older and worse than any of the present lineage: with
-    `KeepLatest(3)` two stay beside the first of a new run, the last goes with its third. Pinned ones stay.
+    `KeepLatest(3)` two stay beside the first of a new run, the last goes with its third; with
+    `KeepEvery(100)` that of step 300 stays until the new run has one of 300 to 399. Pinned ones stay.
     """
     ordered = sorted(history, key=_by_step)
     usable = [info for info in ordered if info.usable]
@@ -287,7 +296,10 @@ def plan_prune(
     if abandoned == "prune":
         left += _in_free_places(policy, [info for info in usable if info.abandoned], present, now)
     reasons: dict[int, tuple[str, ...]] = {}
-    for step, reason in (*_guaranteed(present), *_wanted(policy, present, now)):
+    wanted = list(_wanted(policy, present, now))
+    if not wanted and unknown_metrics(policy, present):
+        wanted = [(info.step, UNRANKED) for info in present]
+    for step, reason in (*_guaranteed(present), *wanted):
         reasons[step] = (*reasons.get(step, ()), reason)
     drop = [info for info in usable if info not in left and (info.abandoned or info.step not in reasons)]
     return PrunePlan(
@@ -302,15 +314,67 @@ def plan_prune(
 def _in_free_places(
     policy: RetentionPolicy, gone: Sequence[CheckpointInfo], present: Sequence[CheckpointInfo], now: float
 ) -> list[CheckpointInfo]:
-    """The abandoned ones, newest first, that would be kept if they were the past of the present line.
-
-    As the oldest and the worst of it, so that they take no place from another.
-    """
+    """The abandoned ones, newest first, for which the present line has nothing yet in their place."""
     newest_first = sorted(gone, key=lambda info: (info.lineage.number, *_by_age(info)), reverse=True)
-    past = {-place: info for place, info in enumerate(newest_first, start=1)}
+    names = _stay(policy, newest_first, present, now)
+    return [info for info in newest_first if info.name in names and info.pinned is None]
+
+
+def _stay(
+    policy: RetentionPolicy, gone: Sequence[CheckpointInfo], present: Sequence[CheckpointInfo], now: float
+) -> frozenset[str]:
+    match policy:
+        case AnyOf():
+            return frozenset[str]().union(*(_stay(each, gone, present, now) for each in policy.policies))
+        case AllOf():
+            names = frozenset(info.name for info in gone)
+            return names.intersection(*(_stay(each, gone, present, now) for each in policy.policies))
+        case KeepEvery():
+            return _in_step_places(policy, gone, present, now, length=policy.steps)
+        case KeepSteps():
+            return _in_step_places(policy, gone, present, now, length=1)
+        case _:
+            return _as_the_past(policy, gone, present, now)
+
+
+def _in_step_places(
+    policy: RetentionPolicy,
+    gone: Sequence[CheckpointInfo],
+    present: Sequence[CheckpointInfo],
+    now: float,
+    *,
+    length: int,
+) -> frozenset[str]:
+    """What a policy that goes by steps keeps of each lineage where no later one has reached that place.
+
+    Args:
+        policy: the policy.
+        gone: the abandoned ones, newest lineage first.
+        present: the present line.
+        now: Unix time in seconds.
+        length: steps that share a place.
+    """
+    taken, names = {info.step // length for info in present}, set[str]()
+    for _, group in groupby(gone, key=lambda info: info.lineage):
+        lineage = list(group)
+        kept = policy.keep(lineage, now)
+        free = [info for info in lineage if info.step in kept and info.step // length not in taken]
+        names.update(info.name for info in free)
+        taken.update(info.step // length for info in free)
+    return frozenset(names)
+
+
+def _as_the_past(
+    policy: RetentionPolicy, gone: Sequence[CheckpointInfo], present: Sequence[CheckpointInfo], now: float
+) -> frozenset[str]:
+    """What would be kept if it were the past of the present line: the oldest, and the worst of it.
+
+    So that they take no place from another.
+    """
+    past = {-place: info for place, info in enumerate(gone, start=1)}
     posed = [replace(info, step=step, metrics=_worst(policy)) for step, info in past.items()]
     kept = policy.keep((*present, *posed), now)
-    return [info for step, info in past.items() if step in kept and info.pinned is None]
+    return frozenset(info.name for step, info in past.items() if step in kept)
 
 
 def withheld(plan: PrunePlan, drop: Sequence[CheckpointInfo]) -> PrunePlan:
@@ -323,16 +387,16 @@ def withheld(plan: PrunePlan, drop: Sequence[CheckpointInfo]) -> PrunePlan:
 
 
 def unknown_metrics(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> tuple[str, ...]:
-    """Metrics that the policy ranks by and that none of these checkpoints has; sorted."""
-    there = {metric for info in history for metric in info.metrics}
+    """Metrics that the policy ranks by and that none of these checkpoints has a number for; sorted."""
+    there = {name for info in history for name, value in info.metrics.items() if math.isfinite(value)}
     return tuple(sorted(_worst(policy).keys() - there))
 
 
 def _worst(policy: RetentionPolicy) -> dict[str, float]:
-    """Each metric that the policy ranks by -> the value than which none is worse."""
+    """Each metric that the policy ranks by -> the number than which none is worse."""
     match policy:
         case KeepBest():
-            return {policy.metric: math.inf if policy.mode == "min" else -math.inf}
+            return {policy.metric: sys.float_info.max if policy.mode == "min" else -sys.float_info.max}
         case AnyOf() | AllOf():
             return {metric: worst for part in policy.policies for metric, worst in _worst(part).items()}
         case _:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -66,6 +67,14 @@ def positive(name: str, value: Any) -> str | None:
 def text(name: str, value: Any) -> str | None:
     """Problem of a value that must be a non-empty string."""
     return None if isinstance(value, str) and value else f"{name} must be a non-empty string, not {value!r}"
+
+
+def location(name: str, value: Any) -> str | None:
+    """Problem of a value that must be the path or URL of a directory."""
+    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(plain, str) and plain:
+        return None
+    return f"{name} must be the path or URL of a directory, not {value!r:.80}"
 
 
 def function(name: str, value: Any) -> str | None:

@@ -430,7 +430,9 @@ def saved_in(manager: CheckpointManager) -> list[int]:
 
 
 @pytest.mark.parametrize("freed_by", ["free_memory", "clear"])
-def test_every_fold_saves_as_the_first_did(tmp_path: Path, freed_by: str) -> None:
+def test_every_fold_saves_as_the_first_did(
+    tmp_path: Path, freed_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
     job = JOB.but(root=str(tmp_path))
     made = accelerator(job)
     accelerate_ckpt.enable(made, tmp_path, save=EverySteps(3))
@@ -443,6 +445,36 @@ def test_every_fold_saves_as_the_first_did(tmp_path: Path, freed_by: str) -> Non
         assert accelerate_ckpt.checkpoints(made).step == 0
     made.end_training()
     assert saved_in(CheckpointManager(tmp_path)) == [3, 6] * 3
+    assert "starting afresh" not in caplog.text, "the script has ended the fold before by itself"
+
+
+def test_a_fold_is_warned_of_a_run_before_this_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        caplog.clear()
+        made, *rest = prepared(JOB.but(root=str(tmp_path)))
+        for _ in range(2):
+            step(made, *rest)
+            made.save_state()
+            made.free_memory(*rest)
+            rest = list(prepare(JOB, made))
+        made.end_training()
+    (told,) = [each for each in caplog.records if "starting afresh" in each.getMessage()]
+    assert told.levelname == "WARNING"
+
+
+def test_directories_that_a_script_names_one_by_one_are_no_run_to_go_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for fold in range(2):
+        forget_accelerators()
+        made = accelerator(JOB)
+        accelerate_ckpt.enable(made)
+        step(made, *prepare(JOB, made))
+        made.save_state(str(tmp_path / f"fold-{fold}"))
+        made.end_training()
+    assert "starting afresh" not in caplog.text
+    for fold in range(2):
+        made.load_state(str(tmp_path / f"fold-{fold}"))
 
 
 def test_a_retry_with_a_smaller_batch_saves_as_the_first_did(tmp_path: Path) -> None:
@@ -552,6 +584,58 @@ def test_what_is_named_and_is_no_checkpoint_is_told(tmp_path: Path) -> None:
         made.load_state(str(tmp_path / "nothing" / "there"))
     assert weights(net) == before
     made.end_training()
+
+
+@pytest.mark.parametrize("how", [{}, {"strict": False}])
+@pytest.mark.parametrize("now", ["trains more", "trains less", "trains more of a larger model"])
+def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes(
+    tmp_path: Path, now: str, how: dict[str, bool]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self, *, larger: bool = False) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+            if larger:
+                self.more = nn.Linear(3, 3)
+
+    def made_with(net: Net, *trained: nn.Module) -> tuple[Any, Any]:
+        forget_accelerators()
+        made = accelerator(JOB.but(root=str(tmp_path)))
+        accelerate_ckpt.enable(made, tmp_path)
+        parameters = [each for module in trained for each in module.parameters()]
+        return made, made.prepare(net, torch.optim.AdamW(parameters))
+
+    net = Net()
+    made, _ = made_with(net, net.body)
+    made.save_state()
+    made.end_training()
+    net = Net(larger=now == "trains more of a larger model")
+    trained = {"trains more": [net.body, net.head], "trains less": [net.head]}
+    made, _ = made_with(net, *trained.get(now, [net.body, net.head]))
+    before = weights(net)
+    for where in ((), (str(tmp_path / "checkpoint_0"),)):
+        with pytest.raises(IncompatibleCheckpointError, match="nothing was loaded"):
+            made.load_state(*where, **how)
+        assert weights(net) == before
+    made.end_training()
+
+
+def test_a_root_that_is_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for root in ("file", "file/below"):
+        with pytest.raises(ConfigError, match=f"{root} is no directory"):
+            prepared(JOB.but(root=str(tmp_path / root)))
+        forget_accelerators()
+
+
+@pytest.mark.parametrize("wrong", [5, b"runs", ["runs"], 0.5, ""])
+def test_what_can_be_no_directory_is_refused_by_name(tmp_path: Path, wrong: Any) -> None:
+    made, *_ = prepared(JOB.but(root=str(tmp_path)))
+    for call in (made.save_state, made.load_state, accelerate_ckpt.checkpoints(made).directory):
+        with pytest.raises(ConfigError, match="must be the path or URL of a directory, not"):
+            call(wrong)
+    made.end_training()
+    assert not list(tmp_path.glob("*/COMMITTED"))
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2), "runs/x", None])

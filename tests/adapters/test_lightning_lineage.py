@@ -97,7 +97,8 @@ def test_a_fresh_fit_into_a_used_directory_trains_to_its_end_and_says_so_at_its_
     with caplog.at_level(logging.INFO, "lightning_ckpt"):
         train(tmp_path, 4)
 
-    (warning,) = [text for text in warnings_of(caplog) if "ckpt_path='last'" in text]
+    (warning,) = [text for text in warnings_of(caplog) if "of an earlier run" in text]
+    assert "ckpt_path='last'" in warning
     assert "holds 3 of an earlier run, up to step-000000006" in warning
     assert present(tmp_path) == [2, 4]
     assert abandoned(tmp_path) == [2, 4, 6]

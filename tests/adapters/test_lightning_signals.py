@@ -72,6 +72,7 @@ def trainer_of(callback: Any) -> pl.Trainer:
         enable_model_summary=False,
         num_sanity_val_steps=1,
         max_steps=4,
+        enable_checkpointing=callback is not None,  # its own would go to where the tests are started
         callbacks=[] if callback is None else [callback],
     )
 

@@ -150,6 +150,30 @@ def test_fabric_is_told_that_the_plugin_does_nothing_for_it(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("plugins", ["none", "ours"])
+def test_fabric_is_told_what_reads_our_directories(trained, tmp_path, plugins):
+    theirs = {"plugins": [ShardedCheckpointIO(tmp_path / "run")]} if plugins == "ours" else {}
+    fabric, (root, _) = Fabric(accelerator="cpu", devices=1, **theirs), trained
+    newest = root / "step-000000002"
+    for load in (fabric.load, lambda path: fabric.load_raw(path, torch.nn.Linear(2, 2))):
+        with pytest.raises(ConfigError, match=rf"CheckpointManager\('{root}'\).*name='step-000000002'"):
+            load(newest)
+        with pytest.raises(ConfigError, match=rf"CheckpointManager\('{root}'\).*optimizer\)\)$"):
+            load(root)
+        with pytest.raises(FileNotFoundError):
+            load(root / "nothing")
+    plain = tmp_path / "weights.pt"
+    torch.save({"a": 1}, plain)
+    assert Fabric(accelerator="cpu", devices=1).load(plain) == {"a": 1}
+
+
+@pytest.mark.parametrize("root", [3, b"runs", 0.5, ["runs"], True])
+@pytest.mark.parametrize("kind", [ShardedCheckpoint, ShardedCheckpointIO])
+def test_what_can_be_no_directory_is_refused_by_name(kind, root):
+    with pytest.raises(ConfigError, match="dirpath must be the path or URL of a directory, not"):
+        kind(root)
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [

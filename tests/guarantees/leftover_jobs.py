@@ -1,21 +1,29 @@
 """Processes that are killed between two system calls of something small; they need no torch.
 
-Usage: leftover_jobs.py JOB ROOT METHOD NTH: SIGKILL before the nth call of that method of `pathlib.Path`.
+Usage: leftover_jobs.py JOB ROOT [METHOD NTH]: SIGKILL before the nth call of that method of `pathlib.Path`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.crashing.traps import Recorder, Trap
+from ckpt_core.cli import main as main_of_ckpt
 from ckpt_core.commit import Catalog, Lease, quarantine, remove
+from ckpt_core.commit._marks import read_marks
 from ckpt_core.storage import LocalStorage, _posix
 from tests.unit.commit.checkpoints import save, save_over
 
 STEP, OTHER, LAST = "step-000000001", "step-000000002", "last.ckpt"
+OTHER_STEP = 2
 
 
 def claim(root: Path) -> None:
@@ -28,6 +36,35 @@ def pin(root: Path) -> None:
 
 def mark(root: Path) -> None:
     Catalog(LocalStorage(root)).mark_damaged(STEP, "a bit")
+
+
+def sweep_mark(root: Path) -> None:
+    """Kill `ckpt mark` before and after every call that changes the disk; tell what each kill leaves."""
+    mark(root)
+    command = ["mark", f"@{OTHER_STEP}", "bad", "--reason", "a spike"]
+    rehearsal = copy_of(root, "rehearsal")
+    calls = Recorder(rehearsal).record(lambda: ckpt(rehearsal, command))
+    found = []
+    for nth, call in enumerate(calls):
+        for when in call.moments:
+            copy = copy_of(root, f"{nth}-{when}")
+            child = os.fork()
+            if child == 0:
+                Trap(nth, when, everyone=False).spring(copy, lambda where=copy: ckpt(where, command))
+                os._exit(0)
+            killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+            marks = read_marks(LocalStorage(copy))
+            found.append([killed, sorted(marks.damaged), sorted(marks.bad), ckpt(copy, command)])
+    sys.stdout.write(json.dumps(found))
+
+
+def copy_of(root: Path, name: str) -> Path:
+    return Path(shutil.copytree(root, root.with_name(f"{root.name}-{name}")))
+
+
+def ckpt(root: Path, command: list[str]) -> int:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return main_of_ckpt([command[0], f"{root}{command[1]}", *command[2:]])
 
 
 def replace_last(root: Path) -> None:
@@ -69,9 +106,10 @@ def die_before(method: str, nth: int) -> None:
 
 
 def main() -> None:
-    job, root, method, nth = sys.argv[1:]
+    job, root, *dies = sys.argv[1:]
     prepare(Path(root))
-    die_before(method, int(nth))
+    if dies:
+        die_before(dies[0], int(dies[1]))
     globals()[job](Path(root))
 
 

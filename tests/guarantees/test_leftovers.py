@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -72,6 +73,19 @@ def test_a_draft_of_a_small_file_is_removed_by_the_next_run(tmp_path, job):
     assert next_run(tmp_path) == {"last.ckpt": 1, "step-000000001": 1, "step-000000002": 2}
     assert strays(tmp_path) == set()
     assert Catalog(LocalStorage(tmp_path)).pins() == {}
+
+
+def test_a_kill_at_any_call_of_ckpt_mark_leaves_the_marks_of_before_or_all_of_them(tmp_path):
+    command = [sys.executable, str(JOBS), "sweep_mark", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout)
+    one, two = "step-000000001", "step-000000002"
+    assert len(found) > 8
+    assert all(killed and damaged == [one] and again == 0 for killed, damaged, _, again in found)
+    bad = [marked for _, _, marked, _ in found]
+    assert sorted(bad) == bad, "a mark that is there stays"
+    assert (bad[0], bad[-1]) == ([], [two])
 
 
 @pytest.mark.parametrize(("renames", "left"), [(0, 1), (1, 1), (2, 2)])

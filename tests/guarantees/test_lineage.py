@@ -58,6 +58,22 @@ def test_a_fresh_run_never_resumes_an_older_one(storage, caplog):
     assert run(storage, resume=True) == 10
 
 
+def test_who_says_that_a_run_starts_afresh_is_not_warned_of_it(storage, caplog):
+    run(storage, 10, 20)
+    for fold in (1, 2):
+        with CheckpointManager(storage) as checkpoints:
+            checkpoints.start_afresh()
+            checkpoints.save(5, state_of(fold)).result()
+    assert "starting afresh" not in caplog.text
+    assert steps_of(storage) == [5]
+    assert steps_of(storage, abandoned=True) == [5, 5, 10, 20]
+    with CheckpointManager(storage) as checkpoints:
+        checkpoints.start_afresh()
+        checkpoints.resume(state_of(0))
+        checkpoints.save(7, state_of(7)).result()
+    assert steps_of(storage) == [5, 7], "what is loaded afterwards counts"
+
+
 def test_a_resumed_run_stays_on_its_line_however_often(storage, caplog):
     run(storage, 1)
     for step in (2, 3, 4):

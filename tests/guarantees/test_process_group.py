@@ -131,6 +131,7 @@ def wrong_argument_on_one_rank(root: str) -> list[str]:
             error_of(lambda: checkpoints.save(1, values, metrics={"loss": loss[rank]})),
             error_of(lambda: checkpoints.save(1, values if rank == 0 else "values")),
         ]
+        told.append(error_of(lambda: checkpoints.resume(values if rank == 1 else 5)))
         checkpoints.save(1, values, metrics={"loss": 0.5})
         return told
 
@@ -248,9 +249,10 @@ def test_ranks_of_which_one_was_replaced_are_all_told_at_once(ranks):
 @pytest.mark.distributed
 def test_a_wrong_argument_on_one_rank_is_told_to_all_and_costs_that_save_only(ranks):
     for found in ranks[0]:
-        metrics, state = found["wrong_argument_on_one_rank"]
+        metrics, state, resumed = found["wrong_argument_on_one_rank"]
         assert "rank 0: ConfigError: metrics" in metrics
         assert "rank 1: ConfigError: a str is no training state" in state
+        assert resumed.startswith("ConfigError: rank 0: a int is no training state")
     with CheckpointManager(ranks[1] / "wrong", coordinator=Solo()) as checkpoints:
         assert [info.step for info in checkpoints.checkpoints()] == [1]
 

@@ -541,6 +541,25 @@ def test_names_in_flight_never_look_like_a_hosts_checkpoints(tmp_path):
 # --- where nothing can be renamed
 
 
+@pytest.mark.parametrize("again", ["the same manager", "another manager"])
+def test_on_an_object_store_a_name_that_is_committed_is_refused_before_anything_is_written(again):
+    storage = bucket_like()
+    first = CheckpointManager(storage)
+    first.save(1, {"w": torch.ones(4)}, name="best").result()
+    if again == "another manager":
+        first.close()
+        first = CheckpointManager(storage)
+        first.resume({"w": torch.zeros(4)})
+    before = sorted(entry.name for entry in storage.list("best"))
+    with first as checkpoints:
+        with pytest.raises(CheckpointExistsError, match="object store: save under another name"):
+            checkpoints.save(2, {"w": torch.zeros(4)}, name="best")
+        checkpoints.save(2, {"w": torch.zeros(4)}, name="better").result()
+        assert sorted(entry.name for entry in storage.list("best")) == before
+        assert checkpoints.load(loaded := {"w": torch.zeros(4)}, name="best").step == 1
+        assert loaded["w"].sum() == 4
+
+
 def test_on_an_object_store_the_users_objects_are_neither_in_the_way_nor_deleted():
     storage = put(bucket_like())
     save(storage, 5, name=NAME)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckpt_core.cadence import EverySteps
 from ckpt_core.errors import ConfigError
 from ckpt_core.retention import (
+    UNRANKED,
     AllOf,
     AnyOf,
     KeepAll,
@@ -27,7 +28,7 @@ from ckpt_core.retention import (
     RetentionPolicy,
     plan_prune,
 )
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, Lineage
 
 NOW = 1000.0
 COUNT = st.integers(1, 8)
@@ -253,6 +254,63 @@ def test_abandoned_ones_go_one_by_one_as_others_take_their_places(policy):
         stays.append([each.step for each in plan.abandoned])
         assert len(plan.keep) == saves
     assert stays == [[90, 80], [90], []]
+
+
+@pytest.mark.parametrize(
+    ("policy", "stays"),
+    [
+        # Saves of the new run: 1, then 2, and so on up to 7; the earlier run left 2, 4, 6 and 8.
+        (KeepEvery(2), [{2, 4, 6, 8}, {4, 6, 8}, {4, 6, 8}, {6, 8}, {6, 8}, {8}, {8}]),
+        (KeepEvery(4), [{4, 8}, {4, 8}, {4, 8}, {8}, {8}, {8}, {8}]),
+        (KeepSteps([4, 8]), [{4, 8}, {4, 8}, {4, 8}, {8}, {8}, {8}, {8}]),
+        (KeepEvery(4) | KeepLatest(2), [{4, 8}, {4, 8}, {4, 8}, {8}, {8}, {8}, {8}]),
+        (KeepEvery(2) & KeepSteps([4, 8]), [{4, 8}, {4, 8}, {4, 8}, {8}, {8}, {8}, {8}]),
+    ],
+)
+def test_what_goes_by_steps_gives_the_places_of_abandoned_ones_away_step_by_step(policy, stays):
+    left = [replace(info(step), name=f"old-{step}", abandoned=True) for step in (2, 4, 6, 8)]
+    found = []
+    for saves in range(1, 8):
+        present = [info(step, created=100.0 + step) for step in range(1, saves + 1)]
+        found.append(
+            {i.step for i in plan_prune(policy, [*left, *present], NOW, abandoned="prune").abandoned}
+        )
+    assert found == stays
+
+
+def test_of_two_abandoned_lineages_the_later_has_the_place():
+    older = [replace(info(step), name=f"a-{step}", abandoned=True) for step in (2, 4)]
+    later = [
+        replace(info(step), name=f"b-{step}", abandoned=True, lineage=Lineage(id="b" * 8, number=1))
+        for step in (3, 6)
+    ]
+    plan = plan_prune(KeepEvery(2), [*older, *later, info(1)], NOW, abandoned="prune")
+    assert {each.name for each in plan.abandoned} == {"b-3", "a-4", "b-6"}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [KeepBest("typo"), KeepBest("typo", mode="max", n=2), KeepBest("typo") & KeepLatest(1)],
+)
+def test_nothing_goes_where_the_policy_cannot_tell_which_is_the_best(policy):
+    history = [info(step, loss=float(step)) for step in (1, 2, 3)]
+    plan = plan_prune(policy, history, NOW)
+    assert (set(plan.keep), plan.drop) == ({1, 2, 3}, ())
+    assert plan.keep[1] == (UNRANKED,)
+    first_number = [*history, info(4, typo=1.0), info(5)]
+    assert 1 in {each.step for each in plan_prune(policy, first_number, NOW).drop}
+    bounded = plan_prune(policy | KeepLatest(2), history, NOW)
+    assert set(bounded.keep) == {2, 3}, "what another policy keeps is what it keeps"
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_value_that_is_no_number_is_never_the_best(mode, value):
+    history = [info(1, loss=2.0), info(2, loss=value), info(3, loss=2.5), info(4)]
+    assert KeepBest("loss", mode=mode).keep(history, NOW) == {1 if mode == "min" else 3}
+    assert KeepBest("loss", mode=mode, n=4).keep(history, NOW) == {1, 3}
+    diverged = [info(step, loss=value) for step in (1, 2, 3)]
+    assert plan_prune(KeepBest("loss", mode=mode), diverged, NOW).drop == ()
 
 
 def test_an_empty_history_makes_an_empty_plan():

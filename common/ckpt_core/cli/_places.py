@@ -27,8 +27,20 @@ def open_root(root: str, options: Mapping[str, Any]) -> Storage:
     except NotADirectoryError:
         raise file_as_root(storage.url) from None
     if not entries:
-        raise CheckpointNotFoundError(f"{storage.url}: there is nothing")
+        raise nothing_at(storage.url)
     return storage
+
+
+def nothing_at(place: str) -> CheckpointNotFoundError:
+    """The error for a place where nothing is; only `mark` takes a root and a step in one word."""
+    root, _, step = place.rpartition("@")
+    if not root or not step.isdecimal():
+        return CheckpointNotFoundError(f"{place}: there is nothing")
+    return CheckpointNotFoundError(
+        f"{place}: there is nothing; ROOT@STEP is for `ckpt mark`, elsewhere name the root and the step by "
+        f"themselves: `ckpt show {root} --step {step}`, `ckpt verify {root} --step {step}`, "
+        f"`ckpt pin {root} {step}`"
+    )
 
 
 def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str]:

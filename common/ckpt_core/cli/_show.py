@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
-from ckpt_core.cli._places import find_checkpoint
+from ckpt_core.cli._places import find_checkpoint, nothing_at
 from ckpt_core.commit import Catalog, Manifest, TensorEntry, describe, list_tensors, look_around, stock_parts
-from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, open_storage
@@ -63,7 +62,7 @@ def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
     place = f"{storage.url.rstrip('/')}/{name}"
     told = describe(storage, name)
     if not told:
-        raise CheckpointNotFoundError(f"{place}: there is nothing")
+        raise nothing_at(place)
     advice = look_around(open_storage(arguments.place, arguments.storage_options)).advice(place)
     text = "; ".join([f"{place} is not a committed checkpoint", *(advice or [told])])
     return Outcome(

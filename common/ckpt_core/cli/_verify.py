@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
 from ckpt_core.cli._outcome import Outcome
-from ckpt_core.cli._places import open_checkpoint, open_root
+from ckpt_core.cli._places import nothing_at, open_checkpoint, open_root
 from ckpt_core.cli._progress import Progress
 from ckpt_core.commit import Catalog, verify, verify_stock
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
@@ -68,7 +68,7 @@ def _one_checkpoint(arguments: Namespace) -> Outcome | None:
         return None  # a bucket has no parent; if more is wrong, opening it as a root will tell
     if is_incomplete(name) or is_trash(name) or is_corrupt(name) or storage.exists(f"{name}/{MARKER}"):
         if not storage.list(name):
-            raise CheckpointNotFoundError(f"{storage.url}/{name}: there is nothing")
+            raise nothing_at(f"{storage.url}/{name}")
         return outcome(storage, [name])
     return None
 

@@ -13,6 +13,7 @@ from ckpt_core.commit._locked import locked
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._marks import Mark, Marks, known_marks, marks_to_change, problem_of, replace_marks
 from ckpt_core.commit._occupant import holds_torn_save
+from ckpt_core.commit._once import is_well, warn_once
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import (
     CheckpointError,
@@ -391,10 +392,13 @@ def _corrupt(place: str, path: str, problem: str) -> CorruptCheckpointError:
 
 def _pins_or_none(storage: Storage) -> dict[int, str] | None:
     try:
-        return read_pins(storage)
+        pins = read_pins(storage)
     except CorruptCheckpointError as error:
-        _logger.warning("%s", error)
+        problem = "; ".join(failure.problem for failure in error.failures)
+        warn_once(storage, PINS, problem, so_that="no checkpoint is pruned until it is repaired or deleted")
         return None
+    is_well(storage, PINS)
+    return pins
 
 
 def _in_force(catalog: Catalog, marks: Marks) -> Marks:

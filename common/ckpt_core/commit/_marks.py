@@ -15,6 +15,7 @@ from typing import Any, Final, final
 
 from ckpt_core import codec
 from ckpt_core.commit._manifest import Marker
+from ckpt_core.commit._once import is_well, warn_once
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.names import DAMAGED, FORMAT_VERSION
 from ckpt_core.storage import Storage
@@ -96,16 +97,13 @@ def read_marks(storage: Storage) -> Marks:
 def known_marks(storage: Storage) -> Marks:
     """The marks, for those who only look; if they cannot be read there are none, and the log says so."""
     try:
-        return read_marks(storage)
+        marks = read_marks(storage)
     except (CheckpointError, OSError) as error:
-        _logger.warning(
-            "%s/%s cannot be read, so that nothing counts as damaged before it is verified again, and "
-            "nothing as bad: %s",
-            storage.url,
-            DAMAGED,
-            error,
-        )
+        nothing = "nothing counts as damaged before it is verified again, and nothing as bad"
+        warn_once(storage, DAMAGED, str(error), so_that=nothing)
         return Marks()
+    is_well(storage, DAMAGED)
+    return marks
 
 
 def marks_to_change(storage: Storage) -> Marks:

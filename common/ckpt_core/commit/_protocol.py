@@ -362,6 +362,7 @@ def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
 
 
 def _refuse(storage: Storage, name: str) -> NoReturn:
+    never = "" if storage.supports_rename else ", nor replaced on an object store: save under another name"
     raise CheckpointExistsError(
-        f"{storage.url}/{name} is committed already; checkpoints are never overwritten"
+        f"{storage.url}/{name} is committed already; checkpoints are never overwritten{never}"
     )

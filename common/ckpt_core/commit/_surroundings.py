@@ -49,7 +49,8 @@ class Surroundings:
             lines.append(_is_itself(url, "a checkpoint that stock DCP wrote"))
         if self.stock:
             lines.append(
-                f"stock DCP wrote {_some(self.stock)} there: load one by load(state, name={self.stock[-1]!r})"
+                f"stock DCP wrote {_some(self.stock)} there: load one by "
+                f"CheckpointManager.load(state, name={self.stock[-1]!r})"
             )
         if self.runs:
             lines.append(f"{_some(self.runs)} there hold checkpoints: give one of them as the root")

@@ -26,6 +26,7 @@ class Line:
         self._origin: CheckpointInfo | None = None
         self._root = Lineage()
         self._own: Lineage | None = None
+        self._on_purpose = False
 
     def surveyed(self, infos: Sequence[CheckpointInfo], present: Lineage) -> None:
         """The root is this job's, and holds these committed checkpoints, of whatever lineage.
@@ -40,6 +41,12 @@ class Line:
         """The live state is that of this checkpoint: it was loaded as a whole."""
         self._origin = info
         self._own = None
+        self._on_purpose = False
+
+    def starts_afresh(self) -> None:
+        """The live state goes on from no checkpoint of the root, which whoever trains knows."""
+        self._origin = self._own = None
+        self._on_purpose = True
 
     def lineage_of(self, step: int) -> Lineage:
         """The lineage of a save of that step, made now; a new one where the state is not the newest's."""
@@ -62,7 +69,8 @@ class Line:
     def _tell(self, step: int, lineage: Lineage) -> None:
         left = [info for info in on_present_line(self._known, lineage) if info.abandoned]
         if self._origin is None:
-            _logger.warning(
+            _logger.log(
+                logging.INFO if self._on_purpose else logging.WARNING,
                 "starting afresh in %s, which holds %d checkpoint(s) of an earlier run, up to step %d: they "
                 'are abandoned from the commit of step %d on, and stay, or with abandoned="prune" go one by '
                 "one. To go on from them instead, stop, and resume the newest before anything is saved",

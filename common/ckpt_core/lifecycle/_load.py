@@ -243,13 +243,17 @@ class _Load:
         try:
             return self._source.target(saved)
         except IncompatibleCheckpointError as error:
-            raise IncompatibleCheckpointError(
-                f"{self._place} does not fit the training state, and nothing was loaded: {error}. "
-                "Check the configuration, or load only what fits with items=",
-                missing=error.missing,
-                unexpected=error.unexpected,
-                mismatched=error.mismatched,
-            ) from error
+            raise self._misfit(error) from error
+
+    def _misfit(self, error: IncompatibleCheckpointError) -> IncompatibleCheckpointError:
+        """The error of a state that refuses a checkpoint, saying which one, and what to do."""
+        return IncompatibleCheckpointError(
+            f"{self._place} does not fit the training state, and nothing was loaded: {error}. "
+            "Check the configuration, or load only what fits, with CheckpointManager.load(items=)",
+            missing=error.missing,
+            unexpected=error.unexpected,
+            mismatched=error.mismatched,
+        )
 
     def _verify(self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads) -> None:
         failures: Sequence[FileFailure] = opened.files.misplaced(
@@ -289,7 +293,10 @@ class _Load:
 
         def begin() -> None:
             with _inference_mode(wanted=_any_inference(parts)):
-                begun.append(source.begin(_loaded(parts), opened.saved))
+                try:
+                    begun.append(source.begin(_loaded(parts), opened.saved))
+                except IncompatibleCheckpointError as error:
+                    raise self._misfit(error) from error
 
         try:
             everywhere(self._coordinator, begin, untouched, what="putting back what is small")
@@ -323,7 +330,7 @@ def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointEr
     told = "; ".join(map(str, failures[:5]))
     return CorruptCheckpointError(
         f"{place} is damaged in {len(failures)} place(s): {told}. "
-        "Nothing was loaded; load another step, or let resume() choose",
+        "Nothing was loaded; load another step, or resume the newest that verifies",
         failures=tuple(failures),
     )
 

@@ -257,7 +257,7 @@ def _nothing_usable(url: str, survey: Survey, damaged: Collection[str]) -> str:
     if bad:
         text += ", or take a mark away with `ckpt mark ROOT@STEP good`"
     left = ", ".join(info.name for info in survey.abandoned)
-    return text + (f". An earlier run left {left}, to be loaded by name=" if left else "")
+    return text + (f". An earlier run left {left}, each to be loaded by its name" if left else "")
 
 
 def _refuse_newer(survey: Survey, url: str, *, than: int) -> None:

@@ -140,7 +140,8 @@ class Ownership:
         The root is this job's alone, so nothing appears there that it does not know of. Should something do,
         the commit refuses to overwrite it.
         """
-        known = self._damaged if replace else self._damaged | self._occupied
+        makes_way = replace and self._storage.supports_rename
+        known = self._damaged if makes_way else self._damaged | self._occupied
         return self._superseded or name in known or not is_name(name)
 
     def clear_name(self, name: str, step: int, *, replace: bool) -> str:

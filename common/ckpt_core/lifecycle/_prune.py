@@ -117,8 +117,9 @@ class Pruner:
             self._told = True
             there = sorted({metric for info in history for metric in info.metrics})
             _logger.warning(
-                "none of the %d checkpoints in %s has the metric %s, so that none is kept for it; metrics "
-                "there: %s. Give it to save(metrics=), or correct keep=",
+                "none of the %d checkpoints in %s has a number for the metric %s, so that none is kept as "
+                "the best, and all stay where nothing else in keep= keeps any; metrics there: %s. Measure "
+                "it where checkpoints are saved, or correct keep=",
                 len(history),
                 self._storage.url,
                 " or ".join(map(repr, unknown)),

@@ -111,8 +111,9 @@ class Misfits:
         told = "; ".join(f"{len(keys)} {verb}: {_shorten(keys)}" for verb, keys in kinds.items() if keys)
         raise IncompatibleCheckpointError(
             f"{place} does not fit the training state, and nothing was loaded. {told}. "
-            "It is probably another model's: check the configuration; or load only what fits, with items=, "
-            "include= or strict=False, under other names with rename=, in another dtype with cast=True",
+            "It is probably another model's: check the configuration; or load only what fits, by "
+            "CheckpointManager.load with items=, include= or strict=False, under other names with rename=, "
+            "in another dtype with cast=True",
             missing=tuple(self.missing),
             unexpected=tuple(self.unexpected),
             mismatched=tuple(self.mismatched),

@@ -7,7 +7,13 @@ from ckpt_core.state._dict_state import DictState
 from ckpt_core.state._items import Counters
 from ckpt_core.state._model import as_module, load_model_state, local_buffers, model_state, model_target
 from ckpt_core.state._nested import get, leaves, under
-from ckpt_core.state._optimizer import load_optimizer_state, optimizer_state, stable_tensors, unwrap_optimizer
+from ckpt_core.state._optimizer import (
+    check_groups,
+    load_optimizer_state,
+    optimizer_state,
+    stable_tensors,
+    unwrap_optimizer,
+)
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._source import CarefulSource, StateSource
 from ckpt_core.state._template import optimizer_target
@@ -26,6 +32,7 @@ __all__ = [
     "as_module",
     "as_source",
     "check_dataloader",
+    "check_groups",
     "dataloader_state",
     "decode",
     "derive_rng",

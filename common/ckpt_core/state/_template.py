@@ -22,7 +22,8 @@ from ckpt_core.types import SavedEntries, SavedTensor
 
 _NUMBERED = (
     ". It goes by the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
-    'load({"optimizer": optimizer}) with the same parameters in the same order, and the rest with items='
+    'CheckpointManager.load({"optimizer": optimizer}) with the same parameters in the same order, and the '
+    "rest with items="
 )
 
 

@@ -124,6 +124,18 @@ def test_nothing_there_is_exit_code_3_and_one_line(ckpt, tmp_path, command):
     assert re.fullmatch(r"ckpt: [^\n]*nowhere[^\n]*\n", err)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("show",), ("verify",), ("ls",), ("prune", "--keep-latest", "1"), ("show", "--tensors")],
+)
+def test_a_step_behind_an_at_sign_is_told_how_to_be_named_here(ckpt, root, command):
+    code, _, err = ckpt(command[0], f"{root}@2", *command[1:])
+    assert code == 3
+    assert f"ckpt show {root} --step 2" in err
+    code, _, err = ckpt(command[0], f"{root}/nothing", *command[1:])
+    assert (code, "@" in err) == (3, False)
+
+
 def test_show_tells_what_a_checkpoint_promises(ckpt, ckpt_json, root):
     code, out, _ = ckpt("show", root / "step-000000100")
     assert code == 0

@@ -208,6 +208,21 @@ def test_unreadable_pins_keep_every_checkpoint(storage, content, caplog):
     assert storage.read_bytes("pins.json") == content
 
 
+@pytest.mark.parametrize("name", ["pins.json", "damaged.json"])
+def test_a_file_that_cannot_be_read_is_warned_of_once_for_each_content(storage, name, caplog):
+    save(storage, 1)
+    told = []
+    for content in (b"{nonsense", b"{nonsense", b"", None, b""):
+        if content is None:
+            storage.delete(name)
+        else:
+            storage.replace(name, content)
+        for _ in range(3):
+            Catalog(storage).committed()
+        told.append(caplog.text.count("cannot be read, so that"))
+    assert told == [1, 1, 2, 2, 3]
+
+
 def test_pins_are_plain_json_that_a_person_can_edit(storage):
     save(storage, 12)
     Catalog(storage).pin(12, "paper")
