@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, final
 
+from ckpt_core.messages import message
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import instances, integer, integers, one_of, positive, require, text
 
@@ -246,6 +247,7 @@ UNVERIFIED: Final = "nothing that would stay is known to be whole"
 """Why a checkpoint stays that no policy keeps."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunePlan:
     """What a prune would do.

@@ -21,6 +21,7 @@ from ckpt_core.errors import (
     FileFailure,
     IncompatibleCheckpointError,
 )
+from ckpt_core.messages import message
 from ckpt_core.names import (
     DAMAGED,
     MANIFEST,
@@ -43,6 +44,7 @@ _MOST_LISTINGS: Final = 8
 _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
 
 
+@message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:

@@ -10,8 +10,15 @@ from dataclasses import asdict, dataclass
 from typing import assert_never, final
 
 from ckpt_core.commit import abandon, begin
-from ckpt_core.coordination import Coordinator, failure_text
-from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, DivergenceError, SaveError
+from ckpt_core.coordination import Coordinator
+from ckpt_core.errors import (
+    CheckpointError,
+    CoordinationError,
+    DeadlineError,
+    DivergenceError,
+    SaveError,
+    failure_text,
+)
 from ckpt_core.lifecycle._background import Background
 from ckpt_core.lifecycle._finite import refuse_non_finite
 from ckpt_core.lifecycle._handle import SaveHandle, fulfil, reject
