@@ -48,21 +48,29 @@ class _Form:
     name: str
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
+    names: Sequence[str] | None = None
 
 
 _BY_CLASS: Final[dict[type, _Form]] = {}
 _BY_NAME: Final[dict[str, _Form]] = {}
 
 
-def register(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> None:
+def register(
+    kind: type[T],
+    pack: Callable[[T], Any],
+    unpack: Callable[[Any], T],
+    *,
+    names: Sequence[str] | None = None,
+) -> None:
     """Let objects of a class travel between ranks.
 
     Args:
         kind: the class.
         pack: makes values out of an object that can travel.
         unpack: makes an object out of such values, whatever they are; raises what `_MALFORMED` lists.
+        names: of the values, if there are several.
     """
-    form = _Form(f"{kind.__module__}.{kind.__qualname__}", pack, unpack)
+    form = _Form(f"{kind.__module__}.{kind.__qualname__}", pack, unpack, names)
     if form.name in _BY_NAME:
         raise TypeError(f"there is a message {form.name} already")
     _BY_CLASS[kind] = _BY_NAME[form.name] = form
@@ -88,7 +96,7 @@ def message(kind: C) -> C:
                 raise TypeError(f"{name} of {kind.__qualname__} is a {type(given[name]).__name__}")
         return made_by(**given)
 
-    register(made_by, pack, unpack)
+    register(made_by, pack, unpack, names=names)
     return kind
 
 
@@ -153,7 +161,10 @@ def _pack(value: Any, place: str, blobs: list[bytes]) -> Any:
     if kind is tuple:
         return {_TUPLE: _pack_each(value, place, blobs)}
     if (form := _BY_CLASS.get(kind)) is not None:
-        return {_OBJECT: [form.name, _pack(form.pack(value), f"{place}.{kind.__name__}", blobs)]}
+        packed = form.pack(value)
+        if form.names is None:
+            return {_OBJECT: [form.name, _pack(packed, place, blobs)]}
+        return {_OBJECT: [form.name, {_TUPLE: _pack_each(packed, place, blobs, form.names)}]}
     return _pack_other(value, place, blobs)
 
 
