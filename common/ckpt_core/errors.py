@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self, TypeAlias
 
 
 class CheckpointError(Exception):
@@ -73,6 +73,10 @@ class RootBusyError(CheckpointError):
     """Another job writes to the same root."""
 
 
+SavePhase: TypeAlias = Literal["plan", "stage", "open", "write", "commit"]
+"""Where in a save something happens."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """What happened on one rank, as the other ranks are told.
@@ -87,7 +91,7 @@ class Failure:
     kind: str
     text: str
     errno: int | None = None
-    phase: str = ""
+    phase: SavePhase | Literal[""] = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -96,7 +100,7 @@ class Failure:
             kind=type(error).__name__,
             text=failure_text(error),
             errno=next((e.errno for e in _causes(error) if isinstance(e, OSError) and e.errno), None),
-            phase=next((str(e.phase) for e in _causes(error) if isinstance(e, SaveError)), ""),
+            phase=next((e.phase for e in _causes(error) if isinstance(e, SaveError) and e.phase), ""),
         )
 
 
@@ -158,8 +162,7 @@ class SaveError(CheckpointError):
 
     Attributes:
         step: the step being saved.
-        phase: `plan`, `stage`, `open`, `write` or `commit`; of ranks that did not come in time, what they
-            were waited for to do.
+        phase: a `SavePhase`; of ranks that did not come in time, what they were waited for to do.
         failures: rank -> what happened there, as text.
         in_doubt: whether the checkpoint may be there all the same, now or after a power cut: its name could
             not be made durable, or an object store did not tell what became of the marker. It is whole if it
@@ -167,7 +170,7 @@ class SaveError(CheckpointError):
     """
 
     step: int = -1
-    phase: str = ""
+    phase: SavePhase | Literal[""] = ""
     failures: Mapping[int, str] = {}
     in_doubt: bool = False
 
