@@ -100,7 +100,7 @@ def message(kind: C) -> C:
     return kind
 
 
-def dump(value: object) -> bytes:
+def encode(value: object) -> bytes:
     """Encode a value.
 
     Raises:
@@ -114,11 +114,11 @@ def dump(value: object) -> bytes:
     return b"".join((len(text).to_bytes(_LENGTH_BYTES, "big"), text, *blobs))
 
 
-def load(content: bytes) -> Any:
+def decode(content: bytes) -> Any:
     """Decode a value.
 
     Raises:
-        MessageError: the bytes are not what `dump` makes.
+        MessageError: the bytes are not what `encode` makes.
     """
     start = _LENGTH_BYTES
     stop = start + int.from_bytes(content[:start], "big")
@@ -185,12 +185,15 @@ def _pack_other(value: Any, place: str, blobs: list[bytes]) -> Any:
             return _plain(value, place)
 
 
-def _plain(value: Any, place: str) -> str | int | float:
+def _plain(value: object, place: str) -> str | int | float:
     """A number of numpy's, or a string of a host's class, as the plain one that it is."""
     if not isinstance(value, Enum):
-        for plain, made in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
-            if isinstance(value, plain):
-                return made(value)
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, int):
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
     at = f" ({place.strip()})" if place else ""
     raise MessageError(
         f"a {type(value).__module__}.{type(value).__qualname__}{at} cannot go to other ranks: only numbers, "
@@ -221,7 +224,7 @@ def _sendable(kind: type, attributes: Mapping[str, Any]) -> Iterator[tuple[str, 
     checks = _field_checks(kind)
     for name, value in attributes.items():
         try:
-            dump(value)
+            encode(value)
         except MessageError:
             continue
         if name not in checks or checks[name](value):
@@ -263,7 +266,7 @@ def _unpack_error(content: list[Any], blobs: _Blobs) -> BaseException:
     text, attributes = said
     attributes = _expect(_unpack(attributes, blobs), dict)
     kind = _ERRORS[name]
-    for attribute, check in _field_checks(kind).items():
+    for attribute, check in _field_checks(cast("type[object]", kind)).items():
         if attribute in attributes and not check(attributes[attribute]):
             raise TypeError(f"{attribute} of {name} is a {type(attributes[attribute]).__name__}")
     if any(_expect(attribute, str)[:1] in {"", "_"} for attribute in attributes):

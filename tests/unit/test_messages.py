@@ -34,7 +34,7 @@ from ckpt_core.errors import (
     StagingMemoryError,
 )
 from ckpt_core.lifecycle._plans import Keeping, Offer
-from ckpt_core.messages import MessageError, dump, load
+from ckpt_core.messages import MessageError, decode, encode
 from ckpt_core.types import CheckpointInfo, Lineage
 
 ERRORS = [
@@ -58,14 +58,14 @@ ATTRIBUTES: dict[type, dict[str, Any]] = {
 
 
 def same(value: object) -> bool:
-    there = load(dump(value))
+    there = decode(encode(value))
     return type(there) is type(value) and there == value
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 def test_every_error_arrives_as_its_class_with_its_attributes(kind):
     error = kind("step 5: disk full", **ATTRIBUTES.get(kind, {}), rank=3, path="s3://b/step-5")
-    there = load(dump(error))
+    there = decode(encode(error))
     assert type(there) is kind
     assert str(there) == "step 5: disk full"
     assert vars(there) == vars(error)
@@ -78,7 +78,7 @@ def test_every_error_arrives_as_its_class_with_its_attributes(kind):
     ids=repr,
 )
 def test_errors_of_the_system_arrive_with_their_number(error):
-    there = load(dump({"name": error}))["name"]
+    there = decode(encode({"name": error}))["name"]
     assert type(there) is type(error)
     assert (str(there), there.errno, there.filename) == (str(error), error.errno, error.filename)
 
@@ -87,12 +87,12 @@ def test_an_error_of_somebody_elses_arrives_as_what_it_is_one_of():
     class OwnError(CheckpointNotFoundError):
         pass
 
-    there = load(dump(OwnError("gone", step=4, odd=object())))
+    there = decode(encode(OwnError("gone", step=4, odd=object())))
     assert (type(there), str(there), vars(there)["step"]) == (CheckpointNotFoundError, "gone", 4)
 
 
 def test_an_attribute_that_cannot_travel_does_not_keep_the_error_from_it():
-    there = load(dump(SaveError("x", step="seven", failures={1: 2}, lock=object(), phase="open")))
+    there = decode(encode(SaveError("x", step="seven", failures={1: 2}, lock=object(), phase="open")))
     assert (there.step, there.failures, there.phase) == (-1, {}, "open")
 
 
@@ -130,7 +130,7 @@ def test_what_is_declared_arrives_as_it_was():
         unreadable={"step-4": CorruptCheckpointError("x", failures=(FileFailure(path="p", problem="q"),))},
         lineage=lineage,
     )
-    there = load(dump(survey))
+    there = decode(encode(survey))
     assert (there.committed, there.lineage) == ([info], lineage)
     assert same(Keeping.ALWAYS)
     assert same(lightning_ckpt._places.Kind.ROOT)
@@ -138,7 +138,7 @@ def test_what_is_declared_arrives_as_it_was():
 
 
 def test_bytes_travel_as_they_are():
-    assert len(dump({"content": bytes(1 << 20)})) < (1 << 20) + 100
+    assert len(encode({"content": bytes(1 << 20)})) < (1 << 20) + 100
 
 
 def test_numbers_and_text_of_other_classes_arrive_plain():
@@ -148,7 +148,11 @@ def test_numbers_and_text_of_other_classes_arrive_plain():
         def __str__(self) -> str:
             return "something else"
 
-    assert load(dump([Text("a"), MappingProxyType({"b": 1}), OrderedDict(c=2)])) == ["a", {"b": 1}, {"c": 2}]
+    assert decode(encode([Text("a"), MappingProxyType({"b": 1}), OrderedDict(c=2)])) == [
+        "a",
+        {"b": 1},
+        {"c": 2},
+    ]
 
 
 class Colour(StrEnum):
@@ -175,19 +179,19 @@ class Canary:
 @pytest.mark.parametrize("around", [lambda v: v, lambda v: {"a": [(v,)]}, lambda v: {v.__class__: (v,)}])
 def test_what_is_not_plain_is_refused_by_name(value, around):
     with pytest.raises(MessageError, match=r"cannot go to other ranks: only numbers"):
-        dump(around(value))
+        encode(around(value))
 
 
 def test_the_refusal_says_where_it_is():
     with pytest.raises(MessageError, match=r"Point \(\['metrics'\]\[1\]\) cannot go"):
-        dump({"metrics": [1, Point()]})
+        encode({"metrics": [1, Point()]})
 
 
 def test_what_holds_itself_is_refused():
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(MessageError, match="nested too deep"):
-        dump(loop)
+        encode(loop)
 
 
 @pytest.mark.parametrize("form", list(messages._BY_NAME), ids=str)
@@ -197,11 +201,11 @@ def test_every_declared_class_says_of_what_types_its_fields_are(form):
 
 
 def test_a_field_of_another_type_is_refused():
-    honest = dump(CheckpointInfo(step=3, name="step-3", created=1.5))
+    honest = encode(CheckpointInfo(step=3, name="step-3", created=1.5))
     for old, new in ((b'[3,"step-3"', b'["3","step-3"'), (b'"step-3"', b"[1,2]"), (b"1.5", b"true")):
         text = honest[8:].replace(old, new)
         with pytest.raises(MessageError, match="CheckpointInfo is a"):
-            load(len(text).to_bytes(8, "big") + text)
+            decode(len(text).to_bytes(8, "big") + text)
 
 
 def framed(value: object, behind: bytes = b"") -> bytes:
@@ -245,7 +249,7 @@ def framed(value: object, behind: bytes = b"") -> bytes:
 )
 def test_hostile_content_is_refused(content):
     with pytest.raises(MessageError):
-        load(content)
+        decode(content)
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
@@ -271,7 +275,7 @@ def test_ten_thousand_mutations_are_read_or_refused():
     error = CoordinationError("x", failures=FAILURES, causes=CAUSES)
     info = CheckpointInfo(step=3, name="step-3", created=1.5, lineage=Lineage(ancestry=(("a", 1),)))
     honest = [
-        dump(value)
+        encode(value)
         for value in (
             error,
             {"info": [info, Keeping.NEVER], ("a", 1): frozenset({1})},
@@ -281,7 +285,7 @@ def test_ten_thousand_mutations_are_read_or_refused():
     ]
     for number in range(10_000):
         try:
-            load(mutated(honest[number % len(honest)], chance))
+            decode(mutated(honest[number % len(honest)], chance))
         except MessageError:
             refused += 1
     assert refused > 5_000

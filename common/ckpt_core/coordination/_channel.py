@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 
 from ckpt_core import messages
 from ckpt_core.coordination._mailbox import Mailbox, MessageStore
-from ckpt_core.coordination._seal import Seal
+from ckpt_core.coordination._signer import Signer
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, Failure
 
 _logger = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ class Channel:
         world_size: int,
         *,
         patience_seconds: float = 1800.0,
-        seal: Seal | None = None,
+        signer: Signer | None = None,
     ) -> None:
-        self._mail = Mailbox(store, rank, patience_seconds, seal or Seal())
+        self._mail = Mailbox(store, rank, patience_seconds, signer or Signer())
         self._rank = rank
         self._world_size = world_size
         self._stale: list[str] = []
@@ -196,7 +196,7 @@ class Channel:
         return answer
 
     def _refuse(self, reply_keys: Sequence[str], error: CheckpointError) -> None:
-        reply = messages.dump(_Word("error", error))
+        reply = messages.encode(_Word("error", error))
         try:
             for key in reply_keys:
                 self._mail.put(key, reply)
@@ -270,7 +270,7 @@ class Channel:
 
 
 def _packed(kind: Literal["value", "failure"], content: object) -> bytes:
-    return messages.dump(_Word(kind, content))
+    return messages.encode(_Word(kind, content))
 
 
 def _packed_value(value: object) -> tuple[bytes, BaseException | None]:
@@ -285,7 +285,7 @@ def _packed_value(value: object) -> tuple[bytes, BaseException | None]:
 
 def _read(key: str, message: bytes) -> _Word:
     try:
-        word = messages.load(message)
+        word = messages.decode(message)
         if isinstance(word, _Word) and _KINDS[word.kind](word.content):
             return word
     except messages.MessageError as error:

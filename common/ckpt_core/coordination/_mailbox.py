@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol, TypeVar, final
 
 from ckpt_core.coordination._line import Line
-from ckpt_core.coordination._seal import Seal
+from ckpt_core.coordination._signer import Signer
 from ckpt_core.errors import CoordinationError
 
 T = TypeVar("T")
@@ -44,21 +44,21 @@ class Mailbox:
     written, and `DeadlineError` when it has not answered within `patience_seconds`.
     """
 
-    def __init__(self, store: MessageStore, rank: int, patience_seconds: float, seal: Seal) -> None:
+    def __init__(self, store: MessageStore, rank: int, patience_seconds: float, signer: Signer) -> None:
         self._store = store
         self._rank = rank
         self._patience_seconds = patience_seconds
-        self._seal = seal
+        self._signer = signer
         self._line = Line()
 
     def put(self, key: str, message: bytes) -> None:
         """Leave a message."""
-        sealed = self._seal.close(key, self._rank, message)
-        self._ask(lambda: self._store.set(key, sealed))
+        signed = self._signer.sign(key, self._rank, message)
+        self._ask(lambda: self._store.set(key, signed))
 
     def take(self, key: str, sender: int) -> bytes:
         """The message of that rank, which is there; it stays."""
-        return self._seal.open(key, sender, self._ask(lambda: self._store.get(key)))
+        return self._signer.verify(key, sender, self._ask(lambda: self._store.get(key)))
 
     def take_all(self, senders: Mapping[str, int]) -> list[bytes]:
         """Messages that are there, in one request.
@@ -68,7 +68,7 @@ class Mailbox:
         """
         found = self._ask(lambda: self._store.multi_get(list(senders))) if senders else []
         return [
-            self._seal.open(key, sender, message)
+            self._signer.verify(key, sender, message)
             for (key, sender), message in zip(senders.items(), found, strict=True)
         ]
 
@@ -78,8 +78,8 @@ class Mailbox:
 
     def claim(self, key: str, word: str) -> str:
         """Leave a word that stands for good, unless one stands there already; the word that stands."""
-        own = self._seal.close_word(key, self._rank, word)
-        return self._seal.open_word(key, self._ask(lambda: self._store.compare_set(key, "", own)))
+        own = self._signer.sign_word(key, self._rank, word)
+        return self._signer.verify_word(key, self._ask(lambda: self._store.compare_set(key, "", own)))
 
     def wait(self, keys: Sequence[str], deadline: float) -> bool:
         """Whether all of these messages are there before `deadline`, on the monotonic clock."""

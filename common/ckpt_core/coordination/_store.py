@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ckpt_core.coordination._base import Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
-from ckpt_core.coordination._seal import KEY_VARIABLE, Seal, fingerprint, job_key, session_secret
+from ckpt_core.coordination._signer import KEY_VARIABLE, Signer, fingerprint, job_key, session_secret
 from ckpt_core.coordination._tree import neighbours
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError
 
@@ -62,9 +62,9 @@ class StoreCoordinator(Coordinator):
         self.world_size = dist.get_world_size()
         self._deadline_seconds = deadline_seconds
         self._default_group = weakref.ref(dist.group.WORLD)
-        self._group, self.session, seal = self._connect(session, problem)
+        self._group, self.session, signer = self._connect(session, problem)
         self._prefix = f"ckpt_core/{self.session:x}"
-        self._seal = seal
+        self._signer = signer
         # A client blocks while it waits: the background thread needs a connection of its own.
         self._main = self._open_channel("main")
         self._background = self._open_channel("background")
@@ -164,8 +164,8 @@ class StoreCoordinator(Coordinator):
                 ) from error
             raise CoordinationError(f"{what} failed, for that rank was lost: {error}") from error
 
-    def _connect(self, session: int, problem: str | None) -> tuple[Any, int, Seal]:
-        """The gloo group, and of this session, drawn by the coordinator, the number and the seal."""
+    def _connect(self, session: int, problem: str | None) -> tuple[Any, int, Signer]:
+        """The gloo group, and of this session, drawn by the coordinator, the number and the signer."""
         key = b""
         try:
             key = job_key()
@@ -199,7 +199,7 @@ class StoreCoordinator(Coordinator):
             raise ConfigError(_different_keys(prints))
         number, *words = drawn
         secret = b"".join(word.to_bytes(8, "big") for word in words)
-        return group, number, Seal(session_secret(key, secret))
+        return group, number, Signer(session_secret(key, secret))
 
     def _lost_group(self, what: str, error: RuntimeError) -> None:
         self._broken = True
@@ -219,7 +219,7 @@ class StoreCoordinator(Coordinator):
             self.rank,
             self.world_size,
             patience_seconds=self._deadline_seconds,
-            seal=self._seal.within(f"{self._prefix}/{name}"),
+            signer=self._signer.within(f"{self._prefix}/{name}"),
         )
 
     def _topic(self, verb: str, what: str = "") -> str:

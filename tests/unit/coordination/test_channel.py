@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt_core.coordination._channel import Channel, _packed
-from ckpt_core.coordination._seal import Seal
+from ckpt_core.coordination._signer import Signer
 from ckpt_core.errors import (
     CheckpointExistsError,
     CoordinationError,
@@ -314,7 +314,7 @@ def test_the_coordinators_requests_do_not_grow_with_the_number_of_ranks():
         own._inner = peers
         for rank in range(1, world_size):
             key = f"t/arrive/{rank}"
-            peers.set(key, Seal().close(key, rank, _packed("value", rank)))
+            peers.set(key, Signer().sign(key, rank, _packed("value", rank)))
         assert Channel(own, 0, world_size).meet("t", 0, sum, LONG) == sum(range(world_size))
         return own.requests
 

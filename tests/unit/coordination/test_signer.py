@@ -12,15 +12,15 @@ import pytest
 import torch.distributed as dist
 
 from ckpt_core.coordination._channel import Channel, _packed
-from ckpt_core.coordination._seal import KEY_VARIABLE, Seal, fingerprint, job_key, session_secret
+from ckpt_core.coordination._signer import KEY_VARIABLE, Signer, fingerprint, job_key, session_secret
 from ckpt_core.errors import ConfigError, CoordinationError
 
 LONG = 30.0
 NOT_SIGNED = r"under the key s/t/{} of the job's store.*rank {}.*signature.*CKPT_SUITE_KEY"
 
 
-def seal(secret: bytes = b"of the job") -> Seal:
-    return Seal(secret, "s")
+def signer(secret: bytes = b"of the job") -> Signer:
+    return Signer(secret, "s")
 
 
 class Canary:
@@ -37,7 +37,7 @@ def coordinator(left: bytes) -> Channel:
     """Of two ranks, where something lies for it in the store that rank 1 should have left."""
     store = dist.HashStore()
     store.set("t/arrive/1", left)
-    return Channel(store, 0, 2, seal=seal())
+    return Channel(store, 0, 2, signer=signer())
 
 
 def arrivals() -> dict[str, bytes]:
@@ -46,12 +46,12 @@ def arrivals() -> dict[str, bytes]:
     return {
         "no signature": value,
         "nothing": b"",
-        "other key": seal(b"of another").close("t/arrive/1", 1, value),
-        "no key": Seal(b"", "s").close("t/arrive/1", 1, value),
-        "other exchange": seal().close("u/arrive/1", 1, value),
-        "other rank": seal().close("t/arrive/1", 2, value),
-        "other session": Seal(b"of the job", "r").close("t/arrive/1", 1, value),
-        "moved border": seal().close("t/arrive/", 11, value),
+        "other key": signer(b"of another").sign("t/arrive/1", 1, value),
+        "no key": Signer(b"", "s").sign("t/arrive/1", 1, value),
+        "other exchange": signer().sign("u/arrive/1", 1, value),
+        "other rank": signer().sign("t/arrive/1", 2, value),
+        "other session": Signer(b"of the job", "r").sign("t/arrive/1", 1, value),
+        "moved border": signer().sign("t/arrive/", 11, value),
     }
 
 
@@ -66,7 +66,7 @@ def test_a_pickle_in_the_store_is_never_loaded(tmp_path):
     for wrapped in (
         pickle.dumps(Canary(tmp_path / "ran")),
         pickle.dumps({"value": Canary(tmp_path / "ran")}),
-        seal().close("t/arrive/1", 1, pickle.dumps(Canary(tmp_path / "ran"))),
+        signer().sign("t/arrive/1", 1, pickle.dumps(Canary(tmp_path / "ran"))),
     ):
         with pytest.raises(CoordinationError):
             coordinator(wrapped).exchange("t", 0, list, LONG)
@@ -78,8 +78,8 @@ def test_a_pickle_in_the_store_is_never_loaded(tmp_path):
 )
 def test_a_reply_that_the_coordinator_has_not_signed_is_not_read(call, key):
     store = dist.HashStore()
-    store.set(f"t/{key}", seal(b"of another").close(f"t/{key}", 0, _packed("value", "evil")))
-    channel = Channel(store, 1, 2, seal=seal())
+    store.set(f"t/{key}", signer(b"of another").sign(f"t/{key}", 0, _packed("value", "evil")))
+    channel = Channel(store, 1, 2, signer=signer())
     act = {
         "broadcast": lambda: channel.broadcast("t", None, LONG),
         "exchange": lambda: channel.exchange("t", 1, list, LONG),
@@ -92,15 +92,15 @@ def test_a_reply_that_the_coordinator_has_not_signed_is_not_read(call, key):
 @pytest.mark.parametrize("word", ["deciding", "rank 1", "\x00", "1 00 deciding", "9" * 5000 + " a b", "\xff"])
 def test_a_word_that_no_rank_has_signed_does_not_count(word):
     store = dist.HashStore()
-    store.set("t/arrive/1", seal().close("t/arrive/1", 1, _packed("value", 1)))
+    store.set("t/arrive/1", signer().sign("t/arrive/1", 1, _packed("value", 1)))
     store.set("t/verdict", word.encode("latin-1"))
     with pytest.raises(CoordinationError, match="under the key s/t/verdict"):
-        Channel(store, 0, 2, seal=seal()).meet("t", 0, sum, LONG)
+        Channel(store, 0, 2, signer=signer()).meet("t", 0, sum, LONG)
 
 
 def test_ten_thousand_mutations_of_a_message_are_errors_of_ours():
     chance, value = random.Random(3), _packed("value", {"a": [1, b"xyz", ("b", None)]})
-    honest = seal().close("t/arrive/1", 1, value)
+    honest = signer().sign("t/arrive/1", 1, value)
     for _ in range(10_000):
         changed = bytearray(honest)
         for _ in range(chance.choice((1, 1, 3))):
@@ -108,30 +108,30 @@ def test_ten_thousand_mutations_of_a_message_are_errors_of_ours():
         cut = bytes(changed[: chance.choice((None, None, chance.randrange(len(changed))))])
         if cut != honest:
             with pytest.raises(CoordinationError):
-                seal().open("t/arrive/1", 1, cut)
+                signer().verify("t/arrive/1", 1, cut)
 
 
 def test_what_is_signed_and_is_no_message_is_an_error_of_ours():
     for content in (b"", b"\xff" * 40, pickle.dumps(1), _packed("value", 1)[:-1], b"\0" * 7 + b"\x011"):
         with pytest.raises(CoordinationError, match=r"t/arrive/1: a message that"):
-            coordinator(seal().close("t/arrive/1", 1, content)).exchange("t", 0, list, LONG)
+            coordinator(signer().sign("t/arrive/1", 1, content)).exchange("t", 0, list, LONG)
 
 
 def test_ranks_with_the_same_secret_hear_one_another():
-    sent = seal().close("k", 3, b"content")
-    assert seal().open("k", 3, sent) == b"content"
-    word = seal().close_word("k", 3, "rank 3").encode()
-    assert seal().open_word("k", word) == "rank 3"
+    sent = signer().sign("k", 3, b"content")
+    assert signer().verify("k", 3, sent) == b"content"
+    word = signer().sign_word("k", 3, "rank 3").encode()
+    assert signer().verify_word("k", word) == "rank 3"
 
 
 def test_the_key_is_in_nothing_that_can_be_shown(monkeypatch):
     secret = "very-secret-" + "x" * 20
     monkeypatch.setenv(KEY_VARIABLE, secret)
-    made = seal(session_secret(job_key(), b"drawn"))
+    made = signer(session_secret(job_key(), b"drawn"))
     with pytest.raises(CoordinationError) as caught:
-        made.open("k", 1, b"")
+        made.verify("k", 1, b"")
     shown = [repr(made), str(caught.value), str(vars(caught.value)), str(fingerprint(job_key()))]
-    shown += [made.close("k", 1, b"x").hex(), made.close_word("k", 1, "w")]
+    shown += [made.sign("k", 1, b"x").hex(), made.sign_word("k", 1, "w")]
     assert not [text for text in shown if secret in text or secret.encode().hex() in text]
 
 

@@ -18,7 +18,7 @@ _FINGERPRINT_BYTES: Final = 7
 
 
 @final
-class Seal:
+class Signer:
     """Signs messages and words with HMAC-SHA256, bound to where they are left and by whom.
 
     Args:
@@ -32,30 +32,30 @@ class Seal:
         self._secret = secret
         self.scope = scope
 
-    def within(self, scope: str) -> Seal:
-        """The seal of the same ranks for the keys of another scope."""
-        return Seal(self._secret, scope)
+    def within(self, scope: str) -> Signer:
+        """The signer of the same ranks for the keys of another scope."""
+        return Signer(self._secret, scope)
 
-    def close(self, key: str, sender: int, content: bytes) -> bytes:
+    def sign(self, key: str, sender: int, content: bytes) -> bytes:
         """The message as it is left under `key` by the rank `sender`."""
-        return self._sign(key, sender, content) + content
+        return self._mac(key, sender, content) + content
 
-    def open(self, key: str, sender: int, message: bytes) -> bytes:
+    def verify(self, key: str, sender: int, message: bytes) -> bytes:
         """The content of a message.
 
         Raises:
             CoordinationError: `sender` has not left it under `key`.
         """
         content = message[_MAC_BYTES:]
-        if not hmac.compare_digest(message[:_MAC_BYTES], self._sign(key, sender, content)):
+        if not hmac.compare_digest(message[:_MAC_BYTES], self._mac(key, sender, content)):
             raise self._refusal(key, sender)
         return content
 
-    def close_word(self, key: str, sender: int, word: str) -> str:
+    def sign_word(self, key: str, sender: int, word: str) -> str:
         """The word as it is left under `key`, as text."""
-        return f"{sender} {self._sign(key, sender, word.encode()).hex()} {word}"
+        return f"{sender} {self._mac(key, sender, word.encode()).hex()} {word}"
 
-    def open_word(self, key: str, left: bytes) -> str:
+    def verify_word(self, key: str, left: bytes) -> str:
         """The word that stands under `key`.
 
         Raises:
@@ -65,12 +65,12 @@ class Seal:
         mac, _, word = signed.partition(" ")
         is_rank = sender.isascii() and sender.isdecimal() and len(sender) < _RANK_DIGITS
         known = int(sender) if is_rank else 0
-        expected = self._sign(key, known, word.encode("utf-8", "replace")).hex()
+        expected = self._mac(key, known, word.encode("utf-8", "replace")).hex()
         if not hmac.compare_digest(mac.encode("utf-8", "replace"), expected.encode()):
             raise self._refusal(key, None)
         return word
 
-    def _sign(self, key: str, sender: int, content: bytes) -> bytes:
+    def _mac(self, key: str, sender: int, content: bytes) -> bytes:
         place = "".join(f"{len(part)}:{part}" for part in (self.scope, key, str(sender)))
         return hmac.digest(self._secret, place.encode() + b"\0" + content, "sha256")
 
