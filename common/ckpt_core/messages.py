@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, final, get_args, get_origin, get_type_hints
 
@@ -266,7 +265,7 @@ def _unpack_error(content: list[Any], blobs: _Blobs) -> BaseException:
     text, attributes = said
     attributes = _expect(_unpack(attributes, blobs), dict)
     kind = _ERRORS[name]
-    for attribute, check in _field_checks(cast("type[object]", kind)).items():
+    for attribute, check in _field_checks(kind).items():
         if attribute in attributes and not check(attributes[attribute]):
             raise TypeError(f"{attribute} of {name} is a {type(attributes[attribute]).__name__}")
     if any(_expect(attribute, str)[:1] in {"", "_"} for attribute in attributes):
@@ -290,10 +289,15 @@ def _expect(value: Any, kind: type[T]) -> T:
     return value
 
 
-@cache
+_CHECKS: Final[dict[type, Mapping[str, Check]]] = {}
+
+
 def _field_checks(kind: type) -> Mapping[str, Check]:
     """For every declared field of a class, what tells whether a value is of its type."""
-    return {name: _check_of(hint) for name, hint in get_type_hints(kind).items() if name[0] != "_"}
+    if (known := _CHECKS.get(kind)) is None:
+        hints = get_type_hints(kind)
+        known = _CHECKS[kind] = {name: _check_of(hint) for name, hint in hints.items() if name[0] != "_"}
+    return known
 
 
 def _check_of(hint: Any) -> Check:
