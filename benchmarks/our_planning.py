@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -26,6 +25,7 @@ from ckpt_core.lifecycle._prepare import Assignment, PreparedSave
 from ckpt_core.lifecycle._request import SaveRequest
 from ckpt_core.lifecycle._stage import NOTHING_STAGED
 from ckpt_core.lifecycle._write import commit_all
+from ckpt_core.messages import decode, encode
 from ckpt_core.names import chunks_name, data_name, rank_name
 from ckpt_core.storage import LocalStorage
 from ckpt_core.types import FileEntry
@@ -65,7 +65,7 @@ class OurPlanning(Planning):
         gathered, scattered = self._agree(clock) if self._saves == 1 else (0, 0)
         prepared = self._begin(clock)
         reported, answer = self._commit(prepared, clock)
-        opening = len(pickle.dumps({"value": b""}))
+        opening = len(encode(b""))
         return PlanningCost(
             coordinator_cpu_s=clock.seconds,
             gathered_bytes=gathered + reported,
@@ -79,15 +79,15 @@ class OurPlanning(Planning):
         for rank in range(self.workload.world_size):
             plan = replace(local_plan(self.workload, rank), storage_data=None)
             proposal = _Proposal(plans={"": plan}, offer=Offer(files=frozenset({rank_name(rank)})))
-            content = pickle.dumps({"value": proposal})
+            content = encode(proposal)
             gathered += len(content)
             with clock:
-                proposals.append(pickle.loads(content)["value"])
+                proposals.append(decode(content))
         with clock:
             shares = self._plans._decide(proposals)
         del proposals
         with clock:
-            scattered = sum(len(pickle.dumps({"value": share})) for share in shares)
+            scattered = sum(len(encode(share)) for share in shares)
         return gathered, scattered
 
     def _begin(self, clock: Clock) -> PreparedSave:
@@ -110,11 +110,11 @@ class OurPlanning(Planning):
     def _commit(self, prepared: PreparedSave, clock: Clock) -> tuple[int, int]:
         """Bytes of the reports of all ranks, and of the answer to each."""
         directory = self._storage.local_path(prepared.assignment.working)
-        messages = [pickle.dumps({"value": self._report(rank, directory)}) for rank in self._ranks()]
+        messages = [encode(self._report(rank, directory)) for rank in self._ranks()]
         with clock:
-            reports = [pickle.loads(message)["value"] for message in messages]
+            reports = [decode(message) for message in messages]
             info = commit_all(self._storage, prepared, reports, self._memory)
-            answer = pickle.dumps({"value": json.dumps(asdict(info)).encode()})
+            answer = encode(json.dumps(asdict(info)).encode())
         shutil.rmtree(self._storage.local_path(prepared.request.name))
         return sum(map(len, messages)), len(answer)
 

@@ -10,6 +10,7 @@ from typing import final
 
 from ckpt_core.commit import Catalog
 from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.messages import message
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import Storage
 
@@ -17,6 +18,7 @@ _LIGHTNINGS_OWN = "meta.pt"
 """The file by which Lightning tells the directories that its sharded strategies write."""
 
 
+@message
 class Kind(Enum):
     """What lies at a path."""
 

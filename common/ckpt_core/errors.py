@@ -19,15 +19,15 @@ CheckpointError(Exception)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self, TypeAlias
 
 
 class CheckpointError(Exception):
     """Root of all errors raised by ckpt-suite.
 
-    Keyword attributes travel through pickling, because errors cross ranks.
+    Keyword attributes go with the error where it is pickled and, as far as they are plain, across ranks.
     """
 
     def __init__(self, message: str = "", **attributes: Any) -> None:
@@ -40,9 +40,14 @@ class CheckpointError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def retold(self, message: str) -> Self:
-        """The same error, attributes included, in other words."""
-        return type(self)(message, **self._attributes)
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """What was given beside the message."""
+        return self._attributes
+
+    def retold(self, message: str, **changed: Any) -> Self:
+        """The same error, attributes included unless they are given, in other words."""
+        return type(self)(message, **{**self._attributes, **changed})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self._attributes)
@@ -66,6 +71,51 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class RootBusyError(CheckpointError):
     """Another job writes to the same root."""
+
+
+SavePhase: TypeAlias = Literal["plan", "stage", "open", "write", "commit"]
+"""Where in a save something happens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """What happened on one rank, as the other ranks are told.
+
+    Attributes:
+        kind: name of the exception's class.
+        text: class and message, in one line.
+        errno: the operating system's number for it; None if it did not come from there.
+        phase: of the save in which it happened, see `SaveError`; "" if that is not known.
+    """
+
+    kind: str
+    text: str
+    errno: int | None = None
+    phase: SavePhase | Literal[""] = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Describe an exception; what it was raised from may say more than it does itself."""
+        return cls(
+            kind=type(error).__name__,
+            text=failure_text(error),
+            errno=next((e.errno for e in _causes(error) if isinstance(e, OSError) and e.errno), None),
+            phase=next((e.phase for e in _causes(error) if isinstance(e, SaveError) and e.phase), ""),
+        )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__
+
+
+def failure_text(error: BaseException) -> str:
+    """One line for the person on call: the exception's type and message."""
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +162,7 @@ class SaveError(CheckpointError):
 
     Attributes:
         step: the step being saved.
-        phase: `plan`, `stage`, `open`, `write` or `commit`; of ranks that did not come in time, what they
-            were waited for to do.
+        phase: a `SavePhase`; of ranks that did not come in time, what they were waited for to do.
         failures: rank -> what happened there, as text.
         in_doubt: whether the checkpoint may be there all the same, now or after a power cut: its name could
             not be made durable, or an object store did not tell what became of the marker. It is whole if it
@@ -121,7 +170,7 @@ class SaveError(CheckpointError):
     """
 
     step: int = -1
-    phase: str = ""
+    phase: SavePhase | Literal[""] = ""
     failures: Mapping[int, str] = {}
     in_doubt: bool = False
 
@@ -183,9 +232,14 @@ class CoordinationError(CheckpointError):
 
     Attributes:
         failures: rank -> what happened there, as text.
+        causes: rank -> the same, as values.
+        in_doubt: whether the coordinator may have done what was agreed on all the same: this rank had told
+            that it was ready, and did not hear how it ended.
     """
 
     failures: Mapping[int, str] = {}
+    causes: Mapping[int, Failure] = {}
+    in_doubt: bool = False
 
 
 class DeadlineError(CoordinationError, TimeoutError):
@@ -193,8 +247,6 @@ class DeadlineError(CoordinationError, TimeoutError):
 
     Attributes:
         awaited: the ranks that did not arrive; none if it was the job's store that did not answer.
-        in_doubt: whether the coordinator had begun to do what was agreed on, and may have come to its end.
     """
 
     awaited: Sequence[int] = ()
-    in_doubt: bool = False

@@ -16,6 +16,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, final
 
+from ckpt_core.messages import message
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import instances, integer, integers, one_of, positive, require, text
 
@@ -251,6 +252,7 @@ UNRANKED: Final = "no checkpoint has a number for the metric that the policy ran
 """Why all stay where the policy keeps none, for it cannot tell which is the best."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunePlan:
     """What a prune would do.

@@ -22,6 +22,7 @@ from ckpt_core.errors import (
     FileFailure,
     IncompatibleCheckpointError,
 )
+from ckpt_core.messages import message
 from ckpt_core.names import (
     DAMAGED,
     MANIFEST,
@@ -44,6 +45,7 @@ _MOST_LISTINGS: Final = 8
 _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
 
 
+@message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:

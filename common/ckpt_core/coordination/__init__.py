@@ -3,7 +3,7 @@
 `JobCoordinator` chooses between them, by the process group that there is when ranks have to agree.
 """
 
-from ckpt_core.coordination._base import Coordinator, failure_text
+from ckpt_core.coordination._base import Coordinator
 from ckpt_core.coordination._job import JobCoordinator, coordinator_for_job, require_same_process
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
@@ -14,6 +14,5 @@ __all__ = [
     "Solo",
     "StoreCoordinator",
     "coordinator_for_job",
-    "failure_text",
     "require_same_process",
 ]

@@ -64,7 +64,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def agree(self, value: T, *, what: str = "") -> T:
-        """The coordinator's value, on every rank. The value must be picklable."""
+        """The coordinator's value, on every rank. The value must be plain, see `exchange`."""
 
     @abstractmethod
     def exchange(
@@ -77,7 +77,9 @@ class Coordinator(ABC):
     ) -> R:
         """Bring every rank's value to the coordinator, decide there, give every rank its own answer.
 
-        A rank that could not make its value passes the exception instead. Values must be picklable.
+        A rank that could not make its value passes the exception instead. Values must be plain: numbers,
+        text, bytes, None, lists, tuples and dictionaries of those, errors, and what is declared as a
+        `message`.
 
         Args:
             value: this rank's.
@@ -137,7 +139,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
-        """What `make`, called on the coordinator alone, returned, on every rank; it must be picklable.
+        """What `make`, called on the coordinator alone, returned, on every rank; it must be plain.
 
         One message, however many ranks there are. `name` must be unique per announcement and equal on all
         ranks; a rank that has failed need not listen.
@@ -173,8 +175,3 @@ class Coordinator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release groups and connections; the coordinator must not be used afterwards."""
-
-
-def failure_text(error: BaseException) -> str:
-    """One line for the person on call: the exception's type and message."""
-    return f"{type(error).__name__}: {error}"

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-import pickle
+import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
 
-from ckpt_core.coordination._base import failure_text
+from ckpt_core import messages
 from ckpt_core.coordination._mailbox import Mailbox, MessageStore
-from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError
+from ckpt_core.coordination._signer import Signer
+from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, Failure
+
+_logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing, arrives first
 _DECIDING = "deciding"
 _DECIDED = "decided"
 
 
+@messages.message
+@final
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """What one rank tells another: a value, why it has none, or the error that all are to raise."""
+
+    kind: Literal["value", "failure", "error"]
+    content: object
+
+
 @final
 class Channel:
     """One rank's end of a line of exchanges; used by one thread at a time.
 
-    Messages are pickles between the ranks of one job, which trust each other already. The coordinator reads
-    all messages of an exchange in one request, and every rank deletes its own: with thousands of ranks the
-    coordinator would otherwise be busy with the store alone.
+    Messages are plain values (see `ckpt_core.messages`), signed with what only the ranks of the job know.
+    The coordinator reads all messages of an exchange in one request, and every rank deletes its own: with
+    thousands of ranks the coordinator would otherwise be busy with the store alone.
 
     Of every exchange either all ranks hear the same end, or none is told that it went well: before the
     coordinator decides, and before another rank gives up, it leaves its word under one key, where the first
@@ -30,32 +44,33 @@ class Channel:
     """
 
     def __init__(
-        self, store: MessageStore, rank: int, world_size: int, *, patience_seconds: float = 1800.0
+        self,
+        store: MessageStore,
+        rank: int,
+        world_size: int,
+        *,
+        patience_seconds: float = 1800.0,
+        signer: Signer | None = None,
     ) -> None:
-        self._mail = Mailbox(store, patience_seconds)
+        self._mail = Mailbox(store, rank, patience_seconds, signer or Signer())
         self._rank = rank
         self._world_size = world_size
         self._stale: list[str] = []
 
     def broadcast(self, topic: str, value: Any, deadline_seconds: float) -> Any:
         """The coordinator's value on every rank."""
-        key = f"{topic}/value"
-        if self._rank == 0:
-            self._mail.put(key, pickle.dumps(value))
-            self._stale.append(key)
-            return value
-        return pickle.loads(self._await(key, topic, deadline_seconds))  # noqa: S301
+        return self.announce(topic, lambda: value, deadline_seconds)
 
     def announce(self, topic: str, make: Callable[[], Any], deadline_seconds: float) -> Any:
         """What the coordinator alone makes, or the error of making it; see `Coordinator.announce`."""
         key = f"{topic}/said"
         if self._rank != 0:
-            return self._opened(self._await(key, topic, deadline_seconds), None)
+            return _opened(self._await(key, topic, deadline_seconds), None)
         self._stale.append(key)
 
         def answer() -> tuple[Any, dict[str, bytes]]:
             made = make()
-            return made, {key: _pack_answer(made)}
+            return made, {key: _packed("value", made)}
 
         return self._decided(topic, answer, [key], None)
 
@@ -73,9 +88,10 @@ class Channel:
         `waited_seconds` is how long the ranks have been waited for by other means already.
         """
         if self._rank:
-            return self._follow(
-                topic, value, f"{topic}/depart/{self._rank}", deadline_seconds, waited_seconds=waited_seconds
-            )
+            key = f"{topic}/depart/{self._rank}"
+            reply, cause = self._follow(topic, value, key, deadline_seconds, waited_seconds=waited_seconds)
+            self._forget([f"{topic}/arrive/{self._rank}", key])
+            return _opened(reply, cause)
         keys = [f"{topic}/depart/{rank}" for rank in range(1, self._world_size)]
 
         def answer() -> tuple[Any, dict[str, bytes]]:
@@ -85,7 +101,9 @@ class Channel:
             if word != _DECIDED:
                 raise _came_late(topic, word)
             # Packed before the first is sent: what cannot be sent must not leave ranks waiting.
-            return answers[0], {key: _pack_answer(answers[rank]) for rank, key in enumerate(keys, start=1)}
+            return answers[0], {
+                key: _packed("value", answers[rank]) for rank, key in enumerate(keys, start=1)
+            }
 
         return self._decided(topic, answer, keys, value)
 
@@ -95,14 +113,16 @@ class Channel:
         """Values to the coordinator, one answer to all; see `Coordinator.meet`."""
         key = f"{topic}/depart"
         if self._rank:
-            return self._follow(topic, value, key, deadline_seconds)
+            reply, cause = self._follow(topic, value, key, deadline_seconds)
+            self._forget([f"{topic}/arrive/{self._rank}"])
+            return _opened(reply, cause)
 
         def answer() -> tuple[Any, dict[str, bytes]]:
             committed = commit(self._collect(topic, value, deadline_seconds))
-            return committed, {key: _pack_answer(committed)}
+            return committed, {key: _packed("value", committed)}
 
         try:
-            return self._decided(topic, answer, [key], value)
+            return self._decided(topic, answer, [key], value, irrevocable=True)
         finally:
             self._stale.append(key)
 
@@ -114,22 +134,31 @@ class Channel:
         deadline_seconds: float,
         *,
         waited_seconds: float = 0.0,
-    ) -> Any:
-        message, cause = _pack(value)
-        own = f"{topic}/arrive/{self._rank}"
-        self._mail.put(own, message)
-        reply = self._await(
-            reply_key, topic, deadline_seconds, may_be_deciding=True, waited_seconds=waited_seconds
-        )
-        # Answered, so it has been read.
-        self._mail.delete([own] if reply_key.endswith("/depart") else [own, reply_key])
-        return self._opened(reply, cause)
+    ) -> tuple[_Word, BaseException | None]:
+        """Bring a value and hear how it ended; with it the error that kept this rank from having a value.
 
-    def _opened(self, reply: bytes, cause: BaseException | None) -> Any:
-        answer = pickle.loads(reply)  # noqa: S301
-        if "error" in answer:
-            raise answer["error"] from cause
-        return answer["value"]
+        Raises:
+            CoordinationError: nothing was heard; `in_doubt` if the coordinator may have gone on all the same.
+        """
+        message, cause = _packed_value(value)
+        try:
+            self._mail.put(f"{topic}/arrive/{self._rank}", message)
+            return (
+                self._await(
+                    reply_key, topic, deadline_seconds, may_be_deciding=True, waited_seconds=waited_seconds
+                ),
+                cause,
+            )
+        except CoordinationError as error:
+            # Whoever brought an error, or has left word that it gives up, knows that nothing will be done.
+            given_up = isinstance(error, DeadlineError) and bool(error.awaited)
+            if given_up or cause is not None:
+                raise
+            raise error.retold(
+                f"{topic}: {error}; rank {self._rank} had told rank 0 that it was ready by then, so whether "
+                "rank 0 came to its end is not known here",
+                in_doubt=True,
+            ) from error
 
     def _decided(
         self,
@@ -137,8 +166,13 @@ class Channel:
         decide: Callable[[], tuple[Any, dict[str, bytes]]],
         reply_keys: Sequence[str],
         value: Any,
+        *,
+        irrevocable: bool = False,
     ) -> Any:
-        """Decide, and send the replies; an error goes to every rank before it is raised."""
+        """Decide, and send the replies; an error goes to every rank before it is raised.
+
+        What is `irrevocable` is done when it is decided, whether or not the replies can be sent.
+        """
         cause = value if isinstance(value, BaseException) else None
         try:
             answer, replies = decide()
@@ -146,51 +180,56 @@ class Channel:
             self._refuse(reply_keys, error)
             raise error from cause or error.__cause__
         except Exception as error:
-            text = failure_text(error)
-            refusal = CoordinationError(_told(topic, f"rank 0: {text}"), failures={0: text})
+            found = Failure.of(error)
+            refusal = CoordinationError(
+                _told(topic, f"rank 0: {found.text}"), failures={0: found.text}, causes={0: found}
+            )
             self._refuse(reply_keys, refusal)
             raise refusal from error
-        for key, reply in replies.items():
-            self._mail.put(key, reply)
+        try:
+            for key, reply in replies.items():
+                self._mail.put(key, reply)
+        except CoordinationError as error:
+            if not irrevocable:
+                raise
+            _logger.warning("%s is done, but the other ranks cannot be told: %s", topic, error)
         return answer
 
     def _refuse(self, reply_keys: Sequence[str], error: CheckpointError) -> None:
-        reply = _pack_error(error)
-        for key in reply_keys:
-            self._mail.put(key, reply)
+        reply = messages.encode(_Word("error", error))
+        try:
+            for key in reply_keys:
+                self._mail.put(key, reply)
+        except CoordinationError as lost:
+            _logger.warning("the other ranks cannot be told what went wrong: %s", lost)
 
     def _collect(
         self, topic: str, value: Any, deadline_seconds: float, waited_seconds: float = 0.0
     ) -> list[Any]:
         deadline = time.monotonic() + deadline_seconds
-        failures = {0: failure_text(value)} if isinstance(value, BaseException) else dict[int, str]()
+        causes = {0: Failure.of(value)} if isinstance(value, BaseException) else dict[int, Failure]()
         keys = [f"{topic}/arrive/{rank}" for rank in range(1, self._world_size)]
         if keys and not self._mail.wait(keys, deadline):
             missing = [rank for rank, key in enumerate(keys, start=1) if not self._mail.has([key])]
-            for rank, message in enumerate(self._arrived(keys, missing), start=1):
-                if message is not None and "failure" in message:
-                    failures[rank] = message["failure"]
-            raise _missing(topic, missing or [len(keys)], waited_seconds + deadline_seconds, failures)
-        messages = self._arrived(keys, ())
+            causes |= _failures(self._arrived(keys, missing))
+            raise _missing(topic, missing or [len(keys)], waited_seconds + deadline_seconds, causes)
+        words = self._arrived(keys, ())
         self._forget()
         self._stale.append(f"{topic}/verdict")
-        failures |= {
-            rank: message["failure"]
-            for rank, message in enumerate(messages, start=1)
-            if message is not None and "failure" in message
-        }
-        if failures:
-            raise CoordinationError(_told(topic, _list_failures(failures)), failures=failures)
+        if causes := causes | _failures(words):
+            raise CoordinationError(
+                _told(topic, _list_failures(causes)), failures=_texts(causes), causes=causes
+            )
         word = self._mail.claim(f"{topic}/verdict", _DECIDING)
         if word != _DECIDING:
             raise _came_late(topic, word)
-        return [value, *(message.get("value") for message in messages if message is not None)]
+        return [value, *(each.content for each in words.values())]
 
-    def _arrived(self, keys: Sequence[str], missing: Collection[int]) -> list[dict[str, Any] | None]:
-        """The messages in rank order, None for a rank that is missing."""
-        there = [key for rank, key in enumerate(keys, start=1) if rank not in missing]
-        found = dict(zip(there, self._mail.take_all(there), strict=True))
-        return [pickle.loads(found[key]) if key in found else None for key in keys]  # noqa: S301
+    def _arrived(self, keys: Sequence[str], missing: Collection[int]) -> dict[int, _Word]:
+        """The messages by rank, in order, without those that are missing."""
+        there = {key: rank for rank, key in enumerate(keys, start=1) if rank not in missing}
+        found = self._mail.take_all(there)
+        return {rank: _read(key, message) for (key, rank), message in zip(there.items(), found, strict=True)}
 
     def _await(
         self,
@@ -200,15 +239,15 @@ class Channel:
         *,
         may_be_deciding: bool = False,
         waited_seconds: float = 0.0,
-    ) -> bytes:
+    ) -> _Word:
         """What the coordinator leaves under `key`; it gets a second chance if it is known to be at it."""
         grace = min(_GRACE_SECONDS, deadline_seconds)
         if self._mail.wait([key], time.monotonic() + deadline_seconds + grace):
-            return self._mail.take(key)
+            return _read(key, self._mail.take(key, 0))
         if not may_be_deciding or self._mail.claim(f"{topic}/verdict", f"rank {self._rank}") != _DECIDING:
             raise _missing(topic, [0], waited_seconds + deadline_seconds, {})
         if self._mail.wait([key], time.monotonic() + deadline_seconds):
-            return self._mail.take(key)
+            return _read(key, self._mail.take(key, 0))
         # Of an exchange the coordinator hears in time that it is no use; a commit cannot be taken back.
         if self._mail.claim(f"{topic}/outcome", f"rank {self._rank}") == _DECIDED:
             return self._await(key, topic, deadline_seconds)
@@ -219,36 +258,68 @@ class Channel:
             in_doubt=True,
         )
 
-    def _forget(self) -> None:
-        """Delete what all ranks have read, for all of them have arrived at a later exchange."""
-        self._mail.delete(self._stale)
-        self._stale.clear()
+    def _forget(self, keys: Sequence[str] | None = None) -> None:
+        """Delete what all ranks have read: these keys, else what was left before a later exchange."""
+        try:
+            self._mail.delete(self._stale if keys is None else keys)
+        except CoordinationError as error:
+            # What was heard counts all the same; the next message will say that the store is gone.
+            _logger.debug("messages stay in the job's store: %s", error)
+        if keys is None:
+            self._stale.clear()
 
 
-def _pack(value: Any) -> tuple[bytes, BaseException | None]:
-    """A rank's message and the error in it, if it is one; what cannot be pickled is one, too."""
+def _packed(kind: Literal["value", "failure"], content: object) -> bytes:
+    return messages.encode(_Word(kind, content))
+
+
+def _packed_value(value: object) -> tuple[bytes, BaseException | None]:
+    """A rank's message and the error in it, if it is one; what cannot travel is one, too."""
     if not isinstance(value, BaseException):
         try:
-            return pickle.dumps({"value": value}), None
+            return _packed("value", value), None
         except Exception as error:  # noqa: BLE001 - every rank is told through the message below
             value = error
-    return pickle.dumps({"failure": failure_text(value)}), value
+    return _packed("failure", Failure.of(value)), value
 
 
-def _pack_answer(answer: Any) -> bytes:
-    return pickle.dumps({"value": answer})
-
-
-def _pack_error(error: CheckpointError) -> bytes:
+def _read(key: str, message: bytes) -> _Word:
     try:
-        return pickle.dumps({"error": error})
-    except Exception:  # noqa: BLE001 - it is told as text
-        text = failure_text(error)
-        return pickle.dumps({"error": CoordinationError(f"rank 0: {text}", failures={0: text})})
+        word = messages.decode(message)
+        if isinstance(word, _Word) and _KINDS[word.kind](word.content):
+            return word
+    except messages.MessageError as error:
+        raise CoordinationError(f"{key}: a message that cannot be read ({error})") from error
+    raise CoordinationError(f"{key}: a message that is none of a rank")
 
 
-def _list_failures(failures: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+_KINDS: Mapping[str, Callable[[object], bool]] = {
+    "value": lambda _: True,
+    "failure": lambda content: isinstance(content, Failure),
+    "error": lambda content: isinstance(content, CheckpointError),
+}
+
+
+def _opened(reply: _Word, cause: BaseException | None) -> Any:
+    if isinstance(reply.content, CheckpointError) and reply.kind == "error":
+        raise reply.content from cause
+    return reply.content
+
+
+def _failures(words: Mapping[int, _Word]) -> dict[int, Failure]:
+    return {
+        rank: word.content
+        for rank, word in words.items()
+        if word.kind == "failure" and isinstance(word.content, Failure)
+    }
+
+
+def _texts(causes: Mapping[int, Failure]) -> dict[int, str]:
+    return {rank: cause.text for rank, cause in causes.items()}
+
+
+def _list_failures(causes: Mapping[int, Failure]) -> str:
+    return "; ".join(f"rank {rank}: {cause.text}" for rank, cause in sorted(causes.items()))
 
 
 def _told(topic: str, text: str) -> str:
@@ -260,12 +331,15 @@ def _came_late(topic: str, word: str) -> DeadlineError:
     return DeadlineError(f"{topic}: {word} gave up waiting for rank 0, which came too late", awaited=(0,))
 
 
-def _missing(topic: str, ranks: Sequence[int], seconds: float, failures: dict[int, str]) -> DeadlineError:
-    known = f" ({_list_failures(failures)})" if failures else ""
+def _missing(
+    topic: str, ranks: Sequence[int], seconds: float, causes: Mapping[int, Failure]
+) -> DeadlineError:
+    known = f" ({_list_failures(causes)})" if causes else ""
     names = ", ".join(str(rank) for rank in ranks)
     return DeadlineError(
         f"{topic}: rank(s) {names} did not arrive within {seconds:g} s{known}; "
         "they have died, hang, or did not make the same call",
         awaited=tuple(ranks),
-        failures=dict(failures),
+        failures=_texts(causes),
+        causes=dict(causes),
     )

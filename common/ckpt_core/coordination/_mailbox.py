@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar, final
 
 from ckpt_core.coordination._line import Line
+from ckpt_core.coordination._signer import Signer
 from ckpt_core.errors import CoordinationError
 
 T = TypeVar("T")
@@ -37,28 +38,39 @@ class MessageStore(Protocol):
 
 @final
 class Mailbox:
-    """A store, for one thread at a time.
+    """A store, for one rank and one thread at a time.
 
-    Every method raises `CoordinationError` when the store is gone, and `DeadlineError` when it has not
-    answered within `patience_seconds`.
+    Every method raises `CoordinationError` when the store is gone, or holds what no rank of this job has
+    written, and `DeadlineError` when it has not answered within `patience_seconds`.
     """
 
-    def __init__(self, store: MessageStore, patience_seconds: float) -> None:
+    def __init__(self, store: MessageStore, rank: int, patience_seconds: float, signer: Signer) -> None:
         self._store = store
+        self._rank = rank
         self._patience_seconds = patience_seconds
+        self._signer = signer
         self._line = Line()
 
     def put(self, key: str, message: bytes) -> None:
         """Leave a message."""
-        self._ask(lambda: self._store.set(key, message))
+        signed = self._signer.sign(key, self._rank, message)
+        self._ask(lambda: self._store.set(key, signed))
 
-    def take(self, key: str) -> bytes:
-        """A message that is there; it stays."""
-        return self._ask(lambda: self._store.get(key))
+    def take(self, key: str, sender: int) -> bytes:
+        """The message of that rank, which is there; it stays."""
+        return self._signer.verify(key, sender, self._ask(lambda: self._store.get(key)))
 
-    def take_all(self, keys: Sequence[str]) -> list[bytes]:
-        """Messages that are there, in one request."""
-        return self._ask(lambda: self._store.multi_get(list(keys))) if keys else []
+    def take_all(self, senders: Mapping[str, int]) -> list[bytes]:
+        """Messages that are there, in one request.
+
+        Args:
+            senders: key -> the rank that has left the message.
+        """
+        found = self._ask(lambda: self._store.multi_get(list(senders))) if senders else []
+        return [
+            self._signer.verify(key, sender, message)
+            for (key, sender), message in zip(senders.items(), found, strict=True)
+        ]
 
     def has(self, keys: Sequence[str]) -> bool:
         """Whether all of these messages are there, in one request."""
@@ -66,7 +78,8 @@ class Mailbox:
 
     def claim(self, key: str, word: str) -> str:
         """Leave a word that stands for good, unless one stands there already; the word that stands."""
-        return self._ask(lambda: self._store.compare_set(key, "", word)).decode()
+        own = self._signer.sign_word(key, self._rank, word)
+        return self._signer.verify_word(key, self._ask(lambda: self._store.compare_set(key, "", own)))
 
     def wait(self, keys: Sequence[str], deadline: float) -> bool:
         """Whether all of these messages are there before `deadline`, on the monotonic clock."""

@@ -8,8 +8,8 @@ from typing import final
 import torch
 from typing_extensions import override
 
-from ckpt_core.coordination._base import Coordinator, R, T, failure_text
-from ckpt_core.errors import CheckpointError, CoordinationError
+from ckpt_core.coordination._base import Coordinator, R, T
+from ckpt_core.errors import CheckpointError, CoordinationError, Failure
 
 
 @final
@@ -74,5 +74,5 @@ def _alone(value: T | BaseException, decide: Callable[[list[T]], R]) -> R:
 
 
 def _failed(error: BaseException) -> CoordinationError:
-    text = failure_text(error)
-    return CoordinationError(f"rank 0: {text}", failures={0: text})
+    found = Failure.of(error)
+    return CoordinationError(f"rank 0: {found.text}", failures={0: found.text}, causes={0: found})

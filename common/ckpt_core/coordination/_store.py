@@ -18,11 +18,14 @@ from typing_extensions import override
 
 from ckpt_core.coordination._base import Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
+from ckpt_core.coordination._signer import KEY_VARIABLE, Signer, fingerprint, job_key, session_secret
 from ckpt_core.coordination._tree import neighbours
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError
 
 _logger = logging.getLogger(__name__)
-_SESSION_BITS = 62
+_WORD_BITS = 62
+_SECRET_WORDS = 4
+_SHOWN_RANKS = 8
 _FAREWELL_SECONDS = 10.0
 _ROLL_CALL_SECONDS = 5.0
 
@@ -59,8 +62,9 @@ class StoreCoordinator(Coordinator):
         self.world_size = dist.get_world_size()
         self._deadline_seconds = deadline_seconds
         self._default_group = weakref.ref(dist.group.WORLD)
-        self._group, self.session = self._connect(session, problem)
+        self._group, self.session, signer = self._connect(session, problem)
         self._prefix = f"ckpt_core/{self.session:x}"
+        self._signer = signer
         # A client blocks while it waits: the background thread needs a connection of its own.
         self._main = self._open_channel("main")
         self._background = self._open_channel("background")
@@ -160,28 +164,42 @@ class StoreCoordinator(Coordinator):
                 ) from error
             raise CoordinationError(f"{what} failed, for that rank was lost: {error}") from error
 
-    def _connect(self, session: int, problem: str | None) -> tuple[Any, int]:
-        """The gloo group, and the number of this session, drawn by the coordinator."""
-        drawn = 0 if self.rank else secrets.randbits(_SESSION_BITS)
+    def _connect(self, session: int, problem: str | None) -> tuple[Any, int, Signer]:
+        """The gloo group, and of this session, drawn by the coordinator, the number and the signer."""
+        key = b""
+        try:
+            key = job_key()
+        except ConfigError as error:
+            problem = problem or str(error)
+        own = fingerprint(key)
+        drawn = [0 if self.rank else secrets.randbits(_WORD_BITS) for _ in range(1 + _SECRET_WORDS)]
         # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
-        said = torch.tensor([drawn, int(problem is not None), session, -session], device="cpu")
+        said = [int(problem is not None), session, -session, own, -own, *drawn]
         try:
             group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_seconds))
-            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
+            refused, greatest, smallest, most, least, *drawn = _reduced(said, group)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise CoordinationError(
                 f"rank {self.rank}: the {self.world_size} ranks could not connect to one another, to save "
                 f"checkpoints together, within {self._deadline_seconds:g} s: {reason}"
             ) from error
-        agreed, refused, greatest, smallest = (int(number) for number in said.tolist())
         if refused or greatest != -smallest:
+            found = problem or (
+                "a manager on another rank is of a process group with other ranks, or newer, or has a "
+                f"{KEY_VARIABLE} that is no key"
+            )
             dist.destroy_process_group(group)
-            found = problem or "a manager on another rank is of a process group with other ranks, or newer"
             raise ConfigError(
                 f"rank {self.rank}: {found}: close the managers and make new ones, on every rank"
             )
-        return group, agreed
+        if most != -least:
+            prints = _gathered(own, self.world_size, group)
+            dist.destroy_process_group(group)
+            raise ConfigError(_different_keys(prints))
+        number, *words = drawn
+        secret = b"".join(word.to_bytes(8, "big") for word in words)
+        return group, number, Signer(session_secret(key, secret))
 
     def _lost_group(self, what: str, error: RuntimeError) -> None:
         self._broken = True
@@ -196,7 +214,13 @@ class StoreCoordinator(Coordinator):
         # How long a FileStore looks for its file when that was removed.
         clone.set_timeout(timedelta(seconds=self._deadline_seconds))
         store: Any = PrefixStore(f"{self._prefix}/{name}", clone)
-        return Channel(store, self.rank, self.world_size, patience_seconds=self._deadline_seconds)
+        return Channel(
+            store,
+            self.rank,
+            self.world_size,
+            patience_seconds=self._deadline_seconds,
+            signer=self._signer.within(f"{self._prefix}/{name}"),
+        )
 
     def _topic(self, verb: str, what: str = "") -> str:
         topic = f"{verb}/{next(self._sequence)}"
@@ -205,3 +229,32 @@ class StoreCoordinator(Coordinator):
 
 def _maxima(values: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(map(max, zip(*values, strict=True)))] * len(values)
+
+
+def _reduced(numbers: Sequence[int], group: Any) -> list[int]:
+    """The greatest of each number over all ranks."""
+    tensor = torch.tensor(list(numbers), device="cpu")
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in tensor.tolist()]
+
+
+def _gathered(number: int, world_size: int, group: Any) -> list[int]:
+    """The number of every rank."""
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(found, torch.tensor([number]), group=group)
+    return [int(each) for each in found]
+
+
+def _different_keys(prints: Sequence[int]) -> str:
+    without = [rank for rank, each in enumerate(prints) if not each]
+    if without:
+        found = f"{KEY_VARIABLE} is set on some ranks, and not on rank(s) {_few(without)}"
+    else:
+        other = [rank for rank, each in enumerate(prints) if each != prints[0]]
+        found = f"{KEY_VARIABLE} is not the same on all ranks: on rank(s) {_few(other)} not that of rank 0"
+    return f"{found}. Give every rank the same, or none, and start the job again; nothing was saved or loaded"
+
+
+def _few(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return ", ".join(map(str, ranks[:_SHOWN_RANKS])) + more

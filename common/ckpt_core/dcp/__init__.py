@@ -1,6 +1,7 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
 from ckpt_core.consistency import check_metadata
+from ckpt_core.dcp import _plan_message as _plan_message
 from ckpt_core.dcp._dedup import Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of

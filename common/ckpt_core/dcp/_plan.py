@@ -24,6 +24,7 @@ from ckpt_core.dcp._kept import kept_name, kept_path
 from ckpt_core.dcp._kinds import check_kind
 from ckpt_core.dcp._leaves import PLAIN, Kinds, Leaves
 from ckpt_core.dcp._numbering import GroupNames, renumber
+from ckpt_core.messages import message
 
 Share: TypeAlias = tuple[int, ...] | None
 """The items of its plan that a rank writes, by their places in it; None for all of them."""
@@ -35,6 +36,7 @@ _Replica: TypeAlias = tuple[int, MetadataIndex, int | None]
 """Which leaf, the index of the shard in it, and in which slot of the data file this rank writes it."""
 
 
+@message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:

@@ -19,7 +19,7 @@ def _agreed(coordinator: Coordinator, call: str, ask: Callable[[], T]) -> T:
     Args:
         coordinator: of the ranks.
         call: the method, as the user calls it.
-        ask: gives what this rank asks for, which must be picklable.
+        ask: gives what this rank asks for, which must be plain.
 
     Raises:
         ConfigError: `ask` raised one on any rank, or ranks ask for different things; the same on all.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast, final
 
-from ckpt_core.coordination import Coordinator, failure_text
+from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
     CheckpointError,
     CoordinationError,
@@ -14,13 +14,16 @@ from ckpt_core.errors import (
     DeadlineError,
     FileFailure,
     LoadError,
+    failure_text,
 )
+from ckpt_core.messages import message
 
 T = TypeVar("T")
 N = TypeVar("N")
 _SOON_SECONDS = 5.0
 
 
+@message
 @final
 @dataclass(frozen=True, slots=True)
 class _Outcome:
@@ -57,7 +60,7 @@ def everywhere_told(
     """Run one phase on every rank, as `everywhere`; each also leaves a short note for all. Collective.
 
     Returns:
-        What this rank's phase gave, and the notes of all ranks, which must be picklable.
+        What this rank's phase gave, and the notes of all ranks, which must be plain.
     """
     try:
         result, note = act()

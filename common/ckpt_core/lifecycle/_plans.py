@@ -18,9 +18,11 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import Decision, GroupNames, Meshes, Part, Replicas, Task, decide
 from ckpt_core.lifecycle._local import LocalKey
 from ckpt_core.lifecycle._replicas import Evidence
+from ckpt_core.messages import message
 from ckpt_core.options import OnDivergence
 
 
+@message
 class Keeping(Enum):
     """When a rank keeps its own values of entries that nothing keeps equal over ranks."""
 
@@ -32,6 +34,7 @@ class Keeping(Enum):
     """Several ranks write them, and nobody tells this one what."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
     """What of a rank's state the plans depend on, beside its tensors and values.
@@ -49,6 +52,7 @@ class Offer:
     groups: Mapping[str, GroupNames] = field(default_factory=dict[str, GroupNames])
 
 
+@message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Proposal:
     """What one rank could write, and what its DTensors are spread over."""
@@ -58,6 +62,7 @@ class _Proposal:
     meshes: dict[str, Meshes] = field(default_factory=dict[str, Meshes])
 
 
+@message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Assignment:
     """What one rank is told to write."""

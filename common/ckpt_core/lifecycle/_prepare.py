@@ -7,18 +7,24 @@ ranks and tensors there are; nothing here touches storage unless there is someth
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import working_name
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import GroupNames, Replicas
-from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError, SaveError
+from ckpt_core.errors import (
+    ConfigError,
+    CoordinationError,
+    DeadlineError,
+    SaveError,
+    SavePhase,
+    failure_text,
+)
 from ckpt_core.lifecycle._items import PICKLED, EncodedItems, encode_items, pickled_key
 from ckpt_core.lifecycle._loadable import LoadNotes
 from ckpt_core.lifecycle._local import LocalValues
@@ -35,6 +41,14 @@ from ckpt_core.types import CapturedState, Lineage
 
 _MICROSECONDS = 1_000_000
 _AGREEING = "agreeing on a save"
+_DOING: Final[Mapping[SavePhase, str]] = {
+    "plan": "planning",
+    "stage": "staging",
+    "open": "opening",
+    "write": "writing",
+    "commit": "committing",
+}
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _IN_JSON = 2
 """More than how many times its size a tensor takes as JSON."""
 _FILES_PER_PART = 2
@@ -359,14 +373,26 @@ def _stage(prepared: PreparedSave, survey: _Survey, workshop: Workshop, url: str
         workshop.notes.tell(state, plans, staged, url)
         return replace(prepared, staged=staged, extras=prepared.extras.with_values(staged.values.values()))
     except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
-        return replace(prepared, error=SaveError(f"while staging: {type(caught).__name__}: {caught}"))
+        return replace(prepared, error=failed_in("stage", caught))
     finally:
         plans.forget()
 
 
-def save_error(url: str, step: int, phase: str, error: CoordinationError) -> SaveError:
+def failed_in(phase: SavePhase, error: BaseException) -> SaveError:
+    """The error that a rank tells the others of when something failed on it while it saved."""
+    if isinstance(error, SaveError):
+        told = error if error.phase else error.retold(str(error), phase=phase)
+    else:
+        told = SaveError(f"while {_DOING[phase]}: {failure_text(error)}", phase=phase)
+    if told is not error:
+        told.__cause__ = error
+    return told
+
+
+def save_error(url: str, step: int, phase: SavePhase, error: CoordinationError) -> SaveError:
     """The one error that every rank raises for a failed save."""
-    in_doubt = isinstance(error, DeadlineError) and error.in_doubt
+    # Nothing is written while ranks plan, whether or not this one heard how that ended.
+    in_doubt = error.in_doubt and phase != "plan"
     verdict = f"it is not known whether step {step} was" if in_doubt else f"step {step} was not"
     return SaveError(
         f"{verdict} saved to {url} (phase {phase}): {error}. "
@@ -381,6 +407,5 @@ def save_error(url: str, step: int, phase: str, error: CoordinationError) -> Sav
 def _remedy(error: CoordinationError) -> str:
     if isinstance(error, DeadlineError):
         return "find out what stopped those ranks"
-    # Only the text of an error travels between ranks.
-    full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+    full = any(cause.errno in _FULL for cause in error.causes.values())
     return "free space there" if full else "remove the cause"

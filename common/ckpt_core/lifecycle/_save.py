@@ -10,14 +10,22 @@ from dataclasses import asdict, dataclass
 from typing import assert_never, final
 
 from ckpt_core.commit import abandon, begin
-from ckpt_core.coordination import Coordinator, failure_text
-from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, DivergenceError, SaveError
+from ckpt_core.coordination import Coordinator
+from ckpt_core.errors import (
+    CheckpointError,
+    CoordinationError,
+    DeadlineError,
+    DivergenceError,
+    Failure,
+    SaveError,
+    SavePhase,
+)
 from ckpt_core.lifecycle._background import Background
 from ckpt_core.lifecycle._finite import refuse_non_finite
 from ckpt_core.lifecycle._handle import SaveHandle, fulfil, reject
 from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._plans import Keeping
-from ckpt_core.lifecycle._prepare import PreparedSave, save_error
+from ckpt_core.lifecycle._prepare import PreparedSave, failed_in, save_error
 from ckpt_core.lifecycle._reducer import (
     Command,
     Committed,
@@ -44,8 +52,6 @@ from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logging.getLogger(__name__)
-_COMMITTING = "committing"
-_VERBS = {"stage": "staging", "open": "opening", "write": "writing"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +110,9 @@ class SaveRun:
         self._opened = False
         self._reference = b""
         self._silence: DeadlineError | None = None
+        # What is left to do for as long as an earlier save keeps this one from beginning.
+        self._phase: SavePhase = "open"
+        self._committing = False
 
     def run(self) -> None:
         """Go through with the save; its outcome goes to the handle, nothing is raised."""
@@ -117,11 +126,9 @@ class SaveRun:
     def give_up(self, told: str) -> None:
         """The background thread hangs: this save has failed on this rank, and in the end on all."""
         request, rank = self._prepared.request, self._coordinator.rank
-        phase = next((phase for phase, verb in _VERBS.items() if told.startswith(verb)), "commit")
         # Whenever it wakes up it goes on, and a commit cannot be called back.
-        in_doubt = told.startswith(_COMMITTING)
-        error = DeadlineError(f"rank {rank}: {told}", failures={rank: told}, in_doubt=in_doubt)
-        failed = save_error(self._storage.url, request.step, phase, error)
+        error = DeadlineError(f"rank {rank}: {told}", failures={rank: told}, in_doubt=self._committing)
+        failed = save_error(self._storage.url, request.step, self._phase, error)
         reject(self._handle.staged, failed)
         if not reject(self._handle.committed, failed):
             _logger.error("after the commit of step %d: %s", request.step, error)
@@ -136,7 +143,7 @@ class SaveRun:
         if not self._handle.done():
             return None
         error = self._handle.committed.exception()
-        return SaveError(f"while writing: given up before it ended ({error})")
+        return SaveError(f"while writing: given up before it ended ({error})", phase="write")
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -172,18 +179,14 @@ class SaveRun:
             # Writing begins while the rest is being copied, and tells in the end whether all of it was.
             deferred.when_done(self._tell_staged)
         except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
-            return Failed(SaveError(f"while staging: {type(caught).__name__}: {caught}"))
+            return Failed(failed_in("stage", caught))
         return Staged()
 
     def _tell_staged(self, error: BaseException | None) -> None:
         if error is None:
             fulfil(self._handle.staged, None)
-        elif isinstance(error, SaveError):
-            reject(self._handle.staged, error)
         else:
-            told = SaveError(f"while staging: {type(error).__name__}: {error}")
-            told.__cause__ = error
-            reject(self._handle.staged, told)
+            reject(self._handle.staged, failed_in("stage", error))
 
     def _open(self, error: BaseException | None) -> None:
         if error is not None and not self._coordinator.is_coordinator:
@@ -197,7 +200,7 @@ class SaveRun:
             )
         except DeadlineError as silence:
             self._silence = silence
-            self._events.append(Failed(SaveError(f"while opening: {silence}")))
+            self._events.append(Failed(SaveError(f"while opening: {silence}", phase="open")))
         except CheckpointError as refusal:
             self._refusal = refusal
             self._events.append(Refused())
@@ -209,8 +212,10 @@ class SaveRun:
     def _make_place(self, error: BaseException | None) -> bytes:
         """On the coordinator: prepare the place; what it gives to all ranks is how its own values look."""
         if error is not None:
-            text = failure_text(error)
-            raise CoordinationError(f"rank 0: {text}", failures={0: text}) from error
+            found = Failure.of(error)
+            raise CoordinationError(
+                f"rank 0: {found.text}", failures={0: found.text}, causes={0: found}
+            ) from error
         request, assignment = self._prepared.request, self._prepared.assignment
         self._context.check()
         self._context.make_room(self._prepared)
@@ -220,6 +225,7 @@ class SaveRun:
     def _write(self) -> None:
         prepared = self._prepared
         attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
+        self._phase = "write"
         self._beat("writing the tensors")
         try:
             own = _own_files(prepared, self._reference)
@@ -227,10 +233,8 @@ class SaveRun:
                 report = write_rank(self._storage, prepared, own, self._memory, beat=self._get_on)
             if self._context.reject_non_finite:
                 refuse_non_finite(prepared.staged.images, prepared.buffers)
-        except SaveError as error:
-            self._events.append(Failed(error))
         except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
-            self._events.append(Failed(SaveError(f"while writing: {type(error).__name__}: {error}")))
+            self._events.append(Failed(failed_in("write", error)))
         else:
             late = self._given_up()
             self._events.append(Written(report) if late is None else Failed(late))
@@ -243,14 +247,11 @@ class SaveRun:
                 raise self._refusal
             if (late := self._given_up()) is not None:
                 raise late
-            self._beat(_COMMITTING)
-            self._context.check()
-            check, judge = self._context.check, self._context.judge
-            info = commit_all(self._storage, self._prepared, reports, self._memory, check=check, judge=judge)
-            return json.dumps(asdict(info)).encode()  # see `_decoded`
+            return json.dumps(asdict(self._commit(reports))).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
         attributes = {"step": request.step, "rank": self._coordinator.rank}
+        self._phase = "commit"
         self._beat("waiting for the other ranks", self._patience_seconds)
         # The error is left for a coordinator that wakes up; to wait for it as long again is no use.
         deadline = self._deadline_seconds if self._silence is None else 0.0
@@ -265,15 +266,27 @@ class SaveRun:
             self._memory.committed()
             self._events.append(Committed(info))
 
+    def _commit(self, reports: list[bytes]) -> CheckpointInfo:
+        check, judge = self._context.check, self._context.judge
+        self._committing = True
+        self._beat("committing")
+        try:
+            check()
+            return commit_all(self._storage, self._prepared, reports, self._memory, check=check, judge=judge)
+        finally:
+            # Only to be told yet, for which a store may take its time.
+            self._beat("telling the other ranks", self._patience_seconds)
+
     def _fail(self, error: CheckpointError) -> None:
-        in_doubt = isinstance(error, SaveError) and error.in_doubt
+        self._committing = False
+        in_doubt = isinstance(error, SaveError | CoordinationError) and error.in_doubt
         if isinstance(error, DivergenceError):
             self._context.diverged()
         if self._coordinator.is_coordinator and self._opened and not in_doubt:
             self._beat("removing what was written")
             self._abandon()
         if isinstance(error, CoordinationError):
-            phase = "open" if self._silence or self._refusal else _phase_of(error)
+            phase = "open" if self._silence else _phase_of(error, "open" if self._refusal else "commit")
             error = self._silence or error
             failed = save_error(self._storage.url, self._prepared.request.step, phase, error)
             failed.__cause__ = error
@@ -312,9 +325,7 @@ def _decoded(answer: bytes) -> CheckpointInfo:
     return CheckpointInfo(**fields, lineage=Lineage(**lineage, ancestry=ancestry))
 
 
-def _phase_of(error: CoordinationError) -> str:
-    """Only the text of an error travels between ranks; it begins with what the rank was doing."""
-    if isinstance(error, DeadlineError) and not error.in_doubt and not error.failures:
+def _phase_of(error: CoordinationError, otherwise: SavePhase) -> SavePhase:
+    if isinstance(error, DeadlineError) and error.awaited and not (error.in_doubt or error.failures):
         return "write"  # they are awaited with what they were to write
-    told = " ".join(error.failures.values())
-    return next((phase for phase, verb in _VERBS.items() if f"while {verb}" in told), "commit")
+    return next((cause.phase for cause in error.causes.values() if cause.phase), otherwise)

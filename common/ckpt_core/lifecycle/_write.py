@@ -18,7 +18,7 @@ from ckpt_core.commit import ItemKind, Manifest, commit
 from ckpt_core.dcp import ShardWriter
 from ckpt_core.errors import SaveError
 from ckpt_core.lifecycle._memory import RankReport, WriteMemory
-from ckpt_core.lifecycle._prepare import Assignment, PreparedSave
+from ckpt_core.lifecycle._prepare import Assignment, PreparedSave, failed_in
 from ckpt_core.lifecycle._replicas import Judge
 from ckpt_core.lifecycle._stage import StagedParts
 from ckpt_core.names import METADATA, chunks_name, is_own_file
@@ -87,7 +87,7 @@ def _finish_copies(staged: StagedParts) -> None:
     try:
         staged.deferred.finish()
     except Exception as error:
-        raise SaveError(f"while staging: {type(error).__name__}: {error}") from error
+        raise failed_in("stage", error) from error
 
 
 def _write_file(storage: Storage, working: str, path: str, content: bytes) -> FileEntry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt_core.coordination._channel import Channel
+from ckpt_core.coordination._channel import Channel, _packed
+from ckpt_core.coordination._signer import Signer
 from ckpt_core.errors import (
     CheckpointExistsError,
     CoordinationError,
@@ -313,7 +313,8 @@ def test_the_coordinators_requests_do_not_grow_with_the_number_of_ranks():
         peers, own = dist.HashStore(), CountingStore()
         own._inner = peers
         for rank in range(1, world_size):
-            peers.set(f"t/arrive/{rank}", pickle.dumps({"value": rank}))
+            key = f"t/arrive/{rank}"
+            peers.set(key, Signer().sign(key, rank, _packed("value", rank)))
         assert Channel(own, 0, world_size).meet("t", 0, sum, LONG) == sum(range(world_size))
         return own.requests
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt_core.coordination._channel import Channel
-from ckpt_core.errors import CoordinationError, DeadlineError
+from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, SaveError
 
 pytestmark = pytest.mark.reliability
 
@@ -141,3 +141,104 @@ def test_any_loss_of_the_store_is_an_error_of_ours():
 
     with pytest.raises(CoordinationError, match=r"the job's store is gone: No such file.*was removed"):
         Channel(Lost(), 1, 2).meet("save/1", 1, sum, LONG)
+
+
+class LostStore:
+    """A store whose server is lost, or stands still, from some moment on."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self.inner = dist.HashStore()
+        self.lost = threading.Event()
+        self._silent = silent
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if self.lost.is_set():
+                if self._silent:
+                    threading.Event().wait(SHORT * 10)
+                raise dist.DistNetworkError("Connection reset by peer")
+            return getattr(self.inner, name)(*args)
+
+        return call
+
+
+def ends(store: Any, commit: Any, value: Any = 2, late: float = LONG) -> list[Any]:
+    """What a meeting of two ranks returned or raised, by rank."""
+    found: list[Any] = [None, None]
+
+    def meet(rank: int) -> None:
+        channel = Channel(store, rank, 2, patience_seconds=SHORT)
+        try:
+            found[rank] = channel.meet("save/7", value if rank else 1, commit, late)
+        except CheckpointError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    return found
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["gone", "silent"])
+def test_a_rank_that_has_reported_and_loses_the_store_does_not_know_how_it_ended(silent):
+    store = LostStore(silent=silent)
+
+    def commit(_: list[Any]) -> str:
+        store.lost.set()
+        return "done"
+
+    first, second = ends(store, commit)
+    assert first == "done"  # a commit that came to its end is never reported as a failure
+    assert isinstance(second, CoordinationError)
+    assert second.in_doubt
+    assert "had told rank 0 that it was ready" in str(second)
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["gone", "silent"])
+def test_what_kept_the_coordinator_from_committing_is_told_even_if_nobody_else_hears_it(silent):
+    store = LostStore(silent=silent)
+
+    def commit(_: list[Any]) -> str:
+        store.lost.set()
+        raise SaveError("the marker may be there", step=7, phase="commit", in_doubt=True)
+
+    first, second = ends(store, commit)
+    assert (type(first), first.step, first.in_doubt) == (SaveError, 7, True)
+    assert second.in_doubt
+
+
+def test_a_rank_that_brought_an_error_knows_that_nothing_was_committed():
+    store = LostStore(silent=False)
+    store.set("save/7/arrive/1", b"")  # so that the store is lost before the coordinator has read
+    channel = Channel(store, 1, 2, patience_seconds=SHORT)
+    threading.Timer(SHORT, store.lost.set).start()
+    with pytest.raises(CoordinationError, match="the job's store is gone") as caught:
+        channel.meet("save/7", OSError("disk"), never, LONG)
+    assert not caught.value.in_doubt
+
+
+def test_a_rank_that_gave_up_before_the_coordinator_came_knows_that_nothing_was_committed():
+    error = caught(Channel(dist.HashStore(), 1, 2), "save/7", never)
+    assert error.awaited == (0,)
+    assert not error.in_doubt
+
+
+def test_an_answer_that_was_heard_counts_though_the_store_is_lost_right_after():
+    store = LostStore(silent=False)
+
+    class Forgetful:
+        """Is lost as soon as the other rank cleans up."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "delete_key":
+                store.lost.set()
+            return getattr(store, name)
+
+    other = Channel(Forgetful(), 1, 2, patience_seconds=SHORT)
+    coordinator = Channel(store, 0, 2, patience_seconds=SHORT)
+    thread = threading.Thread(target=lambda: coordinator.meet("save/7", 1, sum, LONG))
+    thread.start()
+    assert other.meet("save/7", 2, never, LONG) == 3
+    thread.join(LONG)

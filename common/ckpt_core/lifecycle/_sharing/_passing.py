@@ -9,8 +9,8 @@ from typing import Any, Final, Self, TypeAlias, final
 
 import torch
 
-from ckpt_core.coordination import Coordinator, failure_text
-from ckpt_core.errors import CoordinationError
+from ckpt_core.coordination import Coordinator
+from ckpt_core.errors import CoordinationError, failure_text
 from ckpt_core.lifecycle._sharing._schedule import Bucket, Schedule
 from ckpt_core.lifecycle._sharing._units import Cell
 
