@@ -122,7 +122,9 @@ class Loading:
         if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load(manager, name, arguments)
         elif not isinstance(storage, LocalStorage):
-            raise ConfigError(f"{storage.url}/{name}: stock Accelerate reads what it wrote from local directories")
+            raise ConfigError(
+                f"{storage.url}/{name}: stock Accelerate reads what it wrote from local directories"
+            )
         else:
             small = everywhere(
                 self._roots.coordinator,
@@ -133,10 +135,10 @@ class Loading:
             load_by_stock(
                 accelerator,
                 self._stock,
-                small,
                 storage.local_path(name),
-                arguments,
-                allow_pickle=self._pickles.allowed,
+                small=small,
+                pickles=self._pickles,
+                arguments=arguments,
             )
         self._progress.steps.restore(steps_made(self._accelerator._optimizers))
 
@@ -144,8 +146,8 @@ class Loading:
         asked = (arguments.get("load_kwargs") or {}).get("weights_only", True)
         if not asked and not self._pickles.allowed:
             raise UnsafeCheckpointError(
-                'load_kwargs={"weights_only": False} lets a checkpoint run any code. If you trust who wrote it, '
-                "give enable() allow_pickle=True; nothing was loaded"
+                'load_kwargs={"weights_only": False} lets a checkpoint run any code, and nothing was loaded. '
+                "If you trust who wrote it, give enable() allow_pickle=True"
             )
 
 

@@ -107,11 +107,11 @@ def load_small(accelerator: Accelerator, stock: StockMethods, small: SmallState)
 def load_by_stock(
     accelerator: Accelerator,
     stock: StockMethods,
-    small: SmallState,
     directory: Path,
-    arguments: Mapping[str, Any],
     *,
-    allow_pickle: bool,
+    small: SmallState,
+    pickles: Pickles,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Load a checkpoint that stock wrote: what is small as it was read, the rest by the stock method.
 
@@ -129,7 +129,7 @@ def load_by_stock(
         with (
             private_directory() as view,
             large_things_only(accelerator),
-            nullcontext() if allow_pickle else without_pickle(),
+            nullcontext() if pickles.allowed else without_pickle(),
         ):
             link_files(large, directory, view)
             stock.load_state(str(view), **arguments)

@@ -1,6 +1,6 @@
 """The small files of a checkpoint that belong to the host: compared with the manifest, then read by us.
 
-What is in them cannot run code unless `allow_pickle` was given, and what no manifest names is never seen: host
+What is in them cannot run code unless `allow_pickle` was given. What no manifest names is never seen: host
 methods and hooks that insist on reading a directory get one with nothing else in it.
 """
 

@@ -341,11 +341,13 @@ class AcceleratorState:
             left = run_load_hooks(accelerator, models, there)
         else:
             with private_directory() as directory:
+                view = directory / saved.name
+                view.mkdir()
                 if isinstance(readable, Mapping):
-                    write_files(readable, directory)
+                    write_files(readable, view)
                 elif there is not None:
-                    link_files(readable or (), there, directory)
-                left = run_load_hooks(accelerator, models, directory)
+                    link_files(readable or (), there, view)
+                left = run_load_hooks(accelerator, models, view)
         missing = sorted(set(left) - set(self._models_left))
         if missing:
             raise IncompatibleCheckpointError(
