@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+import torch.distributed.checkpoint as dcp
 from transformers import TrainerCallback
 
 import accelerate_ckpt
 from accelerate_ckpt._state import model_part
-from ckpt_core import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from ckpt_core import (
+    CheckpointError,
+    CheckpointManager,
+    CorruptCheckpointError,
+    TrainState,
+    UnsafeCheckpointError,
+)
 from tests.adapters.accelerate_jobs import Job, accelerator, forget_accelerators, prepare, prepared, step
 from tests.adapters.canaries import (
     files_of,
@@ -76,6 +82,20 @@ def settled(load: Callable[[], Any]) -> str:
     except Resumed:
         pass
     return "loaded"
+
+
+def refusing(load: Callable[[], Any]) -> Callable[[], Any]:
+    """The same load; what stock itself refuses of its own files it refuses in its own words."""
+
+    def loaded() -> None:
+        try:
+            load()
+        except (CheckpointError, Resumed):
+            raise
+        except Exception as error:
+            raise CorruptCheckpointError(str(error)) from error
+
+    return loaded
 
 
 def walk(folder: Path, trace: Path, turns: list[dict[str, Callable[[], Any]]]) -> dict[str, set[str]]:
@@ -156,7 +176,7 @@ def test_accelerate_runs_nothing_of_a_checkpoint_of_stock(tmp_path: Path, trace:
     folder = next(tmp_path.glob("**/checkpoint_0"))
     made.load_state(str(folder))
     accelerate_ckpt.enable(made, folder.parent)
-    ends = walk(folder, trace, [{"load_state(path)": lambda: loads(made, str(folder))}])
+    ends = walk(folder, trace, [{"load_state(path)": refusing(lambda: made.load_state(str(folder)))}])
     assert ends["custom_checkpoint_0.pkl"] == {"CorruptCheckpointError", "UnsafeCheckpointError"}
     assert ends["of_hook.txt"] == {"loaded"}
     with planted(folder, "custom_checkpoint_0.pkl", saved(trace), sealed=False):
@@ -166,16 +186,6 @@ def test_accelerate_runs_nothing_of_a_checkpoint_of_stock(tmp_path: Path, trace:
     assert settled(lambda: made.load_state(str(folder))) == "UnsafeCheckpointError"
     assert not trace.exists()
     made.end_training()
-
-
-def loads(made: Accelerator, folder: str) -> None:
-    """Load; what stock itself refuses of its own files it refuses in its own words."""
-    try:
-        made.load_state(folder)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CorruptCheckpointError(str(error)) from error
 
 
 def test_stock_accelerate_would_have_run_it(tmp_path: Path, trace: Path) -> None:
@@ -287,4 +297,133 @@ def test_the_trainer_runs_nothing_of_a_checkpoint_of_ours(tmp_path: Path, trace:
         best()
     assert readers.unsafe == []
     assert not trace.exists()
+    accelerate_ckpt.disable_trainer(made)
+
+
+def test_the_trainer_runs_nothing_of_a_checkpoint_of_stock(tmp_path: Path, trace: Path) -> None:
+    made = of_trainer(tmp_path, enabled=False)
+    folder = tmp_path / "checkpoint-1"
+    accelerate_ckpt.enable_trainer(made)
+
+    def best() -> None:
+        with accelerate_ckpt.trainer_checkpoints(made)._session.training():
+            made.state.best_model_checkpoint = str(folder)
+            made._load_best_model()
+
+    entries: dict[str, Callable[[], Any]] = {
+        "True": refusing(lambda: made.train(resume_from_checkpoint=True)),
+        "path": refusing(lambda: made.train(resume_from_checkpoint=str(folder))),
+        "best": refusing(best),
+    }
+    walk(folder, trace, [{each: entries[each]} for each in entries])
+    # What FSDP with sharded state dicts writes: stock DCP would unpickle its index.
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        dcp.save({"model": {"weight": torch.zeros(2)}}, checkpoint_id=folder / part, no_dist=True)
+        (folder / part / ".metadata").write_bytes(pickled(trace))
+        with watched_readers():
+            assert {settled(load) for load in entries.values()} == {"UnsafeCheckpointError"}
+        assert not trace.exists()
+        (folder / part / ".metadata").unlink()
+    accelerate_ckpt.disable_trainer(made)
+
+
+def test_a_stock_checkpoint_is_left_to_stock_when_pickle_is_allowed(tmp_path: Path, trace: Path) -> None:
+    made = of_trainer(tmp_path, enabled=False)
+    part = tmp_path / "checkpoint-1" / "optimizer_0"
+    dcp.save({"model": {"weight": torch.zeros(2)}}, checkpoint_id=part, no_dist=True)
+    (part / ".metadata").write_bytes(pickled(trace))
+    accelerate_ckpt.enable_trainer(made, allow_pickle=True)
+    with pytest.raises(Resumed):
+        made.train(resume_from_checkpoint=str(part.parent))
+    assert dcp.FileSystemReader.read_metadata.__module__.startswith("torch.")
+    accelerate_ckpt.disable_trainer(made)
+
+
+def test_peft_runs_nothing_of_what_lies_in_a_checkpoint(tmp_path: Path, trace: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    job = TrainerJob(root=str(tmp_path), steps=1, save_steps=1)
+    made = trainer(job, adapt=lambda model: peft.get_peft_model(model, config))
+    made.train()
+    folder = tmp_path / "checkpoint-1"
+    base = made.model.unload()
+    entry = {"from_pretrained": refusing(lambda: peft.PeftModel.from_pretrained(base, str(folder)))}
+    with watched_readers() as readers:
+        for path in ("adapter_model.safetensors", "training_args.bin"):
+            with planted(folder, path, saved(trace), sealed=True):
+                settled(entry["from_pretrained"])
+        (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+        with planted(folder, "adapter_model.bin", saved(trace), sealed=False):
+            assert settled(entry["from_pretrained"]) == "CorruptCheckpointError"
+    assert readers.unsafe == []
+    assert not trace.exists()
+    accelerate_ckpt.disable_trainer(made)
+
+
+def test_a_scheduler_that_needs_pickle_is_told_refused_by_name_and_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer(TrainerJob(root=str(tmp_path), steps=1, save_steps=1))
+    stock, value = made.create_scheduler, deque([1])
+
+    def create_scheduler(*args: Any, **kwargs: Any) -> Any:
+        made.lr_scheduler = stock(*args, **kwargs)
+        made.lr_scheduler.odd = value
+        return made.lr_scheduler
+
+    made.create_scheduler = create_scheduler
+    made.train()
+    assert "scheduler.pt (the scheduler, a LambdaLR) can be read again only by pickle" in caplog.text
+    made.add_callback(Stop())
+    folder = str(tmp_path / "checkpoint-1")
+    before = [value.clone() for value in made.model.state_dict().values()]
+    with pytest.raises(UnsafeCheckpointError, match=r"checkpoint-1/scheduler\.pt.*allow_pickle=True"):
+        made.train(resume_from_checkpoint=folder)
+    assert all(map(torch.equal, before, made.model.state_dict().values()))
+    accelerate_ckpt.disable_trainer(made)
+    accelerate_ckpt.enable_trainer(made, allow_pickle=True)
+    value = None
+    with pytest.raises(Resumed):
+        made.train(resume_from_checkpoint=folder)
+    assert made.lr_scheduler.odd == deque([1])
+    accelerate_ckpt.disable_trainer(made)
+
+
+def test_no_token_is_written_into_a_checkpoint(tmp_path: Path) -> None:
+    token = "hf_" + "s3cret" * 4
+    made = of_trainer(tmp_path, arguments={"hub_token": token})
+    assert made.args.hub_token == token, "the job goes on with it"
+    folder = tmp_path / "checkpoint-1"
+    written = [path for path in files_of(folder) if token.encode() in (folder / path).read_bytes()]
+    assert written == []
+    arguments = torch.load(folder / "training_args.bin", weights_only=False)
+    assert (arguments.hub_token, arguments.max_steps) == (None, 1)
+    with pytest.raises(Resumed):
+        made.train(resume_from_checkpoint=str(folder))
+    assert made.args.hub_token == token
+    accelerate_ckpt.disable_trainer(made)
+
+
+def test_a_resume_renames_nothing_even_beside_a_job_that_has_the_root(tmp_path: Path) -> None:
+    made = of_trainer(tmp_path)
+    accelerate_ckpt.disable_trainer(made)
+    others = {
+        "checkpoint-7/adapter_model.safetensors": b"an export",
+        "checkpoint-8/checkpoint-is-incomplete.txt": b"of the stock Trainer",
+        "checkpoint-9/notes.txt": b"of a person",
+    }
+    for path, content in others.items():
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_bytes(content)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with CheckpointManager(tmp_path) as live:
+        live.continue_from(name="checkpoint-1")
+        (tmp_path / "checkpoint-1" / "scheduler.pt").write_bytes(b"damaged")
+        live.save(20, TrainState(model=torch.nn.Linear(1, 1)), name="of-another-job").result()
+        accelerate_ckpt.enable_trainer(made)
+        with pytest.raises(CorruptCheckpointError):
+            made.train(resume_from_checkpoint=True)
+        assert {path: (tmp_path / path).read_bytes() for path in others} == others
+        now = {path.name for path in tmp_path.iterdir() if path.name.startswith("checkpoint-")}
+        assert now == {name for name in before if name.startswith("checkpoint-")}
     accelerate_ckpt.disable_trainer(made)
