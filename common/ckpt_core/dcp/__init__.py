@@ -14,6 +14,7 @@ from ckpt_core.dcp._numbering import GroupNames
 from ckpt_core.dcp._places import Place, Places
 from ckpt_core.dcp._plan import Decision, Part, Task, decide
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
+from ckpt_core.dcp._stock import check_stock, without_pickle
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
@@ -37,6 +38,7 @@ __all__ = [
     "ShardWriter",
     "Task",
     "check_metadata",
+    "check_stock",
     "checked_zip",
     "decide",
     "encode_metadata",
@@ -50,4 +52,5 @@ __all__ = [
     "places_in",
     "sample",
     "spec_of",
+    "without_pickle",
 ]
