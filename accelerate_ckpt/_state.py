@@ -229,16 +229,11 @@ class AcceleratorState:
             IncompatibleCheckpointError: one of them refuses its state, or an optimizer trained other
                 parameters; everything is as it was before.
         """
-<<<<<<< ours
         del saved
         for index, optimizer in enumerate(self._accelerator._optimizers):
             model = owner(self._accelerator._models, optimizer)
             check_groups(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
-        take_back = load_small(self._accelerator, self._stock, self._small, self._arguments.load)
-=======
-        del loaded, saved
         take_back = load_small(self._accelerator, self._stock, self._small)
->>>>>>> theirs
         self._generators = rng_state()
         return take_back
 

@@ -14,7 +14,7 @@ from ckpt_core.messages import message
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import Storage
 
-_LIGHTNINGS_OWN = "meta.pt"
+LIGHTNINGS_OWN = "meta.pt"
 """The file by which Lightning tells the directories that its sharded strategies write."""
 
 
@@ -68,7 +68,7 @@ def kind_of(path: str, storage_at: Callable[[str], Storage]) -> Kind:
     if parent.exists(f"{place.name}/{MARKER}"):
         return Kind.CHECKPOINT
     literal = _plain(path).rpartition("/")[2]
-    if parent.exists(literal) or parent.exists(f"{literal}/{_LIGHTNINGS_OWN}"):
+    if parent.exists(literal) or parent.exists(f"{literal}/{LIGHTNINGS_OWN}"):
         return Kind.STOCK
     if parent.exists(f"{place.name}/{METADATA}"):
         return Kind.CHECKPOINT

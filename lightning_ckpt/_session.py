@@ -21,6 +21,7 @@ from lightning_ckpt._places import Kind, Place, kind_of, real_root
 from lightning_ckpt._resume import before_iterators, go_on, warn_of_hidden_order
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, Loaded
+from lightning_ckpt._stock import check_stock_checkpoint, load_without_pickle
 
 _logger = logging.getLogger(__name__)
 _SHOWN = 10
@@ -108,17 +109,28 @@ class Session:
             # After a fit nobody would wait for it.
             self._roots.close()
 
-    def load(self, path: str | os.PathLike[str], load_stock: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def load(
+        self, path: str | os.PathLike[str], load_stock: Callable[..., Any], *, trusted: bool
+    ) -> dict[str, Any]:
         """Read a checkpoint and return what Lightning puts back; a root stands for its newest.
 
+        Args:
+            path: a checkpoint of ours, a root of such, or a file or directory of Lightning's own.
+            load_stock: the strategy's own method, with `weights_only=` left to be given, for the last two.
+            trusted: whether the user has told Lightning that pickles in those may be executed.
+
         Raises:
+            UnsafeCheckpointError: Lightning's own loader would have to execute what is in it.
             CheckpointError: see `CheckpointManager.load` and `resume`.
         """
         text = self.trainer.strategy.broadcast(os.fspath(path))
         self._roots.wait()
         kind = self._roots.once(lambda: self._kind(text))
         if kind is Kind.STOCK:
-            return load_stock()
+            if trusted or self.settings.options.allow_pickle:
+                return dict(load_stock(weights_only=False))
+            self._roots.once(lambda: check_stock_checkpoint(text))
+            return load_without_pickle(text, type(self.trainer.strategy), load_stock)
         place = Place(real_root(text), "") if kind is Kind.ROOT else Place.of(text)
         state = LightningState(self.trainer)
         self._load(place, state)

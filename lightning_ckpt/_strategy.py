@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -106,14 +107,12 @@ def load_checkpoint(
     checkpoint_path: str | os.PathLike[str],
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
-    """Read a checkpoint of ours into place, or one of Lightning's as Lightning does."""
+    """Read a checkpoint of ours into place, or one of Lightning's as Lightning does, but for pickles."""
     session = _session(self)
-
-    def load_stock() -> dict[str, Any]:
-        plain = False if session is not None and session.settings.options.allow_pickle else weights_only
-        return dict(_stock(self).load_checkpoint(checkpoint_path, weights_only=plain))
-
-    return load_stock() if session is None else session.load(checkpoint_path, load_stock)
+    stock = partial(_stock(self).load_checkpoint, checkpoint_path)
+    if session is None:
+        return dict(stock(weights_only=weights_only))
+    return session.load(checkpoint_path, stock, trusted=weights_only is False)
 
 
 def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from ckpt_core.coordination import Solo
-from ckpt_core.errors import CheckpointError, ConfigError
+from ckpt_core.errors import CheckpointError, ConfigError, UnsafeCheckpointError
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.state import template, under
 from ckpt_core.storage import open_storage
@@ -20,6 +20,8 @@ from lightning_ckpt._places import Kind, Place, kind_of, real_root
 from lightning_ckpt._state import plain_items
 
 _WRAPPED = "_ckpt_wrapped"
+_INSTANTIATOR = "_instantiator"
+_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
 
 def read_our_directories(saving: Any) -> None:
@@ -90,11 +92,28 @@ def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool)
     weights = _Weights()
     with CheckpointManager(place.root, coordinator=Solo(), allow_pickle=allow_pickle) as manager:
         manager.load(weights, name=place.name or None)
+    if not allow_pickle:
+        _refuse_foreign_instantiators(text, weights.checkpoint)
     device = _device(map_location)
     if device is not None:
         state = weights.checkpoint["state_dict"]
         weights.checkpoint["state_dict"] = {name: _moved(value, device) for name, value in state.items()}
     return weights.checkpoint
+
+
+def _refuse_foreign_instantiators(path: str, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse hyperparameters that name a function for Lightning to import and call, other than its own.
+
+    Lightning itself began to refuse them with 2.6.
+    """
+    for key, value in checkpoint.items():
+        named = value.get(_INSTANTIATOR) if isinstance(value, Mapping) else None
+        if named is not None and named not in _INSTANTIATORS:
+            raise UnsafeCheckpointError(
+                f"{path}: {key!r} names {named!r:.200} to be imported and called, which is none of "
+                "Lightning's own instantiators; it may be an attack and was not executed. If you trust "
+                "who wrote this checkpoint, load it with weights_only=False"
+            )
 
 
 @final

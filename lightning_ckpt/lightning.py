@@ -62,7 +62,8 @@ def load_from_checkpoint(kind: type[M], path: str | os.PathLike[str], **options:
     Raises:
         CheckpointError: it cannot be read; see `CheckpointManager.load`.
     """
-    return cast("M", cast("Any", kind).load_from_checkpoint(path, **options))
+    plain = {"weights_only": True, **options}  # Lightning's own default for a URL is to unpickle anything
+    return cast("M", cast("Any", kind).load_from_checkpoint(path, **plain))
 
 
 find_our_checkpoints(_CheckpointConnector)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._places import nothing_at, open_checkpoint, open_root
 from ckpt_core.cli._progress import Progress
-from ckpt_core.commit import Catalog, verify, verify_stock
+from ckpt_core.commit import Catalog, strangers, verify, verify_stock
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.names import MARKER, is_corrupt, is_incomplete, is_trash
 from ckpt_core.storage import Storage
@@ -24,6 +24,7 @@ class _Result:
     """What became of one checkpoint.
 
     Attributes:
+        strangers: what is there and in no manifest.
         note: by what it was verified, if not by its manifest.
         damaged: what a mark said was wrong with it.
         mark: what became of its mark, in words; "" if nothing.
@@ -31,6 +32,7 @@ class _Result:
 
     name: str
     failures: Sequence[FileFailure]
+    strangers: Sequence[str] = ()
     note: str = ""
     damaged: str | None = None
     mark: str = ""
@@ -42,6 +44,7 @@ class _Result:
             "name": self.name,
             "ok": not self.failures,
             "failures": [asdict(failure) for failure in self.failures],
+            "strangers": list(self.strangers),
         }
         return fields | ({"was_marked": self.damaged, "mark": self.mark} if self.mark else {})
 
@@ -54,7 +57,7 @@ def run(arguments: Namespace) -> Outcome:
     storage = open_root(arguments.place, arguments.storage_options)
     names = _names(Catalog(storage), arguments)
     if names:
-        return outcome(storage, names)
+        return outcome(storage, names, strict=arguments.strict)
     if wants_root:
         raise CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
     return _stock(arguments)
@@ -69,7 +72,7 @@ def _one_checkpoint(arguments: Namespace) -> Outcome | None:
     if is_incomplete(name) or is_trash(name) or is_corrupt(name) or storage.exists(f"{name}/{MARKER}"):
         if not storage.list(name):
             raise nothing_at(f"{storage.url}/{name}")
-        return outcome(storage, [name])
+        return outcome(storage, [name], strict=arguments.strict)
     return None
 
 
@@ -86,12 +89,23 @@ def _stock(arguments: Namespace) -> Outcome:
     return _told(storage, [result])
 
 
-def outcome(storage: Storage, names: Sequence[str]) -> Outcome:
+def outcome(storage: Storage, names: Sequence[str], *, strict: bool = False) -> Outcome:
     """Verify these checkpoints of a root; what is damaged is marked, and what is whole loses its mark."""
-    return _told(storage, [_verified(storage, name) for name in names])
+    return _told(storage, [_verified(storage, name) for name in names], strict=strict)
 
 
 def _verified(storage: Storage, name: str) -> _Result:
+    return replace(_compared(storage, name), strangers=_strangers(storage, name))
+
+
+def _strangers(storage: Storage, name: str) -> Sequence[str]:
+    try:
+        return strangers(storage, name)
+    except CheckpointError:
+        return ()  # what is wrong with its manifest is among the failures
+
+
+def _compared(storage: Storage, name: str) -> _Result:
     catalog = Catalog(storage)
     with Progress(f"verifying {name}", _size_of(catalog, name)) as progress:
         failures = verify(storage, name, seen=progress.add)
@@ -122,11 +136,12 @@ def _size_of(catalog: Catalog, name: str) -> int:
         return 0  # `verify` tells what is wrong with it
 
 
-def _told(storage: Storage, results: Sequence[_Result]) -> Outcome:
+def _told(storage: Storage, results: Sequence[_Result], *, strict: bool = False) -> Outcome:
     parts: list[str] = []
     for result in results:
         parts.append(f"{'FAILED' if result.failures else 'ok':<8}{storage.url}/{result.name}{result.note}")
         parts += [f"  {failure}" for failure in result.failures]
+        parts += [f"  {path}: in no manifest, so never read" for path in result.strangers]
         if result.mark and result.failures:
             parts.append(f"  as damaged, it {result.mark}")
         elif result.mark:
@@ -134,5 +149,5 @@ def _told(storage: Storage, results: Sequence[_Result]) -> Outcome:
     return Outcome(
         fields={"root": storage.url, "checkpoints": [result.fields for result in results]},
         parts=parts,
-        exit_code=int(any(result.failures for result in results)),
+        exit_code=int(any(result.failures or (strict and result.strangers) for result in results)),
     )

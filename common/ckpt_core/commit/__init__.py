@@ -16,6 +16,7 @@ from ckpt_core.commit._prune import collect_orphans, remove
 from ckpt_core.commit._quarantine import quarantine, replaced
 from ckpt_core.commit._soundness import Soundness
 from ckpt_core.commit._stock import stock_parts, verify_stock
+from ckpt_core.commit._strangers import strangers
 from ckpt_core.commit._surroundings import (
     Surroundings,
     describe,
@@ -58,6 +59,7 @@ __all__ = [
     "require_free",
     "share",
     "stock_parts",
+    "strangers",
     "verify",
     "verify_stock",
     "working_name",

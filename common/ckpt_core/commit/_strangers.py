@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
+from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._manifest import Manifest, Marker
 from ckpt_core.commit._tree import directories_of, join, unlike
 from ckpt_core.crew import run_all
@@ -109,6 +110,18 @@ def delete_in_place(storage: Storage, name: str) -> None:
             storage.delete(join(name, inner))
 
 
+def strangers(storage: Storage, name: str) -> list[str]:
+    """List what in a committed checkpoint its manifest does not name; nobody reads, moves or deletes it.
+
+    Returns:
+        Paths in the checkpoint: of a directory of the user's only its top, of a link itself.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, so that nobody can tell.
+    """
+    return _strangers(storage, name, Catalog(storage).manifest(name))
+
+
 def own_paths(storage: Storage, name: str) -> frozenset[str]:
     """The files of a checkpoint or a torn save that are ours, as far as its lists and their names tell."""
     manifest = _manifest(storage, name)
@@ -136,15 +149,17 @@ def _manifest(storage: Storage, directory: str) -> Manifest | None:
 
 
 def _strangers(storage: Storage, directory: str, manifest: Manifest) -> list[str]:
-    """What in a directory is not ours; of a tree of the user's only its top."""
+    """What in a directory is not ours; of a tree of the user's only its top, and of a link itself."""
     directories, listed = directories_of(manifest), _listed(manifest)
-    return [
-        path
-        for inner in directories
-        for child in storage.list(join(directory, inner))
-        if (path := join(inner, child.name)) not in listed
-        and not (path in directories and child.is_directory and not child.is_link)
-    ]
+    reached, found = {""}, list[str]()
+    for inner in directories:  # sorted: what holds a directory comes before it
+        for child in storage.list(join(directory, inner)) if inner in reached else ():
+            path = join(inner, child.name)
+            if path in directories and child.is_directory and not child.is_link:
+                reached.add(path)
+            elif path not in listed:
+                found.append(path)
+    return found
 
 
 def _carry(storage: Storage, directory: str, name: str, strangers: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from ckpt_core.dcp._needs import Need
 from ckpt_core.dcp._numbering import GroupNames
 from ckpt_core.dcp._places import Place, Places
 from ckpt_core.dcp._plan import Decision, Part, Task, decide
-from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_value
+from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_plain, load_value
 from ckpt_core.dcp._stock import check_stock, without_pickle
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
@@ -48,6 +48,7 @@ __all__ = [
     "kept_name",
     "load_chunk",
     "load_metadata",
+    "load_plain",
     "load_value",
     "places_in",
     "sample",

@@ -167,10 +167,26 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         container[path[-1]] = convert(path, load_value(content, fqn, allow_pickle=self._allow_pickle))
 
 
+def load_plain(content: bytes, name: str) -> Any:
+    """Deserialise the whole of a small file that `torch.save` wrote for somebody else, as plain values only.
+
+    Args:
+        content: of the file; it is checked before torch sees it.
+        name: which file it is, for errors.
+
+    Raises:
+        CorruptCheckpointError: it is not what `torch.save` writes.
+        UnsafeCheckpointError: it holds objects that only pickle can rebuild.
+    """
+    checked_zip(content, name)
+    return load_value(content, name, allow_pickle=False)
+
+
 def load_value(content: bytes, name: str, *, allow_pickle: bool) -> Any:
     """Deserialise what `torch.save` wrote, without executing anything unless allowed.
 
     Raises:
+        CorruptCheckpointError: it is not what `torch.save` writes.
         UnsafeCheckpointError: it holds objects that only pickle can rebuild.
     """
     try:
@@ -182,3 +198,6 @@ def load_value(content: bytes, name: str, *, allow_pickle: bool) -> Any:
             f"{name} holds Python objects that only pickle can rebuild. If you trust who wrote this "
             f"checkpoint, load it with allow_pickle=True. ({str(error).splitlines()[0]})"
         ) from error
+    except Exception as error:  # a forged archive raises nearly anything; the caller is told
+        failure = FileFailure(path=name, problem=f"{type(error).__name__}: {error!s:.500}")
+        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ckpt_core.consistency import check_metadata
 from ckpt_core.dcp._metadata import load_metadata
-from ckpt_core.dcp._reader import load_value
-from ckpt_core.dcp._torch_zip import checked_zip
+from ckpt_core.dcp._reader import load_plain
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
 from ckpt_core.names import METADATA
 
@@ -46,7 +45,7 @@ def check_stock(directory: str | os.PathLike[str]) -> None:
         if type(metadata.state_dict_metadata[index.fqn]) is BytesStorageMetadata:
             with (place / info.relative_path).open("rb") as stream:
                 stream.seek(info.offset)
-                _load_plain(stream.read(info.length), f"{place / info.relative_path}: {index.fqn!r:.200}")
+                load_plain(stream.read(info.length), f"{place / info.relative_path}: {index.fqn!r:.200}")
 
 
 @contextmanager
@@ -75,11 +74,6 @@ def _metadata(content: bytes, source: str) -> Metadata:
         ) from error
 
 
-def _load_plain(content: bytes, name: str) -> Any:
-    checked_zip(content, name)
-    return load_value(content, name, allow_pickle=False)
-
-
 def _stock_metadata(self: Any, *_: Any, **asked: Any) -> Metadata:
     """Stands for `FileSystemReader.read_metadata`."""
     path = self._get_metadata_path(asked.get("rank"))
@@ -94,7 +88,7 @@ def _stock_metadata(self: Any, *_: Any, **asked: Any) -> Metadata:
 def _stock_value(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
     """Stands for `DefaultLoadPlanner.load_bytes`."""
     key = read_item.dest_index.fqn
-    loaded = _load_plain(value.getvalue(), repr(key))
+    loaded = load_plain(value.getvalue(), repr(key))
     if self.flatten_state_dict:
         set_element(self.original_state_dict, self.mappings[key], loaded)
     else:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 
+from ckpt_core.codec import corrupt
 from ckpt_core.lifecycle._items import decode_items, encode_items
 from ckpt_core.names import local_name
 
@@ -89,8 +90,16 @@ def encode_local(
 
 
 def decode_local(content: bytes, path: str) -> dict[LocalKey, torch.Tensor]:
-    """A rank's own values, from the content of its file at `path`."""
-    return {_key(name): _joined(value) for name, value in decode_items(content, path).values.items()}
+    """Read a rank's own values from the content of its file at `path`.
+
+    Raises:
+        CorruptCheckpointError: it is not what `encode_local` wrote.
+    """
+    values = decode_items(content, path).values
+    try:
+        return {_key(name): _joined(value) for name, value in values.items()}
+    except (ValueError, LookupError, TypeError, RuntimeError, RecursionError) as error:
+        raise corrupt(path, f"is malformed: {error}") from error
 
 
 def _split(tensor: torch.Tensor) -> Any:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import secrets
 import subprocess
@@ -391,6 +392,51 @@ def test_verify_takes_what_stock_dcp_wrote(ckpt, ckpt_json, tmp_path):
     code, verified = ckpt_json("verify", tmp_path / "stock")
     assert code == 1
     assert verified["checkpoints"][0]["failures"][0]["path"] == "__0_0.distcp"
+
+
+def test_verify_lists_what_no_manifest_names_and_reads_none_of_it(ckpt, ckpt_json, root, tmp_path):
+    newest = root / "step-000000300"
+    assert ckpt("verify", newest, "--strict") == (0, f"ok      {newest}\n", "")
+    os.mkfifo(newest / "custom_checkpoint_0.pkl")  # whoever opened it would wait for ever
+    (newest / "model" / "logs").mkdir()
+    (newest / "model" / "logs" / "events").write_bytes(b"")
+    (newest / "elsewhere").symlink_to(tmp_path)
+    (newest / "nowhere").symlink_to(tmp_path / "missing")
+    strangers = ["custom_checkpoint_0.pkl", "elsewhere", "model/logs", "nowhere"]
+
+    code, out, _ = ckpt("verify", newest)
+
+    assert (code, out.splitlines()[0]) == (0, f"ok      {newest}")
+    assert sorted(out.splitlines()[1:]) == [f"  {path}: in no manifest, so never read" for path in strangers]
+    code, found = ckpt_json("verify", root, "--all", "--strict")
+    assert code == 1
+    assert [sorted(each["strangers"]) for each in found["checkpoints"]] == [[], [], strangers]
+    assert all(each["ok"] for each in found["checkpoints"])
+
+
+def test_verify_follows_no_link_to_look_for_strangers(ckpt, root):
+    newest, aside = root / "step-000000300", root / "aside"
+    (newest / "model").rename(aside)
+    (aside / "of somebody else").write_bytes(b"")
+    (newest / "model").symlink_to(aside)
+
+    out = ckpt("verify", newest, "--strict")[1]
+
+    assert "  model: in no manifest" in out
+    assert "somebody else" not in out
+
+
+def test_verify_lists_strangers_in_a_bucket_and_none_where_the_manifest_is_damaged(ckpt_json, root):
+    url = f"memory://{secrets.token_hex(8)}/run"
+    storage = ObjectStorage(url)
+    save(storage, 1)
+    storage.write_bytes("step-000000001/model/extra.pkl", b"")
+    code, found = ckpt_json("verify", url)
+    assert (code, found["checkpoints"][0]["strangers"]) == (0, ["model/extra.pkl"])
+    (root / "step-000000300" / "extra").write_bytes(b"")
+    (root / "step-000000300" / "manifest.json").write_bytes(b"{}")
+    code, found = ckpt_json("verify", root / "step-000000300")
+    assert (code, found["checkpoints"][0]["strangers"]) == (1, [])
 
 
 def test_a_dry_run_says_what_would_go_and_touches_nothing(ckpt, ckpt_json, root):

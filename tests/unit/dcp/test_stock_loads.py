@@ -26,7 +26,7 @@ class Planted:
         self.trace = trace
 
     def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
+        return os.makedirs, (str(self.trace),)
 
 
 def state(offset: float = 0.0):

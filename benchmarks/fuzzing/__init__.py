@@ -1,0 +1,1 @@
+"""The mutations and readers of `python -m benchmarks.fuzz`."""
