@@ -150,7 +150,11 @@ class LocalStorage(Storage):
         """Delete a file, a link, or a directory with all it holds."""
         # NotADirectoryError: a file is where a parent should be, so that there is nothing of this name.
         with suppress(FileNotFoundError, NotADirectoryError), self._place(key) as place:
-            place.delete()
+            try:
+                place.delete()
+            except RecursionError:
+                message = "directories are nested too deeply in it; delete it with `rm -r`"
+                raise OSError(errno.ENAMETOOLONG, message, str(place.path)) from None
 
     def make_directory(self, key: str) -> None:
         """Create a directory and its parents durably."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -191,6 +192,20 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path, call):
     os.mkfifo(tmp_path / "a.lock")
     with pytest.raises(PermissionError, match="pipe"):
         storage.read_bytes("a.lock") if call == "open" else storage.try_lock("a")
+
+
+def test_what_is_nested_too_deeply_to_be_deleted_is_an_os_error(tmp_path):
+    storage = LocalStorage(tmp_path)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for name in ["top", *["deep"] * 1500]:
+        os.mkdir(name, dir_fd=folder)
+        inner = os.open(name, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    with pytest.raises(OSError, match="top"):
+        storage.delete("top")
+    subprocess.run(["rm", "-r", tmp_path / "top"], check=True, timeout=60)
 
 
 def test_no_descriptor_is_left_open(tmp_path):
