@@ -38,6 +38,7 @@ PARTS: Final = {
     "ranks": "benchmarks.crashing.ranks",
     "training": "benchmarks.crashing.training",
     "preemption": "benchmarks.crashing.preemption",
+    "neighbours": "benchmarks.crashing.neighbours",
 }
 """Name on the command line -> module whose `run` yields outcomes."""
 

@@ -1,6 +1,6 @@
 """Processes that are killed between two system calls of something small; they need no torch.
 
-Usage: leftover_jobs.py JOB ROOT [METHOD NTH]: SIGKILL before the nth call of that method of `pathlib.Path`.
+Usage: leftover_jobs.py JOB ROOT [METHOD NTH]: SIGKILL before the nth call of that function of `os`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.crashing.traps import Recorder, Trap
 from ckpt_core.cli import main as main_of_ckpt
 from ckpt_core.commit import Catalog, Lease, quarantine, remove
 from ckpt_core.commit._marks import read_marks
-from ckpt_core.storage import LocalStorage, _posix
+from ckpt_core.storage import LocalStorage, _rename
 from tests.unit.commit.checkpoints import save, save_over
 
 STEP, OTHER, LAST = "step-000000001", "step-000000002", "last.ckpt"
@@ -69,17 +69,17 @@ def ckpt(root: Path, command: list[str]) -> int:
 
 def replace_last(root: Path) -> None:
     """As where the kernel or the filesystem cannot exchange two directories in one step."""
-    _posix._renameat2 = None
+    _rename._renameat2 = None
     save_over(LocalStorage(root), 2, LAST)
 
 
 def set_quarantine(root: Path) -> None:
-    _posix._renameat2 = None
+    _rename._renameat2 = None
     quarantine(LocalStorage(root), STEP)
 
 
 def prune(root: Path) -> None:
-    _posix._renameat2 = None
+    _rename._renameat2 = None
     storage = LocalStorage(root)
     remove(storage, Catalog(storage).find(step=1))
 
@@ -93,7 +93,7 @@ def prepare(root: Path) -> None:
 
 
 def die_before(method: str, nth: int) -> None:
-    real, seen = getattr(Path, method), 0
+    real, seen = getattr(os, method), 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
@@ -102,7 +102,7 @@ def die_before(method: str, nth: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
 
-    setattr(Path, method, counted)
+    setattr(os, method, counted)
 
 
 def main() -> None:

@@ -149,14 +149,14 @@ def test_a_torn_directory_loses_its_name_before_its_files(tmp_path):
     torn.mkdir()
     (torn / "COMMITTED").write_bytes(b"x")
     seen = []
-    real = Path.unlink
+    real = os.unlink
 
     def watched(path, **options):
         seen.append(torn.exists())
         real(path, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "unlink", watched)
+        patch.setattr(os, "unlink", watched)
         assert collect_orphans(storage, keep=()) == [torn.name]
     assert seen == [False]
 
@@ -184,7 +184,7 @@ def test_a_lock_that_is_never_given_back_ends_in_an_error_that_says_so(tmp_path)
     storage = LocalStorage(tmp_path)
     with (
         locked(storage, "pins.json"),
-        pytest.raises(TimeoutError, match=r"another process has held the lock .*pins\.json"),
+        pytest.raises(TimeoutError, match=r"this very process has held the lock .*pins\.json"),
         locked(storage, "pins.json", patience_seconds=0),
     ):
         pass

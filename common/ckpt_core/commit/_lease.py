@@ -131,7 +131,8 @@ def _busy(storage: Storage) -> str:
             f"{storage.url} is held by {owner.job} in this very process, since "
             f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(owner.started))}: let it end first"
         )
-    return (
-        f"{storage.url} is being written by {owner or 'another live process'}: wait until it ends, stop "
-        "it, or save to another root"
-    )
+    pid = storage.lock_holder(WRITER)
+    who = "another live process" if owner is None else str(owner)
+    if pid is not None and (owner is None or owner.pid != pid):
+        who += f"; the kernel names pid {pid} as the one that holds {WRITER}.lock"
+    return f"{storage.url} is being written by {who}: wait until it ends, stop it, or save to another root"

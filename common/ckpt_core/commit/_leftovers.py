@@ -1,7 +1,8 @@
 """What a crash leaves beside the torn directories: drafts of small files, and a checkpoint set aside.
 
 Drafts of `pins.json` and `damaged.json` are removed only under the lock that their writers hold, because
-people change these files while a job owns the root.
+people change these files while a job owns the root. What another user owns is left alone: in a root that
+others may write to, anybody can make a directory that looks like the leftover of a crash.
 """
 
 from __future__ import annotations
@@ -13,6 +14,26 @@ from ckpt_core.names import DAMAGED, MARKER, PINS, WRITER, drafted, is_probe, se
 from ckpt_core.storage import Storage
 
 _logger = logging.getLogger(__name__)
+_told: set[tuple[str, str]] = set()
+
+
+def without_others(storage: Storage, names: Iterable[str]) -> list[str]:
+    """Those of the names that are this user's own; of each of the others a warning says so, once."""
+    own: list[str] = []
+    for name in names:
+        owner = storage.other_owner(name)
+        if owner is None:
+            own.append(name)
+        elif (storage.url, name) not in _told:
+            _told.add((storage.url, name))
+            _logger.warning(
+                "%s/%s was left by a crash, or looks so, and belongs to %s: it is not touched; its owner may "
+                "delete it",
+                storage.url,
+                name,
+                owner,
+            )
+    return own
 
 
 def bring_back(storage: Storage) -> list[str]:
@@ -49,7 +70,7 @@ def bring_back(storage: Storage) -> list[str]:
 def remove_drafts(storage: Storage) -> list[str]:
     """Remove what a crash left of the replacement of a small file; the caller owns the root."""
     names = [entry.name for entry in storage.list("") if not entry.is_directory]
-    removed = [name for name in names if is_probe(name) or drafted(name) == WRITER]
+    removed = without_others(storage, [name for name in names if is_probe(name) or drafted(name) == WRITER])
     _remove(storage, removed)
     for key in (PINS, DAMAGED):
         # Without listing anew under the lock, a draft of somebody who is writing just now might go.
@@ -64,7 +85,9 @@ def _remove_idle(storage: Storage, key: str) -> list[str]:
     if lock is None:
         return []
     try:
-        found = [entry.name for entry in storage.list("") if drafted(entry.name) == key]
+        found = without_others(
+            storage, [entry.name for entry in storage.list("") if drafted(entry.name) == key]
+        )
         _remove(storage, found)
     finally:
         lock.release()

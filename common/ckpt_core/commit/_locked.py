@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -31,14 +32,21 @@ def locked(storage: Storage, key: str, *, patience_seconds: float = _PATIENCE_SE
         lock.release()
 
 
+def _holder(storage: Storage, key: str) -> str:
+    pid = storage.lock_holder(key)
+    if pid == os.getpid():
+        return "this very process"
+    return "another process" if pid is None else f"another process (pid {pid})"
+
+
 def _claimed(storage: Storage, key: str, patience_seconds: float) -> Lock:
     deadline = time.monotonic() + patience_seconds
     while (lock := storage.try_lock(key)) is None:
         if time.monotonic() >= deadline:
             raise TimeoutError(
                 errno.ETIMEDOUT,
-                f"another process has held the lock for {patience_seconds:g} s, which takes milliseconds; "
-                "is it stopped? End it, then try again",
+                f"{_holder(storage, key)} has held the lock for {patience_seconds:g} s, which takes "
+                "milliseconds; is it stopped? End it, then try again",
                 f"{storage.url}/{key}",
             )
         time.sleep(_PAUSE_SECONDS)

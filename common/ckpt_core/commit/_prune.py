@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Collection
 
 from ckpt_core.commit._catalog import Catalog
-from ckpt_core.commit._leftovers import bring_back, remove_drafts
+from ckpt_core.commit._leftovers import bring_back, remove_drafts, without_others
 from ckpt_core.commit._occupant import is_link
 from ckpt_core.commit._strangers import delete_in_place, finish_merge, has_manifest, retire
 from ckpt_core.names import MARKER, is_trash, original_name, parse_step_name, trash_name
@@ -44,17 +44,17 @@ def remove(storage: Storage, info: CheckpointInfo) -> None:
 def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
     """Remove what crashes left behind, but the directories in `keep`: those of saves in flight.
 
-    Only names that this package makes are touched, and what is the user's in them is put back where it was;
-    the caller owns the root (see `Lease`). A checkpoint that was being replaced, and has lost its name to
-    nobody, gets it back (see `bring_back`); a commit that was cut short half-way is finished (see
-    `finish_merge`). Uploads that were never completed go too, which also keeps a job that was replaced from
-    completing them.
+    Only names that this package makes are touched, and only if this user owns them; files in them that are
+    not the checkpoint's are put back where they were. The caller owns the root (see `Lease`). A checkpoint
+    that was being replaced, and has lost its name to nobody, gets it back (see `bring_back`); a commit that
+    was cut short half-way is finished (see `finish_merge`). Uploads that were never completed go too, which
+    also keeps a job that was replaced from completing them.
 
     Returns:
         The names removed, and those of the checkpoints that the uploads were for.
     """
-    superseded = bring_back(storage)
-    orphans = [name for name in Catalog(storage).torn() if name not in keep]
+    superseded = without_others(storage, bring_back(storage))
+    orphans = without_others(storage, [name for name in Catalog(storage).torn() if name not in keep])
     for name in (*superseded, *orphans):
         if not storage.supports_rename:
             delete_in_place(storage, name)

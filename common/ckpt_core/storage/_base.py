@@ -232,6 +232,16 @@ class Storage(ABC):
         callers must fence by other means (see `commit.Lease`).
         """
 
+    def lock_holder(self, key: str) -> int | None:
+        """Process id of who holds the lock of `key`, for people; None if nobody does, or nobody can tell."""
+        del key
+        return None
+
+    def other_owner(self, key: str) -> str | None:
+        """Who else owns what is at `key`, in words; None if this user does, or nothing has an owner."""
+        del key
+        return None
+
     def read_bytes(self, key: str) -> bytes:
         """Content of a small file.
 

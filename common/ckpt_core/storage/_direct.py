@@ -11,24 +11,24 @@ import errno
 import os
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from queue import Queue
 from typing import final
 
 from ckpt_core.storage._base import ALIGNMENT
+from ckpt_core.storage._places import Place
 
 _THREADS = 2
 _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def write_direct(path: Path, pieces: Iterable[memoryview]) -> None:
-    """Create `path` from aligned pieces and fsync it; on an error a partial file is left.
+def write_direct(place: Place, pieces: Iterable[memoryview]) -> None:
+    """Create a file from aligned pieces and fsync it; on an error a partial file is left.
 
     Raises:
         FileExistsError: it exists already.
         OSError: a write or the fsync failed.
     """
-    with path.open("xb", buffering=0) as file, _DirectFile(path, file.fileno()) as direct:
+    with place.create_stream(buffering=0) as file, _DirectFile(place, file.fileno()) as direct:
         _write_concurrently(direct, pieces)
         os.fsync(file.fileno())
 
@@ -100,9 +100,9 @@ class _Crew:
 class _DirectFile:
     """A file opened twice: directly, and through the page cache for what cannot be direct."""
 
-    def __init__(self, path: Path, buffered: int) -> None:
+    def __init__(self, place: Place, buffered: int) -> None:
         self._buffered = buffered
-        self._direct = self._open(path)
+        self._direct = self._open(place, buffered)
 
     def __enter__(self) -> _DirectFile:
         return self
@@ -132,13 +132,18 @@ class _DirectFile:
             return os.pwrite(self._buffered, piece, offset)
 
     @staticmethod
-    def _open(path: Path) -> int | None:
+    def _open(place: Place, buffered: int) -> int | None:
         flag = getattr(os, "O_DIRECT", 0)  # Linux only
         if not flag:
             return None
         try:
-            return os.open(path, os.O_WRONLY | flag)
+            direct = place.open_existing(os.O_WRONLY | flag)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
             return None
+        if os.path.samestat(os.fstat(direct), os.fstat(buffered)):
+            return direct
+        # Somebody has put another file there: ours is the one that was created.
+        os.close(direct)
+        return None

@@ -7,7 +7,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, final
 
@@ -15,24 +15,20 @@ from ckpt_core.names import draft_name
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._direct import write_direct
 from ckpt_core.storage._keys import file_key, key_parts
-from ckpt_core.storage._local_reader import open_local_ranges, path_inside
-from ckpt_core.storage._locks import try_lock_file
-from ckpt_core.storage._posix import (
-    delete_tree,
-    exchange,
-    make_directories,
-    rename_exclusively,
-    sync_directory,
-    sync_parents,
-)
+from ckpt_core.storage._local_reader import open_inside, open_local_ranges
+from ckpt_core.storage._locks import holder_of, try_lock_file
+from ckpt_core.storage._places import Place, place_below
+from ckpt_core.storage._posix import make_directories, sync_directory, sync_parents
+from ckpt_core.storage._rename import exchange, rename_exclusively
 
 
 @final
 class LocalStorage(Storage):
     """A directory.
 
-    Symbolic links below it are unlinked by `delete`, never followed; they are read through only where they
-    stay below the root, because a checkpoint from elsewhere may hold any link.
+    Symbolic links below it are renamed and unlinked as links. Nothing is written, locked or deleted through
+    them, whatever others do in directories of theirs meanwhile. They are read through only where they stay
+    below the root, because a checkpoint from elsewhere may hold any link.
     """
 
     supports_rename = True
@@ -80,9 +76,9 @@ class LocalStorage(Storage):
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
         """Open a new file for streaming writes; durable on a clean exit, left partial on an error."""
-        path = self.local_path(file_key(key))
-        make_directories(path.parent)
-        with path.open("xb") as stream:
+        with self._place(key, make=True) as place:
+            stream = place.create_stream()
+        with stream:
             yield stream
             # Flush first: fsync alone would leave what is still in Python's buffer to luck.
             stream.flush()
@@ -90,9 +86,8 @@ class LocalStorage(Storage):
 
     def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
         """Create a large file by direct writes on several threads; left partial on an error."""
-        path = self.local_path(file_key(key))
-        make_directories(path.parent)
-        write_direct(path, pieces)
+        with self._place(key, make=True) as place:
+            write_direct(place, pieces)
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
@@ -102,30 +97,29 @@ class LocalStorage(Storage):
             FileNotFoundError: no such file.
             PermissionError: also if a symbolic link on the way leads out of the root.
         """
-        with path_inside(self._root, file_key(key)).open("rb") as stream:
+        with open_inside(self._root, key_parts(file_key(key))) as stream:
             yield stream
 
     @contextmanager
     def open_ranges(self, key: str) -> Generator[RangeReader]:
         """Open a file for reading by ranges; same errors as `open`."""
-        with open_local_ranges(path_inside(self._root, file_key(key))) as reader:
+        with open_local_ranges(self._root, key_parts(file_key(key))) as reader:
             yield reader
 
     def replace(self, key: str, content: bytes) -> None:
         """Write a small file atomically, durable on return."""
-        path = self.local_path(file_key(key))
-        make_directories(path.parent)
-        draft = path.with_name(draft_name(path.name, secrets.token_hex(4)))
-        try:
-            with draft.open("xb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            draft.replace(path)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+        with self._place(key, make=True) as place:
+            draft = place.beside(draft_name(place.name, secrets.token_hex(4)))
+            try:
+                with draft.create_stream() as stream:
+                    stream.write(content)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                place.replace_by(draft)
+            except BaseException:
+                draft.delete()
+                raise
+            place.sync()
 
     def list(self, key: str) -> list[StorageEntry]:
         """Children of a directory, sorted by name; [] if it does not exist."""
@@ -154,26 +148,37 @@ class LocalStorage(Storage):
 
     def delete(self, key: str) -> None:
         """Delete a file, a link, or a directory with all it holds."""
-        delete_tree(self.local_path(file_key(key)))
+        # NotADirectoryError: a file is where a parent should be, so that there is nothing of this name.
+        with suppress(FileNotFoundError, NotADirectoryError), self._place(key) as place:
+            try:
+                place.delete()
+            except RecursionError:
+                message = "directories are nested too deeply in it; delete it with `rm -r`"
+                raise OSError(errno.ENAMETOOLONG, message, str(place.path)) from None
 
     def make_directory(self, key: str) -> None:
         """Create a directory and its parents durably."""
-        path = self.local_path(file_key(key))
-        make_directories(path.parent)
-        path.mkdir()
-        sync_directory(path.parent)
+        with self._place(key, make=True) as place:
+            place.make_directory()
+            place.sync()
 
     def sync_directory(self, key: str) -> None:
         """Fsync a directory."""
-        sync_directory(self.local_path(key))
+        if not key:
+            sync_directory(self._root)
+            return
+        with self._place(key) as place:
+            place.sync_as_directory()
 
     def rename(self, source: str, target: str) -> None:
         """Rename atomically, onto unoccupied space only; durable after `sync_directory` of the parent."""
-        rename_exclusively(self.local_path(file_key(source)), self.local_path(file_key(target)))
+        with self._place(source) as old, self._place(target) as new:
+            rename_exclusively(old, new)
 
     def exchange(self, first: str, second: str) -> None:
         """Exchange two directories; durable after `sync_directory` of the parent."""
-        exchange(self.local_path(file_key(first)), self.local_path(file_key(second)))
+        with self._place(first) as one, self._place(second) as other:
+            exchange(one, other)
 
     def free_bytes(self) -> int | None:
         """Free space for this user as the filesystem tells it; quotas are not visible to it."""
@@ -192,9 +197,37 @@ class LocalStorage(Storage):
 
     def try_lock(self, key: str) -> Lock | None:
         """Claim `key` by a lock on the file `<key>.lock` next to it, which stays behind."""
-        path = self.local_path(file_key(key) + ".lock")
-        make_directories(path.parent)
-        return try_lock_file(path)
+        with self._place(f"{file_key(key)}.lock", make=True) as place:
+            return try_lock_file(place)
+
+    def lock_holder(self, key: str) -> int | None:
+        """Ask the kernel which process holds the lock; it knows those of this machine."""
+        try:
+            with self._place(f"{file_key(key)}.lock") as place:
+                return holder_of(place)
+        except OSError:
+            return None
+
+    def other_owner(self, key: str) -> str | None:
+        """Tell whose it is by the user id that it has, a link as a link."""
+        try:
+            with self._place(key) as place:
+                owner = place.status().st_uid
+        except FileNotFoundError:
+            return None
+        # Some filesystems give what this user makes to another: NFS root's to nobody, FUSE to who mounted it.
+        return None if owner == os.geteuid() or owner == self._maker() else f"user id {owner}"
+
+    def _place(self, key: str, *, make: bool = False) -> AbstractContextManager[Place]:
+        return place_below(self._root, key_parts(file_key(key)), make=make)
+
+    def _maker(self) -> int | None:
+        """Who owns what this process makes in the root."""
+        try:
+            with tempfile.TemporaryFile(prefix=".probe-", dir=self._root) as probe:
+                return os.fstat(probe.fileno()).st_uid
+        except OSError:
+            return None
 
     def _usage(self) -> os.statvfs_result | None:
         try:

@@ -4,45 +4,61 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import final
+from typing import IO, final
 
-from ckpt_core.storage._keys import key_parts
+from ckpt_core.storage._places import LinkInTheWayError, place_below
 from ckpt_core.storage._ranges import ends_early
 
 
-def path_inside(root: Path, key: str) -> Path:
-    """Where the file at `key` really lies, all links followed.
+def open_inside(root: Path, parts: Sequence[str], *, buffering: int = -1) -> IO[bytes]:
+    """Open a file below the root for reading; links are followed where they stay below it.
 
-    The caller opens what is returned, so that a link put in its place since is not followed.
+    What is opened is where the links led when they were looked at: one that is put there since is refused.
 
     Raises:
         FileNotFoundError: there is none.
         PermissionError: a link on the way leads out of the root (the root itself may be a link), or what is
             there is neither a file nor a directory.
     """
-    real_root, path = root.resolve(), root.joinpath(*key_parts(key))
-    real = path.resolve()
+    with suppress(LinkInTheWayError), place_below(root, parts) as place:
+        return place.read_stream(buffering=buffering)
+    real_root = _real(root)
+    inside = _path_inside(root, parts).relative_to(real_root).parts
+    if not inside:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(root.joinpath(*parts)))
+    with place_below(real_root, inside) as place:
+        return place.read_stream(buffering=buffering)
+
+
+def _path_inside(root: Path, parts: Sequence[str]) -> Path:
+    """Where the file really lies, all links followed."""
+    real_root, real = _real(root), _real(root.joinpath(*parts))
     if real.is_relative_to(real_root):
-        _refuse_special(real)
         return real
-    link = next(step for step in _steps(root, key) if not step.resolve().is_relative_to(real_root))
+    steps = (root.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
+    link = next((step for step in steps if not _real(step).is_relative_to(real_root)), root)
     message = (
-        f"a symbolic link in the way of {key!r} leads out of the checkpoint root, to {link.resolve()}; "
-        "if that is meant, put the files themselves here, or make the directory they are in the root"
+        f"a symbolic link in the way of {'/'.join(parts)!r} leads out of the checkpoint root, to "
+        f"{_real(link)}; if that is meant, put the files themselves here, or make the directory they are in "
+        "the root"
     )
     raise PermissionError(errno.EACCES, message, str(link))
 
 
+def _real(path: Path) -> Path:
+    # `Path.resolve` has no OSError for links that lead in a circle.
+    return Path(os.path.realpath(path))
+
+
 @contextmanager
-def open_local_ranges(path: Path) -> Generator[LocalRanges]:
+def open_local_ranges(root: Path, parts: Sequence[str]) -> Generator[LocalRanges]:
     """Open a file for reads on several threads."""
-    with path.open("rb", buffering=0) as file:
+    with open_inside(root, parts, buffering=0) as file:
         _announce_order(file.fileno())
-        yield LocalRanges(file.fileno(), str(path))
+        yield LocalRanges(file.fileno(), str(root.joinpath(*parts)))
 
 
 @final
@@ -79,16 +95,3 @@ def _announce_order(descriptor: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-
-def _refuse_special(path: Path) -> None:
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        # To open a named pipe is to wait for its writer.
-        message = "not a regular file but a pipe, socket or device, which no checkpoint has; remove it"
-        raise PermissionError(errno.EACCES, message, str(path))
-
-
-def _steps(root: Path, key: str) -> list[Path]:
-    parts = key_parts(key)
-    return [root.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]

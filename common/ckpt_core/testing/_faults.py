@@ -133,6 +133,14 @@ class FaultyStorage(Storage):
         with self.operation("try_lock", key):
             return self._inner.try_lock(key)
 
+    def lock_holder(self, key: str) -> int | None:
+        with self.operation("lock_holder", key):
+            return self._inner.lock_holder(key)
+
+    def other_owner(self, key: str) -> str | None:
+        with self.operation("other_owner", key):
+            return self._inner.other_owner(key)
+
     def operation(self, method: str, key: str) -> AbstractContextManager[object]:
         """Log an operation and apply its faults around the block."""
         return self._script.operation(method, key)

@@ -8,6 +8,7 @@ class TestMyStorage(StorageTests):
 
 from __future__ import annotations
 
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -329,6 +330,18 @@ class StorageTests:
         assert second is not None
         second.release()
         assert storage.read_bytes("writer.json") == b"content"
+
+    def test_what_this_user_made_belongs_to_nobody_else(self, storage: Storage) -> None:
+        storage.write_bytes("step/a", b"")
+        assert [storage.other_owner(key) for key in ("step", "step/a", "nothing", "no/thing")] == [None] * 4
+
+    def test_a_lock_that_nobody_holds_has_no_holder(self, storage: Storage) -> None:
+        assert storage.lock_holder("writer.json") is None
+        lock = storage.try_lock("writer.json")
+        assert lock is not None
+        assert storage.lock_holder("writer.json") in {os.getpid(), None}
+        lock.release()
+        assert storage.lock_holder("writer.json") is None
 
 
 def _varied(size_bytes: int) -> bytes:

@@ -20,7 +20,8 @@ from pathlib import Path
 from threading import local
 from typing import Any, Final, Self, final
 
-from ckpt_core.storage import _posix
+from ckpt_core.storage import _rename
+from ckpt_core.storage._places import Place
 from ckpt_core.testing._script import Fault, Operation, Script
 from ckpt_core.testing._watched_file import open_watched
 
@@ -111,8 +112,8 @@ class SystemCalls:
         self._replace(os, "open", self._open)
         self._replace(io, "open", self._open_file)
         self._replace(builtins, "open", self._open_file)
-        if _posix._renameat2 is not None:
-            self._replace(_posix, "_renameat2", self._renameat2)
+        if _rename._renameat2 is not None:
+            self._replace(_rename, "_renameat2", self._renameat2)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -210,7 +211,9 @@ class SystemCalls:
         return self.write_some(descriptor, content, lambda part: real(descriptor, part, *rest))
 
     def _open(self, real: Any, path: Any, flags: int, *rest: Any, **options: Any) -> Any:
-        key = self.watches(path, options.get("dir_fd"))
+        # A descriptor of a place only opens nothing, as the lookup of a path does not.
+        is_lookup = flags & os.O_PATH
+        key = None if is_lookup else self.watches(path, options.get("dir_fd"))
         if key is None:
             return real(path, flags, *rest, **options)
         creates = flags & (os.O_CREAT | os.O_TRUNC) or flags & os.O_TMPFILE == os.O_TMPFILE
@@ -223,8 +226,11 @@ class SystemCalls:
             return real(file, mode, *rest, **options)
         return open_watched(self, key, file, mode, *rest, **options)
 
-    def _renameat2(self, real: Any, source: Any, target: Any, flags: int) -> int:
-        first, second = self.watches(source), self.watches(target)
+    def _renameat2(self, real: Any, source: Place, target: Place, flags: int) -> int:
+        first, second = (
+            self.watches(source.name, source.directory),
+            self.watches(target.name, target.directory),
+        )
         if first is None or second is None:
             return int(real(source, target, flags))
         method, sign = ("exchange", "<->") if flags == _RENAME_EXCHANGE else ("rename", "->")

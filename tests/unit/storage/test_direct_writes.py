@@ -8,7 +8,6 @@ import random
 import pytest
 
 from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage
-from ckpt_core.storage._direct import write_direct
 
 
 def pieces_of(content: bytes, piece_bytes: int):
@@ -43,7 +42,7 @@ def test_what_the_filesystem_refuses_directly_goes_through_the_page_cache(tmp_pa
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     content = random.Random(1).randbytes(200_000)
-    write_direct(tmp_path / "file", pieces_of(content, 64 << 10))
+    LocalStorage(tmp_path).write_pieces("file", pieces_of(content, 64 << 10))
     assert (tmp_path / "file").read_bytes() == content
     if not refused:
         pytest.skip("this filesystem cannot open files directly")
@@ -67,7 +66,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
         ),
     )
     content = random.Random(2).randbytes(70_001)
-    write_direct(tmp_path / "file", pieces_of(content, 64 << 10))
+    LocalStorage(tmp_path).write_pieces("file", pieces_of(content, 64 << 10))
     assert (tmp_path / "file").read_bytes() == content
 
 
@@ -77,4 +76,4 @@ def test_an_error_in_any_piece_is_raised(tmp_path):
         raise OSError(errno.EIO, "source broke")
 
     with pytest.raises(OSError, match="source broke"):
-        write_direct(tmp_path / "file", broken())
+        LocalStorage(tmp_path).write_pieces("file", broken())

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.storage import LocalStorage
-from ckpt_core.storage._posix import rename_checked
+from ckpt_core.storage import LocalStorage, _rename
 
 
 class Recorder:
@@ -94,13 +93,14 @@ def test_sync_directory_tolerates_filesystems_that_cannot(storage, monkeypatch):
     storage.sync_directory("")
 
 
-def test_rename_without_kernel_support_still_refuses_an_empty_directory(tmp_path):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "old").mkdir()
+def test_rename_without_kernel_support_still_refuses_an_empty_directory(storage, monkeypatch):
+    monkeypatch.setattr(_rename, "_renameat2", None)
+    storage.make_directory("new")
+    storage.make_directory("old")
     with pytest.raises(FileExistsError):
-        rename_checked(tmp_path / "new", tmp_path / "old")
-    rename_checked(tmp_path / "new", tmp_path / "free")
-    assert (tmp_path / "free").is_dir()
+        storage.rename("new", "old")
+    storage.rename("new", "free")
+    assert storage.local_path("free").is_dir()
 
 
 def test_rename_refuses_a_dangling_link(storage):
