@@ -12,7 +12,7 @@ from ckpt_core.commit import Catalog, Manifest, TensorEntry, describe, list_tens
 from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.options import bytes_text
-from ckpt_core.storage import Storage, open_storage
+from ckpt_core.storage import Storage, open_storage, read_small
 
 
 def show(arguments: Namespace) -> Outcome:
@@ -79,7 +79,7 @@ def _tensors(storage: Storage, name: str) -> Mapping[str, Sequence[TensorEntry]]
     for part in stock_parts(storage, name):
         key = f"{part}/{METADATA}"
         if storage.exists(key):
-            tensors[part] = list_tensors(storage.read_bytes(key), f"{storage.url}/{key}")
+            tensors[part] = list_tensors(read_small(storage, key), f"{storage.url}/{key}")
     return tensors
 
 

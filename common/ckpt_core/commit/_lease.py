@@ -9,13 +9,15 @@ import secrets
 import socket
 import time
 from dataclasses import asdict, dataclass
-from typing import Self, final
+from typing import Final, Self, final
 
-from ckpt_core.errors import RootBusyError
+from ckpt_core.errors import CorruptCheckpointError, RootBusyError
 from ckpt_core.names import WRITER
-from ckpt_core.storage import Lock, Storage
+from ckpt_core.storage import Lock, Storage, read_small
 
 _logger = logging.getLogger(__name__)
+
+_MAX_BYTES: Final = 1 << 16
 
 
 @final
@@ -44,8 +46,8 @@ class Owner:
     def of(cls, storage: Storage) -> Owner | None:
         """The owner that took the root last and has not given it back, alive or dead; None if unknown."""
         try:
-            content = storage.read_bytes(WRITER)
-        except FileNotFoundError:
+            content = read_small(storage, WRITER, _MAX_BYTES)
+        except (FileNotFoundError, CorruptCheckpointError):
             return None
         try:
             owner = cls(**json.loads(content))

@@ -17,7 +17,7 @@ from ckpt_core import codec
 from ckpt_core.commit._manifest import Marker
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.names import DAMAGED, FORMAT_VERSION
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 
 _logger = logging.getLogger(__name__)
 
@@ -79,12 +79,9 @@ def read_marks(storage: Storage) -> Marks:
         OSError: it cannot be read.
     """
     try:
-        with storage.open(DAMAGED) as stream:
-            content = stream.read(MAX_MARKS_BYTES + 1)
+        content = read_small(storage, DAMAGED, MAX_MARKS_BYTES)
     except FileNotFoundError:
         return Marks()
-    if len(content) > MAX_MARKS_BYTES:
-        raise codec.corrupt(DAMAGED, "is too large to be a file of marks")
     vouched = codec.has_checksum(content, source=DAMAGED)
     with codec.Fields.parse(content, source=DAMAGED) as fields:
         if not vouched:

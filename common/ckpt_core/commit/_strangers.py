@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._tree import directories_of, join, unlike
 from ckpt_core.crew import run_all
 from ckpt_core.errors import CheckpointError
@@ -27,7 +27,7 @@ from ckpt_core.names import (
     is_own_json,
     replaced_name,
 )
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 
 _logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _listed(manifest: Manifest) -> frozenset[str]:
 
 def _manifest(storage: Storage, directory: str) -> Manifest | None:
     try:
-        return Manifest.from_bytes(storage.read_bytes(f"{directory}/{MANIFEST}"))
+        return Manifest.from_bytes(read_small(storage, f"{directory}/{MANIFEST}", MAX_MANIFEST_BYTES))
     except (FileNotFoundError, CheckpointError):
         return None
 
@@ -221,9 +221,9 @@ def _of_cut_merge(storage: Storage, working: str, name: str) -> Manifest | None:
     if not storage.exists(f"{working}/{MARKER}") or storage.exists(f"{name}/{MARKER}"):
         return None
     try:
-        marker = Marker.from_bytes(storage.read_bytes(f"{working}/{MARKER}"))
+        marker = Marker.from_bytes(read_small(storage, f"{working}/{MARKER}", MAX_MARKER_BYTES))
         place = working if storage.exists(f"{working}/{MANIFEST}") else name
-        content = storage.read_bytes(f"{place}/{MANIFEST}")
+        content = read_small(storage, f"{place}/{MANIFEST}", MAX_MANIFEST_BYTES)
         manifest = Manifest.from_bytes(content)
     except (FileNotFoundError, CheckpointError):
         return None
@@ -248,9 +248,9 @@ def _walk(storage: Storage, directory: str, inner: str = "") -> Iterator[str]:
 def _beside(storage: Storage, key: str) -> Collection[str]:
     """The small files of the host's that a rank lists in its chunk table; see `encode_table`."""
     try:
-        table: Any = json.loads(storage.read_bytes(key))
+        table: Any = json.loads(read_small(storage, key))
         paths = table["beside"]
-    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+    except (FileNotFoundError, CheckpointError, ValueError, TypeError, KeyError, RecursionError):
         return ()
     return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else ()
 

@@ -27,7 +27,7 @@ from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._items import PICKLED, decode_items, pickled_key
 from ckpt_core.lifecycle._local import LocalKey, decode_local
 from ckpt_core.lifecycle._selection import Narrowed, Selection
-from ckpt_core.names import KEPT, MARKER, METADATA, SHARED, local_name, rank_name, shared_name, shared_rank
+from ckpt_core.names import KEPT, MANIFEST, MARKER, METADATA, SHARED, local_name, rank_name, shared_name, shared_rank
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedState
 
@@ -129,6 +129,8 @@ def open_checkpoint(
     manifest = Catalog(storage).manifest(directory) if ours else None
     files = Files(storage, directory, manifest)
     parts = _committed_parts(files.paths) if ours else _parts(storage, directory)
+    if not parts and ours:
+        raise files.damaged(METADATA, f"not among the files that {MANIFEST} lists")
     if not parts:
         raise CheckpointNotFoundError(
             f"{files.url} holds neither a committed checkpoint ({MARKER}) "

@@ -12,6 +12,7 @@ from typing import final
 
 from ckpt_core.storage._keys import key_parts
 from ckpt_core.storage._ranges import ends_early
+from ckpt_core.storage._small import ForeignFileError
 
 
 def path_inside(root: Path, key: str) -> Path:
@@ -21,11 +22,11 @@ def path_inside(root: Path, key: str) -> Path:
 
     Raises:
         FileNotFoundError: there is none.
-        PermissionError: a link on the way leads out of the root (the root itself may be a link), or what is
+        ForeignFileError: a link on the way leads out of the root (the root itself may be a link), or what is
             there is neither a file nor a directory.
     """
     real_root, path = root.resolve(), root.joinpath(*key_parts(key))
-    real = path.resolve()
+    real = _followed(path)
     if real.is_relative_to(real_root):
         _refuse_special(real)
         return real
@@ -34,7 +35,7 @@ def path_inside(root: Path, key: str) -> Path:
         f"a symbolic link in the way of {key!r} leads out of the checkpoint root, to {link.resolve()}; "
         "if that is meant, put the files themselves here, or make the directory they are in the root"
     )
-    raise PermissionError(errno.EACCES, message, str(link))
+    raise ForeignFileError(errno.EACCES, message, str(link))
 
 
 @contextmanager
@@ -86,7 +87,15 @@ def _refuse_special(path: Path) -> None:
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         # To open a named pipe is to wait for its writer.
         message = "not a regular file but a pipe, socket or device, which no checkpoint has; remove it"
-        raise PermissionError(errno.EACCES, message, str(path))
+        raise ForeignFileError(errno.EACCES, message, str(path))
+
+
+def _followed(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except RuntimeError:
+        # What Python 3.12 and earlier make of a loop.
+        raise FileNotFoundError(errno.ENOENT, "a symbolic link that leads in a circle", str(path)) from None
 
 
 def _steps(root: Path, key: str) -> list[Path]:
