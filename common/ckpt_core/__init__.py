@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "cadence": "AtSteps EveryFraction EverySeconds EverySteps FirstStep OnPreemption SavePolicy",
-    "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError CoordinationError "
-    "CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError NoRoomError RootBusyError "
-    "SaveError StagingMemoryError UnsafeCheckpointError",
+    "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
+    "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
+    "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError",
     "lifecycle": "SaveHandle",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions",

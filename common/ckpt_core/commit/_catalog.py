@@ -15,6 +15,7 @@ from ckpt_core.commit._marks import Mark, Marks, known_marks, marks_to_change, p
 from ckpt_core.commit._occupant import holds_torn_save
 from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.errors import (
+    ArchivedError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -428,8 +429,8 @@ def _placed(place: str, error: CheckpointError | OSError) -> CheckpointError | O
     """The error, saying where it was met."""
     if isinstance(error, CorruptCheckpointError):
         return CorruptCheckpointError(f"{place}: {error}", failures=error.failures)
-    if isinstance(error, IncompatibleCheckpointError):
-        return IncompatibleCheckpointError(f"{place}: {error}")
+    if isinstance(error, IncompatibleCheckpointError | ArchivedError):
+        return error.retold(f"{place}: {error}")
     return error
 
 

@@ -23,7 +23,7 @@ _MAX_BYTES: Final = 1 << 16
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
-    """Who owns a root, as `writer.json` tells it."""
+    """Who owns a root, as `writer.json` tells it; one with a name of its own tells no host or process."""
 
     id: str
     job: str
@@ -33,14 +33,14 @@ class Owner:
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started))
-        return f"{self.job} (host {self.host}, pid {self.pid}, started {since})"
+        where = f"host {self.host}, pid {self.pid}, " if self.host else ""
+        return f"{self.job} ({where}started {since})"
 
     @classmethod
-    def here(cls, job: str) -> Owner:
-        """This process, under a fresh id."""
-        return cls(
-            id=secrets.token_hex(8), job=job, host=socket.gethostname(), pid=os.getpid(), started=time.time()
-        )
+    def here(cls, job: str, *, discreet: bool = False) -> Owner:
+        """This process, under a fresh id; `discreet` leaves out on which host, and as which process."""
+        host, pid = ("", 0) if discreet else (socket.gethostname(), os.getpid())
+        return cls(id=secrets.token_hex(8), job=job, host=host, pid=pid, started=time.time())
 
     @classmethod
     def of(cls, storage: Storage) -> Owner | None:
@@ -72,8 +72,13 @@ class Lease:
         self.owner = owner
 
     @classmethod
-    def acquire(cls, storage: Storage, job: str) -> Lease:
+    def acquire(cls, storage: Storage, job: str, *, discreet: bool = False) -> Lease:
         """Take the root for this process; `job` is what people will be shown if they are refused.
+
+        Args:
+            storage: the root.
+            job: what to call this process.
+            discreet: whether people are not shown on which host it runs, and as which process.
 
         Raises:
             RootBusyError: another live job holds it; the message says which, and what to do.
@@ -81,7 +86,7 @@ class Lease:
         lock = storage.try_lock(WRITER)
         if lock is None:
             raise RootBusyError(_busy(storage))
-        owner = Owner.here(job)
+        owner = Owner.here(job, discreet=discreet)
         try:
             storage.replace(WRITER, json.dumps(asdict(owner)).encode())
         except BaseException:

@@ -31,9 +31,7 @@ def read_pins(storage: Storage) -> dict[int, str]:
         return {int(step): str(reason) for step, reason in json.loads(content)["pins"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         failure = FileFailure(path=PINS, problem=f"malformed: {error}")
-        raise CorruptCheckpointError(
-            f"{storage.url}/{failure}; {_REMEDY}", failures=(failure,)
-        ) from error
+        raise CorruptCheckpointError(f"{storage.url}/{failure}; {_REMEDY}", failures=(failure,)) from error
 
 
 def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:

@@ -168,10 +168,8 @@ def _problem(
         damage = damage_in(storage, name, manifest, entry)
     except FileNotFoundError:
         return "missing"
-    except ValueError as error:
+    except (ValueError, ForeignFileError) as error:
         return f"cannot be verified: {error}"
-    except ForeignFileError as error:
-        return str(error.strerror)
     except OSError as error:
         # A block that the device cannot read is lost; any other error may be gone at the next try.
         if error.errno != errno.EIO:

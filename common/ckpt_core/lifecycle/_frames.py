@@ -52,9 +52,7 @@ def _problem(storage: Storage, files: Files, path: str, chunks: FileChunks | Non
             found = _checksum(reader, chunks)
     except FileNotFoundError:
         return "missing"
-    except ForeignFileError as error:
-        return str(error.strerror)
-    except EOFError as error:
+    except (EOFError, ForeignFileError) as error:
         return str(error)
     if found == committed:
         return ""

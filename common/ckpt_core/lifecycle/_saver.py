@@ -64,7 +64,9 @@ class Saver:
         self._asked = ""
         self._entered = threading.Lock()
         self._background = background = Background(options.deadline_seconds)
-        self.ownership = Ownership(storage, coordinator, until_idle=background.until_idle)
+        self.ownership = Ownership(
+            storage, coordinator, job_name=options.job_name, until_idle=background.until_idle
+        )
         self._room = Room(storage, options, ownership=self.ownership, telemetry=telemetry)
         self.pruner = Pruner(storage, options, ownership=self.ownership, telemetry=telemetry)
         rate = options.write_bytes_per_second

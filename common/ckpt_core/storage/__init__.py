@@ -10,8 +10,8 @@ from ckpt_core.storage._small import LARGEST_SMALL_FILE, ForeignFileError, read_
 
 __all__ = [
     "ALIGNMENT",
-    "LARGEST_SMALL_FILE",
     "ForeignFileError",
+    "LARGEST_SMALL_FILE",
     "LocalStorage",
     "Lock",
     "MemoryStorage",

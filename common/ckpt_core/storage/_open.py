@@ -67,7 +67,7 @@ def _text(root: object) -> str:
         text: object = os.fspath(root)
         if isinstance(text, str):
             return text
-    raise ConfigError(f"the checkpoint root must be a str, a path or a Storage, not a {type(root).__name__}")
+    raise ConfigError(f"the checkpoint root must be a str, a path or a Storage, not {type(root).__name__}")
 
 
 def _local_path(text: str) -> Path:

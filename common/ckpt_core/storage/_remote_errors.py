@@ -13,7 +13,17 @@ from typing import cast
 from ckpt_core.disclosure import Redaction
 from ckpt_core.errors import ArchivedError, CheckpointError
 
-_LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "ftplib", "gcsfs", "google", "requests", "s3fs", "urllib3"}
+_LIBRARIES = {
+    "aiobotocore",
+    "aiohttp",
+    "botocore",
+    "ftplib",
+    "gcsfs",
+    "google",
+    "requests",
+    "s3fs",
+    "urllib3",
+}
 _NO_CREDENTIALS = {
     "CredentialRetrievalError",
     "NoAuthTokenError",
@@ -90,8 +100,12 @@ def _translation(error: Exception, url: str) -> OSError | None:
         return None if answer is None or isinstance(error, _NAMED) else _of_answer(error, answer, url)
     if type(error).__module__.partition(".")[0] not in _LIBRARIES:
         return None
+    return _of_library(error, text, url)
+
+
+def _of_library(error: Exception, text: str, url: str) -> OSError:
     if _code(error) in _ARCHIVED:
-        return _archived(str(error), url)
+        return _archived(text, url)
     if _is_denied(error):
         return _denied(text, url)
     return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
