@@ -67,7 +67,7 @@ from ckpt_core.names import (
     is_probe,
     original_name,
 )
-from ckpt_core.storage import LARGEST_SMALL_FILE, Storage, read_small
+from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_small
 from ckpt_core.types import CheckpointInfo
 
 _logger = logging.getLogger(__name__)
@@ -355,11 +355,11 @@ def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
 def _refuse_unreadable(manifest: Manifest) -> None:
     """Refuse what no load would read into memory: see `read_small`."""
     for entry in manifest.files:
-        small = entry.size_bytes <= LARGEST_SMALL_FILE or data_rank(entry.path) is not None
+        small = entry.size_bytes <= BIGGEST_SMALL_FILE or data_rank(entry.path) is not None
         if not small and is_own_file(entry.path):
             raise SaveError(
                 f"step {manifest.step} was not committed: {entry.path} has {entry.size_bytes} bytes, more "
-                f"than the {LARGEST_SMALL_FILE} that a load reads of such a file: keep large values in "
+                f"than the {BIGGEST_SMALL_FILE} that a load reads of such a file: keep large values in "
                 "tensors, which have files of their own",
                 step=manifest.step,
                 phase="commit",

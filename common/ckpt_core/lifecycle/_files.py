@@ -12,7 +12,7 @@ from ckpt_core.commit import Manifest, share
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.names import chunks_name, is_own_file
 from ckpt_core.reading import Payload, Wanted
-from ckpt_core.storage import LARGEST_SMALL_FILE, ForeignFileError, Storage, read_small
+from ckpt_core.storage import BIGGEST_SMALL_FILE, ForeignFileError, Storage, read_small
 from ckpt_core.types import FileEntry
 
 
@@ -91,7 +91,7 @@ class Files:
             found = self._storage.size(key)
             if found != size:
                 raise self.damaged(path, f"has {found} bytes, {size} were committed")
-            content = read_small(self._storage, key, LARGEST_SMALL_FILE if is_own_file(path) else size)
+            content = read_small(self._storage, key, BIGGEST_SMALL_FILE if is_own_file(path) else size)
         except FileNotFoundError:
             raise self.damaged(path, "missing") from None
         except ForeignFileError as error:

@@ -6,12 +6,12 @@ from ckpt_core.storage._locks import excludes_others
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._object import ObjectStorage
 from ckpt_core.storage._open import open_storage
-from ckpt_core.storage._small import LARGEST_SMALL_FILE, ForeignFileError, read_small
+from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_small
 
 __all__ = [
     "ALIGNMENT",
+    "BIGGEST_SMALL_FILE",
     "ForeignFileError",
-    "LARGEST_SMALL_FILE",
     "LocalStorage",
     "Lock",
     "MemoryStorage",

@@ -8,7 +8,7 @@ from typing import Final
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.storage._base import Storage
 
-LARGEST_SMALL_FILE: Final = 1 << 30
+BIGGEST_SMALL_FILE: Final = 1 << 30
 """In bytes: what `.metadata`, a chunk table or a rank's items may have; no save makes one that is larger."""
 
 
@@ -16,7 +16,7 @@ class ForeignFileError(PermissionError):
     """What has the name is no file that anybody may read as ours: a link to outside, a pipe, a device."""
 
 
-def read_small(storage: Storage, key: str, most_bytes: int = LARGEST_SMALL_FILE) -> bytes:
+def read_small(storage: Storage, key: str, most_bytes: int = BIGGEST_SMALL_FILE) -> bytes:
     """Read a small file whole, once its size is known to be sane.
 
     Raises:
