@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
-from urllib.parse import parse_qsl, quote, quote_plus, unquote
+from urllib.parse import parse_qsl, unquote
 
 # An unescaped "/" in a password makes what follows ":" look like a path; no port has letters.
 _USERINFO: Final = re.compile(r"(?<=://)(?:[^/?#@]*@|(?!arn:)[^/?#@:]*:(?!\d*(?:[/?#]|$))[^?#@]*@)+")
@@ -54,20 +54,15 @@ class Redaction:
         """What is not to be shown of a URL and of the options of the storage behind it."""
         found: dict[str, str] = {}
         for secret, name in (*_of_url(url), *_leaves(options, "")):
-            for form in (secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]):
-                if form:
-                    found.setdefault(form, name)
+            for form in filter(None, (secret, repr(secret)[1:-1])):
+                found.setdefault(form, name)
         # The longest first: one may be a part of another.
         return cls({secret: found[secret] for secret in sorted(found, key=len, reverse=True)})
 
     def text(self, text: str) -> str:
         """The text, with names in the place of secrets."""
         for secret, name in self.names.items():
-            if secret in text:
-                pattern = re.escape(secret)
-                if len(secret) < _LONG:
-                    pattern = rf"(?<!\w){pattern}(?!\w)"
-                text = re.sub(pattern, lambda _, name=name: f"<{name}>", text)
+            text = re.sub(_anyhow(secret), f"<{name}>".replace("\\", r"\\"), text)
         return text
 
     def quotes(self, error: BaseException | None) -> bool:
@@ -78,6 +73,17 @@ class Redaction:
                 return True
             error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         return False
+
+
+def _anyhow(secret: str) -> str:
+    """A pattern for a text as it is, or as URLs have it, whatever they escape."""
+    if len(secret) < _LONG:
+        return rf"(?<!\w){re.escape(secret)}(?!\w)"
+    return "".join(rf"(?:{re.escape(each)}|{_escaped(each)})" for each in secret)
+
+
+def _escaped(character: str) -> str:
+    return "".join(f"%(?i:{byte:02x})" for byte in character.encode(errors="replace"))
 
 
 @final
@@ -124,7 +130,8 @@ def _of_url(url: str) -> Iterator[tuple[str, str]]:
         if userinfo is not None:
             text = userinfo[0].removesuffix("@")
             yield text, "user"
-            for part in text.split(":"):
+            # Whoever parses a password with "/" in it quotes a piece.
+            for part in {*text.split(":"), *re.split("[:/@]", text)}:
                 yield from ((part, "user"), (unquote(part), "user"))
         query = _query(link).search(link)
         if query is not None:

@@ -85,7 +85,7 @@ class ObjectStorage(Storage):
             # Always under the same name, so that the next job deletes what one that dies here leaves.
             self.replace(_PROBE, b"probe")
         except FileNotFoundError as error:
-            bucket = self._service.redaction.text(self._service.base.strip("/").partition("/")[0])
+            bucket = self._service.shown(self._service.base.strip("/").partition("/")[0])
             message = f"bucket {bucket!r} does not exist; create it, or correct the URL"
             raise FileNotFoundError(errno.ENOENT, message, self._url) from error
         self._service.remove(self._service.path(_PROBE))

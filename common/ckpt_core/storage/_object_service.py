@@ -67,6 +67,10 @@ class ObjectService:
         """Whether it speaks S3."""
         return self._token_argument == _TOKEN_ARGUMENT["s3"]
 
+    def shown(self, text: object) -> str:
+        """A path or an error of the filesystem's, for people."""
+        return self.redaction.text(str(text))
+
     def path(self, key: str) -> str:
         """What the filesystem calls the object of that key."""
         return "/".join([self.base, *key_parts(key)])

@@ -28,7 +28,7 @@ def read_small(storage: Storage, key: str, most_bytes: int = BIGGEST_SMALL_FILE)
         with storage.open(key) as stream:
             size = stream.seek(0, os.SEEK_END)
             if size > most_bytes:
-                raise _foreign(storage, key, f"has {size} bytes, and no such file has more than {most_bytes}")
+                raise _foreign(storage, key, f"has {size} bytes, and may have {most_bytes} at most")
             stream.seek(0)
             return stream.read()
     except ForeignFileError as error:
