@@ -85,7 +85,7 @@ class LoggingSink:
     """Writes events to a logger: failures as errors, the rest at `level`."""
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
-        self._logger = logger or logging.getLogger("ckpt_core")
+        self._logger = logger or logger_of("ckpt_core")
         self._level = level
 
     def emit(self, event: Event) -> None:

@@ -81,7 +81,7 @@ def _abandon(service: ObjectService, stream: Any, path: str, error: BaseExceptio
             # A filesystem that shows objects early.
             service.remove(path, cleaning=True)
     # Told to the log only: the error that made us abandon the upload is on its way to the caller.
-    except Exception as failure:
+    except Exception as failure:  # noqa: BLE001
         shown = service.shown(path), type(failure).__name__, service.shown(failure)
         _logger.warning("%s: could not clean up after a failed upload: %s: %s", *shown)
     finally:
