@@ -15,10 +15,11 @@ from accelerate_ckpt._state import AcceleratorState, model_part
 from accelerate_ckpt._steps import steps_made
 from accelerate_ckpt._stock import StockMethods
 from ckpt_core import CheckpointManager, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from ckpt_core.disclosure import logger_of
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import Storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,9 +20,10 @@ from accelerate_ckpt._trainer_session import TrainerSession
 from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
 from ckpt_core import CheckpointError, CheckpointManager, ConfigError, CorruptCheckpointError
 from ckpt_core.commit import Catalog
+from ckpt_core.disclosure import logger_of
 from ckpt_core.storage import open_storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _NOT_READ = (
     "*.distcp", "*/*", "model*.safetensors", "pytorch_model*.bin", "adapter_model*", "optimizer.pt",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any, final
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -22,7 +22,7 @@ from lightning_ckpt._resume import before_iterators, go_on, warn_of_hidden_order
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, Loaded
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _SHOWN = 10
 
 

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, final
 
+from ckpt_core.disclosure import logger_of
+
 Phase = Literal["started", "finished", "failed", "point"]
 
 

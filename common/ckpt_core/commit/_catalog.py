@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Man
 from ckpt_core.commit._marks import Mark, Marks, known_marks, marks_to_change, problem_of, replace_marks
 from ckpt_core.commit._occupant import holds_torn_save
 from ckpt_core.commit._pins import read_pins, replace_pins
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
@@ -38,7 +38,7 @@ from ckpt_core.names import (
 from ckpt_core.storage import Storage, read_small
 from ckpt_core.types import CheckpointInfo, Lineage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _MOST_LISTINGS: Final = 8
 _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"

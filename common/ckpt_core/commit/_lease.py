@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import socket
@@ -11,11 +10,12 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Final, Self, final
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, RootBusyError
 from ckpt_core.names import WRITER
 from ckpt_core.storage import Lock, Storage, read_small
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _MAX_BYTES: Final = 1 << 16
 

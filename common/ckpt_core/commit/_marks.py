@@ -8,18 +8,18 @@ costs no more than another verification.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
 from ckpt_core import codec
 from ckpt_core.commit._manifest import Marker
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.names import DAMAGED, FORMAT_VERSION
 from ckpt_core.storage import Storage, read_small
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 MAX_MARKS: Final = 1000
 """Of either kind."""

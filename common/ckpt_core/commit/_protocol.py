@@ -34,7 +34,6 @@ Any thread of the coordinator may call these, one save at a time per root.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Final, NoReturn
 
@@ -44,6 +43,7 @@ from ckpt_core.commit._occupant import Occupant, is_link, occupant
 from ckpt_core.commit._quarantine import quarantine, set_aside
 from ckpt_core.commit._strangers import delete_in_place, merge, retire
 from ckpt_core.commit._tree import directories_of, join, unlike
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -70,7 +70,7 @@ from ckpt_core.names import (
 from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_small
 from ckpt_core.types import CheckpointInfo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _RESERVED: Final = frozenset({DAMAGED, PINS, WRITER, MANIFEST, MARKER, METADATA, SHARED})
 _LONGEST_NAME: Final = 200

@@ -8,7 +8,6 @@ where both have the same name, the user's is kept beside ours under a name that 
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any, Final
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._tree import directories_of, join, unlike
 from ckpt_core.crew import run_all
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
 from ckpt_core.names import (
     MANIFEST,
@@ -29,7 +29,7 @@ from ckpt_core.names import (
 )
 from ckpt_core.storage import Storage, read_small
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _DELETING_THREADS: Final = 8
 _told: set[str] = set()

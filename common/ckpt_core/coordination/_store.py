@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 import time
 import weakref
@@ -19,9 +18,10 @@ from typing_extensions import override
 from ckpt_core.coordination._base import Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
 from ckpt_core.coordination._tree import neighbours
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _SESSION_BITS = 62
 _FAREWELL_SECONDS = 10.0
 _ROLL_CALL_SECONDS = 5.0

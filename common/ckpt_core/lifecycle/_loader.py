@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
 from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
@@ -25,7 +25,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, SavedState
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _MOST_PRUNED: Final = 8
 """So often what was chosen may be pruned before it is read."""

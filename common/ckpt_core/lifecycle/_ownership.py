@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import secrets
 import sys
 import weakref
@@ -23,6 +22,7 @@ from ckpt_core.commit import (
     require_free,
 )
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -40,7 +40,7 @@ from ckpt_core.names import run_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _MOST_TOLD: Final = 5
 

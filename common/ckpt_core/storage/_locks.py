@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import threading
 from pathlib import Path
 from typing import final
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._base import Lock
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _REFUSED = {errno.EAGAIN, errno.EACCES}
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 

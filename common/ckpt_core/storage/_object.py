@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, Final, final
 
 from ckpt_core.crew import run_all
+from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, is_plain, key_parts
 from ckpt_core.storage._locks import UnguardedLock
@@ -25,7 +25,7 @@ _DELETE_THREADS: Final = 16
 _WRITE_BLOCK_BYTES: Final = 64 * 2**20
 _PROBE: Final = ".probe"
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _told_odd: set[str] = set()
 
 

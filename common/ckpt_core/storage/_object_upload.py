@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
-import logging
 import secrets
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._object_service import ObjectService
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @contextmanager
