@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -19,9 +18,10 @@ from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import AcceleratorState, CallArguments, within_window
 from accelerate_ckpt._stock import StockMethods
 from ckpt_core import CheckpointInfo, CheckpointManager, SaveHandle
+from ckpt_core.disclosure import logger_of
 from ckpt_core.telemetry import Sink
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

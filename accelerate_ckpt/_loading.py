@@ -23,11 +23,12 @@ from ckpt_core import (
     CorruptCheckpointError,
     UnsafeCheckpointError,
 )
+from ckpt_core.disclosure import logger_of
 from ckpt_core.lifecycle import everywhere
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import LocalStorage, Storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, final
@@ -11,9 +10,10 @@ import numpy as np
 import torch
 
 from ckpt_core import KeepBest
+from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import RetentionPolicy
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

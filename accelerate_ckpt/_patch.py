@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +16,12 @@ from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._stock import UNSUPPORTED
 from ckpt_core import CheckpointError, ConfigError
 from ckpt_core.cadence import SavePolicy
+from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 ENDED = 143
 """Exit code of a script that was preempted and knows nothing of us: what a shell says of SIGTERM."""

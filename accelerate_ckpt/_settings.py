@@ -9,17 +9,16 @@ accelerate command tolerates and keeps there.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self, final
 
 import psutil
-import yaml
 
 from ckpt_core import CheckpointOptions, ConfigError
+from ckpt_core.options import parse_yaml, read_document
 from ckpt_core.storage import Storage
 
 PREFIX = "CKPT_SUITE_"
@@ -43,7 +42,7 @@ class Settings:
         given: what somebody has asked for; everything else is a default.
     """
 
-    root: str | os.PathLike[str] | Storage | None
+    root: str | os.PathLike[str] | Storage | None = field(repr=False)
     stock_files: bool
     options: CheckpointOptions
     given: frozenset[str] = frozenset()
@@ -75,7 +74,7 @@ class Settings:
             raise ConfigError(f"stock_files must be true or false, not {stock_files!r}")
         root = merged.pop("root", None)
         if root is not None and not isinstance(root, str | os.PathLike | Storage):
-            raise ConfigError(f"root must be a directory, a URL or a Storage, not {root!r}")
+            raise ConfigError(f"root must be a directory, a URL or a Storage, not {type(root).__name__}")
         options = CheckpointOptions.from_mapping(merged)
         return cls(root=root, stock_files=stock_files, options=options, given=names)
 
@@ -97,28 +96,21 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         _refuse_unknown([variable], known, "no such variable")
         # A root may look like a number: it is a job's.
-        value = text if name == "root" else _parse(variable, text)
+        value = text if name == "root" else parse_yaml(text, variable)
         # Accelerate's own variables are 0 or 1.
         found[name] = bool(value) if name in _SWITCHES and value in (0, 1) else value
     return found
 
 
-def _parse(variable: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{variable}={text!r} is not YAML: {error}") from error
-
-
 def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
     side_file = environment.get(FILE_VARIABLE)
     if side_file:
-        document = _read(Path(side_file))
+        document = read_document(Path(side_file))
         return _options(document.get(SECTION, document), f"{side_file}: {SECTION}")
     launched_with = launch_configuration()
     if launched_with is None:
         return {}
-    plugin = _read(launched_with).get("fsdp_config")
+    plugin = read_document(launched_with).get("fsdp_config")
     if not isinstance(plugin, Mapping) or SECTION not in plugin:
         return {}
     return _options(plugin[SECTION], f"{launched_with}: fsdp_config.{SECTION}")
@@ -137,18 +129,9 @@ def _options(value: Any, where: str) -> Mapping[str, Any]:
     return options
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot read the checkpoint options: {error}") from error
-    return _mapping({} if document is None else document, str(path))
-
-
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must be a mapping of options, not {value!r}")
+        raise ConfigError(f"{where} must be a mapping of options, not {type(value).__name__}")
     return value
 
 

@@ -10,7 +10,6 @@ when there are more ranks than before.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from accelerate_ckpt._stock import (
 )
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.state import (
     as_module,
@@ -57,7 +57,7 @@ from ckpt_core.state import (
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _SHARED = "accelerate"
 _LOADERS = "dataloaders"

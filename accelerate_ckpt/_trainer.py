@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,10 +19,11 @@ from accelerate_ckpt._trainer_session import TrainerSession
 from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
 from ckpt_core import CheckpointError, CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy
+from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.telemetry import Sink
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _ATTACHED, _WAITING = "_ckpt_suite", "_ckpt_suite_waiting"
 _SHADOWED = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -11,9 +10,10 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from accelerate_ckpt._trainer_retention import is_new_best, wanted_best
 from accelerate_ckpt._trainer_session import TrainerSession
 from ckpt_core import KeepBest
+from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import RetentionPolicy
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 BEST = "new best"
 """The reason of a save at an evaluation that is a new best."""

@@ -6,7 +6,6 @@ half-written, and what a run before this one has left.
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from typing import final
@@ -16,9 +15,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from accelerate_ckpt._places import kind_of
 from ckpt_core import CheckpointError, CheckpointInfo, CheckpointManager, CorruptCheckpointError
 from ckpt_core.commit import Catalog, verify
+from ckpt_core.disclosure import logger_of
 from ckpt_core.storage import LocalStorage, Storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SENTINEL = "checkpoint-is-incomplete.txt"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,12 +23,13 @@ from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import check_stock, without_pickle
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
 from ckpt_core.lifecycle import everywhere
 from ckpt_core.names import METADATA
 from ckpt_core.storage import LocalStorage, Storage, open_storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _OURS = ("*.distcp", "rank-*.json", "local-*.json", "chunks-*.json")
 _NOT_READ = (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.state import (
     NotEncodableError,
     encode,
@@ -36,7 +36,7 @@ _CORES = {"state_dict", "optimizer_states", "callbacks"}
 RNG = "rng"
 SEED = "rng_seed"
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 def capture(trainer: Any, checkpoint: Mapping[str, Any]) -> CapturedState:

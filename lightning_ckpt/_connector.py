@@ -7,11 +7,11 @@ once per Lightning package; for Trainers without a callback or plugin of ours it
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from typing import Any
 
 from ckpt_core.commit import look_around
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from lightning_ckpt._hooks import LifeCycle, committed_of, life_cycles, path_of_best
 from lightning_ckpt._options import Settings
@@ -21,7 +21,7 @@ _WRAPPED = "_ckpt_wrapped"
 _STOCK = ".ckpt"
 _SHOWN = 4
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 def find_our_checkpoints(connector: type[Any]) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.lifecycle import SaveHandle
 from ckpt_core.retention import KeepBest
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._metrics import Measured
 from lightning_ckpt._roots import Roots
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

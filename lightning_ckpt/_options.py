@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -32,7 +32,7 @@ class Settings:
         sinks: receivers of telemetry events.
     """
 
-    root: str | None
+    root: str | None = field(repr=False)
     options: CheckpointOptions
     save_last: bool
     storage: Storage | None = None
@@ -112,6 +112,7 @@ class Configured:
         read_once: whether bytes that several ranks need are read by one of them, which passes them on.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
+        job_name: what `writer.json` calls this job, instead of its script, host and process.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
         sinks: receivers of telemetry events.
 
@@ -154,6 +155,7 @@ class Configured:
         read_once: bool = True,
         allow_pickle: bool = False,
         deadline_seconds: float = 1800.0,
+        job_name: str | None = None,
         storage_options: dict[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
@@ -181,6 +183,7 @@ class Configured:
             "read_once": read_once,
             "allow_pickle": allow_pickle,
             "deadline_seconds": deadline_seconds,
+            "job_name": job_name,
             "storage_options": storage_options or {},
         }
         storage = dirpath if isinstance(dirpath, Storage) else None

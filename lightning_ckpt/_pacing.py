@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from ckpt_core.cadence import PREEMPTION
+from ckpt_core.disclosure import logger_of
 from ckpt_core.lifecycle import SaveHandle
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._evaluation import Evaluations
@@ -18,7 +18,7 @@ from lightning_ckpt._signals import SignalTakeover
 from lightning_ckpt._state import LightningState
 from lightning_ckpt._validation import ValidationExit
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _LAST_STEP = "last step"
 _BEST = "best"
 _NEVER_LEFT_OUT = {_LAST_STEP, _BEST}

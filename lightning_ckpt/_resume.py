@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.state import derive_rng, load_rng_state
 from lightning_ckpt._state import Loaded
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 def before_iterators(trainer: Any, loader: Any, loaded: Loaded) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar, final
 
 from ckpt_core.commit import Catalog, Lease, remove
 from ckpt_core.coordination import Coordinator, coordinator_for_job
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.lifecycle import SaveHandle
 from ckpt_core.manager import CheckpointManager
@@ -20,7 +20,7 @@ from lightning_ckpt._state import LightningState
 
 T = TypeVar("T")
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any, final
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -23,7 +23,7 @@ from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, Loaded
 from lightning_ckpt._stock import check_stock_checkpoint, load_without_pickle
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _SHOWN = 10
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
@@ -10,6 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import empty_like, model_state, model_target, optimizer_target, template, under
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
@@ -30,7 +30,7 @@ from lightning_ckpt._hoist import plant
 
 _LOAD_HOOK = "on_load_checkpoint"
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

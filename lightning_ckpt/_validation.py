@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, final
 
 from torch.utils.data import IterableDataset
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.manager import CheckpointManager
 from lightning_ckpt._roots import Roots
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _UNKNOWN = -1
 
 

@@ -93,7 +93,7 @@ def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool)
     with CheckpointManager(place.root, coordinator=Solo(), allow_pickle=allow_pickle) as manager:
         manager.load(weights, name=place.name or None)
     if not allow_pickle:
-        _refuse_foreign_instantiators(text, weights.checkpoint)
+        _refuse_foreign_instantiators(os.fspath(path), weights.checkpoint)
     device = _device(map_location)
     if device is not None:
         state = weights.checkpoint["state_dict"]

@@ -193,3 +193,13 @@ def test_the_glossary_refuses_the_words_it_should():
         "master",
     }
     assert words("_restoreCheckpointId") >= {"restore", "checkpoint_id"}
+
+
+def test_every_logger_of_ours_makes_names_from_storage_printable(modules):
+    loggers = (
+        (m, node)
+        for m in modules
+        for node in m.nodes(ast.Call)
+        if isinstance(node, ast.Call) and ast.unparse(node) == "logging.getLogger(__name__)"
+    )
+    refuse([f"{m.at(node)}: use ckpt_core.disclosure.logger_of" for m, node in loggers])

@@ -54,7 +54,14 @@ def test_the_names_users_meet_are_these() -> None:
             "RootBusyError",
         ),
         *("CorruptCheckpointError", "IncompatibleCheckpointError", "UnsafeCheckpointError", "SaveError"),
-        *("LoadError", "NoRoomError", "CoordinationError", "DeadlineError", "StagingMemoryError"),
+        *(
+            "LoadError",
+            "ArchivedError",
+            "NoRoomError",
+            "CoordinationError",
+            "DeadlineError",
+            "StagingMemoryError",
+        ),
     }
     assert {"ShardedCheckpoint", "ShardedCheckpointIO"} <= set(
         importlib.import_module("lightning_ckpt").__all__

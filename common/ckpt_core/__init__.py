@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SavePolicy,
     )
     from ckpt_core.errors import (
+        ArchivedError,
         CheckpointError,
         CheckpointExistsError,
         CheckpointNotFoundError,
@@ -54,9 +55,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "cadence": "AtSteps EveryFraction EverySeconds EverySteps FirstStep OnPreemption SavePolicy",
-    "errors": "CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError CoordinationError "
-    "CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError NoRoomError RootBusyError "
-    "SaveError StagingMemoryError UnsafeCheckpointError",
+    "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
+    "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
+    "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError",
     "lifecycle": "SaveHandle",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions",
@@ -68,6 +69,7 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
+    "ArchivedError",
     "AtSteps",
     "CheckpointError",
     "CheckpointExistsError",

@@ -13,6 +13,7 @@ CheckpointError(Exception)
 │  └─ DivergenceError                              ranks hold different values under one name
 ├─ StagingMemoryError(…, MemoryError)              the copy of the state would not fit into host memory
 ├─ LoadError                                       a load failed for a reason that is none of the above
+│  └─ ArchivedError(…, PermissionError)            it is in an archive, and must be restored before it is read
 └─ CoordinationError                               ranks could not agree
    └─ DeadlineError(…, TimeoutError)               some ranks did not arrive in time; names them
 """
@@ -225,6 +226,10 @@ class StagingMemoryError(CheckpointError, MemoryError):
 
 class LoadError(CheckpointError):
     """A load failed; the message says on which rank and why."""
+
+
+class ArchivedError(LoadError, PermissionError):
+    """An object was moved to an archive: it is whole, and can be read once it has been restored."""
 
 
 class CoordinationError(CheckpointError):

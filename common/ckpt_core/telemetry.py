@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, final
 
+from ckpt_core.disclosure import logger_of
+
 Phase = Literal["started", "finished", "failed", "point"]
 
 
@@ -85,7 +87,7 @@ class LoggingSink:
     """Writes events to a logger: failures as errors, the rest at `level`."""
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
-        self._logger = logger or logging.getLogger("ckpt_core")
+        self._logger = logger or logger_of("ckpt_core")
         self._level = level
 
     def emit(self, event: Event) -> None:

@@ -219,7 +219,7 @@ def test_wrong_options_are_named(options, words):
         ("run.toml", "save = ", "cannot read the options"),
         ("run.yaml", "a: [", "cannot read the options"),
         ("run.yaml", "- a", "expected a mapping at the top, not list"),
-        ("run.yaml", "checkpoint: 5", "must be a mapping, not 5"),
+        ("run.yaml", "checkpoint: 5", "must be a mapping, not int"),
         ("run.yaml", "checkpoint: {save: {every_step: 5}}", "run.yaml: save: unknown 'every_step'"),
     ],
 )

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli._places import open_root
 from ckpt_core.commit import Catalog, look_around, replaced
+from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import bytes_text
 from ckpt_core.types import CheckpointInfo
@@ -21,7 +22,9 @@ def ls(arguments: Namespace) -> Outcome:
     infos, stock_aside = survey.everything, replaced(storage)
     around = look_around(storage, known=[*survey.unreadable, *(info.name for info in infos)])
     if around.is_checkpoint or around.is_stock:
-        raise ConfigError(f"{around.advice(storage.url)[0]}; `ckpt show {arguments.root}` shows it")
+        raise ConfigError(
+            f"{around.advice(storage.url)[0]}; `ckpt show {public_url(arguments.root)}` shows it"
+        )
     torn, quarantined = sorted({*catalog.torn(), *around.unmarked}), catalog.quarantined()
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
     return Outcome(

@@ -13,7 +13,8 @@ from typing import Final, TypeAlias
 from ckpt_core._version import __version__
 from ckpt_core.cli import _inspect, _mark, _prune, _show, _verify
 from ckpt_core.cli._outcome import Outcome, show
-from ckpt_core.cli._places import storage_options
+from ckpt_core.cli._places import OPTIONS_VARIABLE, place_of, storage_options
+from ckpt_core.disclosure import printable
 from ckpt_core.errors import CheckpointError, ConfigError
 
 _EXIT_CODES: Final = (
@@ -25,14 +26,19 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; `arguments` are those of the process if None."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        # By their names: a mistyped --storage-option may hold a password.
+        named = ", ".join(word.partition("=")[0] if word.startswith("-") else "a word" for word in unknown)
+        parser.error(f"there is more than this command takes: {named}")
     with _quiet_libraries():
         return _run(parsed)
 
 
 def _run(parsed: argparse.Namespace) -> int:
     try:
-        parsed.storage_options = storage_options(parsed.storage_option)
+        parsed.storage_options = storage_options(parsed.storage_option, place_of(parsed))
         outcome: Outcome = parsed.command(parsed)
         show(outcome, as_json=parsed.json)
         sys.stdout.flush()
@@ -43,7 +49,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     except (CheckpointError, OSError) as error:
-        sys.stderr.write(f"ckpt: {' '.join(str(error).split())}\n")
+        _tell(str(error))
         return _exit_code(error)
     return outcome.exit_code
 
@@ -53,7 +59,12 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        sys.stderr.write(f"ckpt: {' '.join(record.getMessage().split())}\n")
+        _tell(record.getMessage())
+
+
+def _tell(text: str) -> None:
+    """Write a line to standard error."""
+    sys.stderr.write(f"ckpt: {printable(' '.join(text.split()))}\n")
 
 
 @contextmanager
@@ -98,7 +109,9 @@ def _shared_options() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the filesystem behind a URL, such as an endpoint; may be repeated",
+        help="option of the filesystem behind a URL, such as an endpoint; may be repeated. KEY=@NAME takes "
+        f"the value from the variable NAME, so that it shows in no list of processes; {OPTIONS_VARIABLE} may "
+        "hold all of them, as a mapping in YAML or JSON",
     )
     return shared
 

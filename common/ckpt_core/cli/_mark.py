@@ -7,6 +7,7 @@ from argparse import Namespace
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._places import open_root
 from ckpt_core.commit import Catalog
+from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 from ckpt_core.types import CheckpointInfo
 
@@ -44,7 +45,9 @@ def run(arguments: Namespace) -> Outcome:
 def _place(text: str) -> tuple[str, int]:
     root, _, step = text.rpartition("@")
     if not root or not step.isdecimal():
-        raise ConfigError(f"{text!r} names no step of a root: write ROOT@STEP, such as runs/llama@1200")
+        raise ConfigError(
+            f"{public_url(text)!r} names no step of a root: write ROOT@STEP, such as runs/llama@1200"
+        )
     return root, int(step)
 
 

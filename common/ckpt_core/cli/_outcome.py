@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeAlias, final
 
+from ckpt_core.disclosure import printable
+
 Row: TypeAlias = tuple[str, ...]
 
 
@@ -45,7 +47,7 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
         return
     for part in outcome.parts:
         if isinstance(part, str):
-            sys.stdout.write(_printable(part) + "\n")
+            sys.stdout.write(printable(part) + "\n")
         elif not (sys.stdout.isatty() and _show_rich(part)):
             _show_plain(part)
 
@@ -72,7 +74,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def _show_plain(table: Table) -> None:
-    lines = [tuple(map(_printable, row)) for row in (table.columns, *table.rows)]
+    lines = [tuple(map(printable, row)) for row in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
@@ -89,14 +91,9 @@ def _show_rich(table: Table) -> bool:
         return False
     rich_table = RichTable(*table.columns, box=None, header_style="bold", pad_edge=False)
     for row in table.rows:
-        rich_table.add_row(*(Text(_printable(cell)) for cell in row))
+        rich_table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(rich_table)
     return True
-
-
-def _printable(text: str) -> str:
-    """Text from a checkpoint, without what could steer the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _without_nan(value: Any) -> Any:

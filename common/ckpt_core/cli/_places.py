@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from ckpt_core.commit import Catalog, file_as_root, look_around
+from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 from ckpt_core.names import MARKER
+from ckpt_core.options import parse_yaml
 from ckpt_core.storage import Storage, open_storage
+
+OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
+"""The same variable as of `accelerate_ckpt`."""
 
 
 def open_root(root: str, options: Mapping[str, Any]) -> Storage:
@@ -53,7 +59,7 @@ def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, st
     absolute = place.rstrip("/") if "://" in place else os.path.abspath(os.path.expanduser(place))  # noqa: PTH100, PTH111
     root, _, name = absolute.rpartition("/")
     if not name or root.endswith(("/", ":")):
-        raise ConfigError(f"{place} can only be a root, not a checkpoint in one")
+        raise ConfigError(f"{public_url(place)} can only be a root, not a checkpoint in one")
     return open_storage(root or "/", options), name
 
 
@@ -90,20 +96,59 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
     return checkpoint
 
 
-def storage_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Storage options from `key=value` pairs; values are JSON where they read as such, else text.
+def place_of(arguments: Namespace) -> str:
+    """The root or checkpoint that a command is about, as it was given."""
+    given = vars(arguments)
+    return str(next(given[name] for name in ("root", "place", "checkpoint") if name in given))
+
+
+def storage_options(
+    pairs: Sequence[str], place: str, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """The options of the storage at a place: those of the environment, if it is a URL, then those given.
+
+    Args:
+        pairs: `key=value`, the value JSON where it reads as such, else text; or `key=@NAME`, the value of the
+            variable NAME, JSON if that is an object or a list, else text; `key=@@text` is the text `@text`.
+        place: path or URL.
+        environment: where variables are looked for.
 
     Raises:
-        ConfigError: a pair has no `=`.
+        ConfigError: a pair has no `=`, or a variable is not there or not a mapping; no value is shown.
     """
-    wrong = [pair for pair in pairs if not pair.partition("=")[0] or "=" not in pair]
-    if wrong:
-        raise ConfigError(f"--storage-option takes key=value, not {', '.join(wrong)}")
-    return {key: _value(text) for key, _, text in (pair.partition("=") for pair in pairs)}
+    options: dict[str, Any] = {}
+    if "://" in place and (text := environment.get(OPTIONS_VARIABLE)):
+        found = _json(text)
+        found = parse_yaml(text, OPTIONS_VARIABLE) if isinstance(found, str) else found
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{OPTIONS_VARIABLE} must be a mapping of options, not {type(found).__name__}")
+        options.update(found)
+    for number, pair in enumerate(pairs, start=1):
+        key, found, text = pair.partition("=")
+        if not key or not found:
+            raise ConfigError(
+                f"--storage-option takes KEY=VALUE, or KEY=@NAME for the value of the variable NAME; number "
+                f"{number} of those given {'has no key' if found else 'has no ='}"
+            )
+        options[key] = _value(key, text, environment)
+    return options
 
 
-def _value(text: str) -> Any:
+def _value(key: str, text: str, environment: Mapping[str, str]) -> Any:
+    if text.startswith("@@"):
+        return text[1:]
+    if not text.startswith("@"):
+        return _json(text)
+    name = text[1:]
+    if name not in environment:
+        raise ConfigError(f"--storage-option {key}=@{name}: there is no variable of that name")
+    # What is written as a number there is a password more often.
+    value = environment[name]
+    return _json(value) if value.lstrip().startswith(("{", "[")) else value
+
+
+def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

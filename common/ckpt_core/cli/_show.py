@@ -9,9 +9,10 @@ from dataclasses import asdict, fields
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli._places import find_checkpoint, nothing_at
 from ckpt_core.commit import Catalog, Manifest, TensorEntry, describe, list_tensors, look_around, stock_parts
+from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.options import bytes_text
-from ckpt_core.storage import Storage, open_storage
+from ckpt_core.storage import Storage, open_storage, read_small
 
 
 def show(arguments: Namespace) -> Outcome:
@@ -41,7 +42,7 @@ def show(arguments: Namespace) -> Outcome:
 def _shown(storage: Storage, name: str) -> Outcome:
     catalog, place = Catalog(storage), f"{storage.url}/{name}"
     manifest = catalog.manifest(name)
-    pinned, damaged = catalog.pins().get(manifest.step), catalog.known_damage(name)
+    pinned, damaged = _pinned(catalog, manifest.step), catalog.known_damage(name)
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
     listed |= {
         "created_utc": moment_text(manifest.created),
@@ -56,6 +57,13 @@ def _shown(storage: Storage, name: str) -> Outcome:
         fields={"checkpoint": place, "committed": True, "pinned": pinned, "damaged": damaged, **listed},
         parts=[*_facts(place, manifest, pinned=pinned, damaged=damaged), "", table],
     )
+
+
+def _pinned(catalog: Catalog, step: int) -> str | None:
+    try:
+        return catalog.pins().get(step)
+    except CorruptCheckpointError as error:
+        return str(error)  # the checkpoint is none the worse for it
 
 
 def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
@@ -78,7 +86,7 @@ def _tensors(storage: Storage, name: str) -> Mapping[str, Sequence[TensorEntry]]
     for part in stock_parts(storage, name):
         key = f"{part}/{METADATA}"
         if storage.exists(key):
-            tensors[part] = list_tensors(storage.read_bytes(key), f"{storage.url}/{key}")
+            tensors[part] = list_tensors(read_small(storage, key), f"{storage.url}/{key}")
     return tensors
 
 

@@ -11,7 +11,7 @@ from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._places import nothing_at, open_checkpoint, open_root
 from ckpt_core.cli._progress import Progress
 from ckpt_core.commit import Catalog, strangers, verify, verify_stock
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
+from ckpt_core.errors import ArchivedError, CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.names import MARKER, is_corrupt, is_incomplete, is_trash
 from ckpt_core.storage import Storage
 
@@ -107,8 +107,12 @@ def _strangers(storage: Storage, name: str) -> Sequence[str]:
 
 def _compared(storage: Storage, name: str) -> _Result:
     catalog = Catalog(storage)
-    with Progress(f"verifying {name}", _size_of(catalog, name)) as progress:
-        failures = verify(storage, name, seen=progress.add)
+    try:
+        with Progress(f"verifying {name}", _size_of(catalog, name)) as progress:
+            failures = verify(storage, name, seen=progress.add)
+    except ArchivedError as error:
+        # Not damage: no mark, and the others are verified all the same.
+        return _Result(name=name, failures=[FileFailure(path=name, problem=str(error))])
     try:
         damaged = catalog.known_damage(name)
     except CheckpointError:

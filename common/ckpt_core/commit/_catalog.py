@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,12 +9,14 @@ from typing import Final, final
 
 from ckpt_core.commit._lineage import on_present_line, present_lineage
 from ckpt_core.commit._locked import locked
-from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._marks import Mark, Marks, known_marks, marks_to_change, problem_of, replace_marks
 from ckpt_core.commit._occupant import holds_torn_save
 from ckpt_core.commit._once import is_well, warn_once
 from ckpt_core.commit._pins import read_pins, replace_pins
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
+    ArchivedError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -36,10 +37,10 @@ from ckpt_core.names import (
     set_aside,
     step_name,
 )
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 from ckpt_core.types import CheckpointInfo, Lineage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _MOST_LISTINGS: Final = 8
 _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
@@ -162,21 +163,25 @@ class Catalog:
 
         Raises:
             CheckpointNotFoundError: `name` is not committed.
-            CorruptCheckpointError: the marker is malformed.
+            CorruptCheckpointError: the marker is malformed, or that of another step than the name says.
             IncompatibleCheckpointError: the marker was written by a newer version.
         """
         try:
             if not can_count(name):
                 raise FileNotFoundError
-            with self._storage.open(f"{name}/{MARKER}") as stream:
-                content = stream.read(MAX_MARKER_BYTES + 1)
+            content = read_small(self._storage, f"{name}/{MARKER}", MAX_MARKER_BYTES)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
                 f"{self._storage.url}/{name} holds no committed checkpoint: there is no {MARKER}"
             ) from None
-        if len(content) > MAX_MARKER_BYTES:
-            raise _corrupt(f"{self._storage.url}/{name}", MARKER, "too large to be a commit marker")
-        return Marker.from_bytes(content)
+        marker, step = Marker.from_bytes(content), parse_step_name(name)
+        if step not in {None, marker.step}:
+            problem = (
+                f"is of step {marker.step}, under the name of another step: a copy, or it was renamed; if it "
+                f"is wanted, call the directory {step_name(marker.step)}, where nothing has that name"
+            )
+            raise _corrupt(f"{self._storage.url}/{name}", MARKER, problem)
+        return marker
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of directory `name`, the one that was committed.
@@ -188,13 +193,18 @@ class Catalog:
         """
         marker, place = self.marker(name), f"{self._storage.url}/{name}"
         try:
-            content = self._storage.read_bytes(f"{name}/{MANIFEST}")
+            content = read_small(
+                self._storage, f"{name}/{MANIFEST}", min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
+            )
         except FileNotFoundError:
             raise _corrupt(place, MANIFEST, "missing") from None
         if not marker.matches(content):
             problem = f"not the file that was committed: its digest differs from {MARKER}'s"
             raise _corrupt(place, MANIFEST, problem)
-        return Manifest.from_bytes(content)
+        manifest = Manifest.from_bytes(content)
+        if not marker.is_of(manifest):
+            raise _corrupt(place, MARKER, f"says what {MANIFEST} does not: it is the marker of another save")
+        return manifest
 
     def torn(self) -> list[str]:
         """Directories of saves and prunes that did not end: being written just now, or left by a crash."""
@@ -368,7 +378,7 @@ def survey_of(storage: Storage, names: Sequence[str], read: Callable[[str], Chec
 def _told_by_manifest(storage: Storage, name: str) -> Lineage | None:
     """The lineage of a checkpoint whose marker cannot be read, if its manifest can be."""
     try:
-        return Manifest.from_bytes(storage.read_bytes(f"{name}/{MANIFEST}")).lineage
+        return Manifest.from_bytes(read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)).lineage
     except (CheckpointError, OSError):
         return None
 
@@ -425,8 +435,8 @@ def _placed(place: str, error: CheckpointError | OSError) -> CheckpointError | O
     """The error, saying where it was met."""
     if isinstance(error, CorruptCheckpointError):
         return CorruptCheckpointError(f"{place}: {error}", failures=error.failures)
-    if isinstance(error, IncompatibleCheckpointError):
-        return IncompatibleCheckpointError(f"{place}: {error}")
+    if isinstance(error, IncompatibleCheckpointError | ArchivedError):
+        return error.retold(f"{place}: {error}")
     return error
 
 

@@ -10,7 +10,7 @@ from ckpt_core.chunks import ChunkTable, FileChunks
 from ckpt_core.commit._manifest import Manifest
 from ckpt_core.errors import CheckpointError
 from ckpt_core.names import chunks_name, data_rank
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 from ckpt_core.types import ChunkEntry, FileEntry
 
 _MOST_NAMED: Final = 8
@@ -43,7 +43,7 @@ def _chunks(storage: Storage, name: str, manifest: Manifest, entry: FileEntry) -
     if table is None:
         return None
     try:
-        content = storage.read_bytes(f"{name}/{table.path}")
+        content = read_small(storage, f"{name}/{table.path}")
         if checksum(content, table.checksum.partition(":")[0]) != table.checksum:
             return None
         chunks = ChunkTable.from_bytes(content, source=table.path).files.get(entry.path)

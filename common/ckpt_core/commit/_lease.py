@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import socket
 import time
 from dataclasses import asdict, dataclass
-from typing import Self, final
+from typing import Final, Self, final
 
-from ckpt_core.errors import RootBusyError
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import CorruptCheckpointError, RootBusyError
 from ckpt_core.names import WRITER
-from ckpt_core.storage import Lock, Storage
+from ckpt_core.storage import Lock, Storage, read_small
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
+
+_MAX_BYTES: Final = 1 << 16
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
-    """Who owns a root, as `writer.json` tells it."""
+    """Who owns a root, as `writer.json` tells it; one with a name of its own tells no host or process."""
 
     id: str
     job: str
@@ -31,21 +33,21 @@ class Owner:
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started))
-        return f"{self.job} (host {self.host}, pid {self.pid}, started {since})"
+        where = f"host {self.host}, pid {self.pid}, " if self.host else ""
+        return f"{self.job} ({where}started {since})"
 
     @classmethod
-    def here(cls, job: str) -> Owner:
-        """This process, under a fresh id."""
-        return cls(
-            id=secrets.token_hex(8), job=job, host=socket.gethostname(), pid=os.getpid(), started=time.time()
-        )
+    def here(cls, job: str, *, discreet: bool = False) -> Owner:
+        """This process, under a fresh id; `discreet` leaves out on which host, and as which process."""
+        host, pid = ("", 0) if discreet else (socket.gethostname(), os.getpid())
+        return cls(id=secrets.token_hex(8), job=job, host=host, pid=pid, started=time.time())
 
     @classmethod
     def of(cls, storage: Storage) -> Owner | None:
         """The owner that took the root last and has not given it back, alive or dead; None if unknown."""
         try:
-            content = storage.read_bytes(WRITER)
-        except FileNotFoundError:
+            content = read_small(storage, WRITER, _MAX_BYTES)
+        except (FileNotFoundError, CorruptCheckpointError):
             return None
         try:
             owner = cls(**json.loads(content))
@@ -70,8 +72,13 @@ class Lease:
         self.owner = owner
 
     @classmethod
-    def acquire(cls, storage: Storage, job: str) -> Lease:
+    def acquire(cls, storage: Storage, job: str, *, discreet: bool = False) -> Lease:
         """Take the root for this process; `job` is what people will be shown if they are refused.
+
+        Args:
+            storage: the root.
+            job: what to call this process.
+            discreet: whether people are not shown on which host it runs, and as which process.
 
         Raises:
             RootBusyError: another live job holds it; the message says which, and what to do.
@@ -79,7 +86,7 @@ class Lease:
         lock = storage.try_lock(WRITER)
         if lock is None:
             raise RootBusyError(_busy(storage))
-        owner = Owner.here(job)
+        owner = Owner.here(job, discreet=discreet)
         try:
             storage.replace(WRITER, json.dumps(asdict(owner)).encode())
         except BaseException:

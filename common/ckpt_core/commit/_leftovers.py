@@ -7,13 +7,13 @@ others may write to, anybody can make a directory that looks like the leftover o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.names import DAMAGED, MARKER, PINS, WRITER, drafted, is_probe, set_aside
 from ckpt_core.storage import Storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _told: set[tuple[str, str]] = set()
 
 

@@ -25,6 +25,9 @@ ItemKind: TypeAlias = Literal["sharded", "per_rank", "shared", "files"]
 MAX_MARKER_BYTES: Final = 1 << 20
 """More is no marker, and must not be read into memory by a listing."""
 
+MAX_MANIFEST_BYTES: Final = 64 << 20
+"""Enough for 400,000 files; more is not read, and not written either."""
+
 _MARKER: Final = "the commit marker"
 _KINDS: Final = frozenset(get_args(ItemKind))
 
@@ -68,9 +71,9 @@ class Manifest:
         """The content of `manifest.json`.
 
         Raises:
-            ConfigError: the annotations or metrics are not plain JSON values.
+            ConfigError: the annotations or metrics are not plain JSON values, or too many to be read again.
         """
-        return codec.encode(
+        content = codec.encode(
             {
                 "format_version": self.format_version,
                 "save_id": self.save_id,
@@ -86,6 +89,12 @@ class Manifest:
                 "files": _entries.to_columns(self.files),
             }
         )
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise ConfigError(
+                f"the manifest of step {self.step} would have {len(content)} bytes, more than the "
+                f"{MAX_MANIFEST_BYTES} that are read: keep annotations short, or save with fewer files"
+            )
+        return content
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
@@ -160,6 +169,18 @@ class Marker:
         if len(content) != self.manifest_bytes:
             return False
         return hashlib.sha256(content).hexdigest() == self.manifest_sha256
+
+    def is_of(self, manifest: Manifest) -> bool:
+        """Whether it says of the checkpoint what its manifest says, so that a listing tells the truth."""
+        return (
+            self.save_id == manifest.save_id
+            and self.step == manifest.step
+            and self.created == manifest.created
+            and self.world_size == manifest.world_size
+            and self.size_bytes == manifest.size_bytes
+            and self.lineage == manifest.lineage
+            and codec.numbers(self.metrics) == codec.numbers(manifest.metrics)
+        )
 
     def info(
         self,

@@ -8,7 +8,6 @@ costs no more than another verification.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
@@ -16,11 +15,12 @@ from typing import Any, Final, final
 from ckpt_core import codec
 from ckpt_core.commit._manifest import Marker
 from ckpt_core.commit._once import is_well, warn_once
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.names import DAMAGED, FORMAT_VERSION
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 MAX_MARKS: Final = 1000
 """Of either kind."""
@@ -80,12 +80,9 @@ def read_marks(storage: Storage) -> Marks:
         OSError: it cannot be read.
     """
     try:
-        with storage.open(DAMAGED) as stream:
-            content = stream.read(MAX_MARKS_BYTES + 1)
+        content = read_small(storage, DAMAGED, MAX_MARKS_BYTES)
     except FileNotFoundError:
         return Marks()
-    if len(content) > MAX_MARKS_BYTES:
-        raise codec.corrupt(DAMAGED, "is too large to be a file of marks")
     vouched = codec.has_checksum(content, source=DAMAGED)
     with codec.Fields.parse(content, source=DAMAGED) as fields:
         if not vouched:

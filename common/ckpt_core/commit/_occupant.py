@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Final
 
-from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.names import (
     MANIFEST,
@@ -17,7 +17,7 @@ from ckpt_core.names import (
     is_own_json,
     parse_step_name,
 )
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 
 # Training state as Accelerate, the Trainer, Lightning's sharded strategies and DeepSpeed write it: what makes
 # a directory one of their checkpoints. Weights alone do not: people put exported models beside ours.
@@ -86,9 +86,8 @@ def holds_torn_save(storage: Storage, name: str) -> bool:
 
 def _marked(storage: Storage, name: str) -> Occupant | None:
     try:
-        with storage.open(f"{name}/{MARKER}") as stream:
-            Marker.from_bytes(stream.read(MAX_MARKER_BYTES))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        Marker.from_bytes(read_small(storage, f"{name}/{MARKER}", MAX_MARKER_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except IncompatibleCheckpointError:
         return Occupant.COMMITTED
@@ -113,7 +112,7 @@ def _unmarked(storage: Storage, name: str) -> Occupant:
 
 def _has_manifest(storage: Storage, name: str) -> bool:
     try:
-        Manifest.check_bytes(storage.read_bytes(f"{name}/{MANIFEST}"))
+        Manifest.check_bytes(read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES))
     except (CheckpointError, FileNotFoundError):
         return False
     return True

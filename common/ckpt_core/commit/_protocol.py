@@ -34,16 +34,16 @@ Any thread of the coordinator may call these, one save at a time per root.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Final, NoReturn
 
 from ckpt_core.commit._catalog import can_count
-from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._occupant import Occupant, is_link, occupant
 from ckpt_core.commit._quarantine import quarantine, set_aside
 from ckpt_core.commit._strangers import delete_in_place, merge, retire
 from ckpt_core.commit._tree import directories_of, join, unlike
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -59,16 +59,18 @@ from ckpt_core.names import (
     PINS,
     SHARED,
     WRITER,
+    data_rank,
     drafted,
     incomplete_name,
     is_incomplete,
+    is_own_file,
     is_probe,
     original_name,
 )
-from ckpt_core.storage import Storage
+from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_small
 from ckpt_core.types import CheckpointInfo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _RESERVED: Final = frozenset({DAMAGED, PINS, WRITER, MANIFEST, MARKER, METADATA, SHARED})
 _LONGEST_NAME: Final = 200
@@ -231,9 +233,10 @@ def _commit_in_place(
 def _withdraw_if_torn(storage: Storage, name: str, manifest: Manifest, marker: bytes) -> None:
     """Take back a marker that came after another job had cleared away what it stands for."""
     try:
-        if unlike(storage, name, manifest) and storage.read_bytes(f"{name}/{MARKER}") == marker:
+        torn = unlike(storage, name, manifest)
+        if torn and read_small(storage, f"{name}/{MARKER}", MAX_MARKER_BYTES) == marker:
             storage.delete(f"{name}/{MARKER}")
-    except OSError as error:
+    except (CheckpointError, OSError) as error:
         _logger.warning("%s/%s may be torn, and could not be looked at: %s", storage.url, name, error)
 
 
@@ -336,6 +339,7 @@ def abandon(storage: Storage, working: str) -> None:
 
 def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
     """The manifest's bytes and its marker, once it is known that both can be read back."""
+    _refuse_unreadable(manifest)
     content = manifest.to_bytes()
     marker = Marker.of(manifest, content)
     try:
@@ -346,6 +350,20 @@ def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
             f"step {manifest.step} was not committed: {error}", step=manifest.step, phase="commit"
         ) from error
     return content, marker
+
+
+def _refuse_unreadable(manifest: Manifest) -> None:
+    """Refuse what no load would read into memory: see `read_small`."""
+    for entry in manifest.files:
+        small = entry.size_bytes <= BIGGEST_SMALL_FILE or data_rank(entry.path) is not None
+        if not small and is_own_file(entry.path):
+            raise SaveError(
+                f"step {manifest.step} was not committed: {entry.path} has {entry.size_bytes} bytes, more "
+                f"than the {BIGGEST_SMALL_FILE} that a load reads of such a file: keep large values in "
+                "tensors, which have files of their own",
+                step=manifest.step,
+                phase="commit",
+            )
 
 
 def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,11 +10,12 @@ from typing import Final, TypeAlias, final
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._verify import share, verify
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _LEAST_AT_ONCE: Final = 1 << 30
 _MOST_AT_ONCE: Final = 16 << 30

@@ -15,9 +15,9 @@ from typing import final
 from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._index import BROKEN_PICKLE, read_index
 from ckpt_core.commit._zips import zip_problem
-from ckpt_core.errors import CheckpointNotFoundError, FileFailure
+from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
 from ckpt_core.names import DATA_SUFFIX, METADATA
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 
 
 def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
@@ -54,9 +54,12 @@ def stock_parts(storage: Storage, directory: str) -> Iterator[str]:
 
 def _verify_part(storage: Storage, part: str) -> Iterator[FileFailure]:
     try:
-        chunks = _read_chunks(storage.read_bytes(f"{part}/{METADATA}"))
+        chunks = _read_chunks(read_small(storage, f"{part}/{METADATA}"))
     except FileNotFoundError:
         yield FileFailure(path=METADATA, problem="missing: the save did not end, DCP cannot load this")
+        return
+    except CorruptCheckpointError as error:
+        yield from error.failures
         return
     except BROKEN_PICKLE as error:
         yield FileFailure(path=METADATA, problem=f"cannot be read: {type(error).__name__}: {error}")

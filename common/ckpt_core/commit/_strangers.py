@@ -8,7 +8,6 @@ where both have the same name, the user's is kept beside ours under a name that 
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -16,9 +15,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ckpt_core.commit._catalog import Catalog
-from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._tree import directories_of, join, unlike
 from ckpt_core.crew import run_all
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
 from ckpt_core.names import (
     MANIFEST,
@@ -28,9 +28,9 @@ from ckpt_core.names import (
     is_own_json,
     replaced_name,
 )
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _DELETING_THREADS: Final = 8
 _told: set[str] = set()
@@ -143,7 +143,7 @@ def _listed(manifest: Manifest) -> frozenset[str]:
 
 def _manifest(storage: Storage, directory: str) -> Manifest | None:
     try:
-        return Manifest.from_bytes(storage.read_bytes(f"{directory}/{MANIFEST}"))
+        return Manifest.from_bytes(read_small(storage, f"{directory}/{MANIFEST}", MAX_MANIFEST_BYTES))
     except (FileNotFoundError, CheckpointError):
         return None
 
@@ -236,9 +236,9 @@ def _of_cut_merge(storage: Storage, working: str, name: str) -> Manifest | None:
     if not storage.exists(f"{working}/{MARKER}") or storage.exists(f"{name}/{MARKER}"):
         return None
     try:
-        marker = Marker.from_bytes(storage.read_bytes(f"{working}/{MARKER}"))
+        marker = Marker.from_bytes(read_small(storage, f"{working}/{MARKER}", MAX_MARKER_BYTES))
         place = working if storage.exists(f"{working}/{MANIFEST}") else name
-        content = storage.read_bytes(f"{place}/{MANIFEST}")
+        content = read_small(storage, f"{place}/{MANIFEST}", MAX_MANIFEST_BYTES)
         manifest = Manifest.from_bytes(content)
     except (FileNotFoundError, CheckpointError):
         return None
@@ -263,9 +263,9 @@ def _walk(storage: Storage, directory: str, inner: str = "") -> Iterator[str]:
 def _beside(storage: Storage, key: str) -> Collection[str]:
     """The small files of the host's that a rank lists in its chunk table; see `encode_table`."""
     try:
-        table: Any = json.loads(storage.read_bytes(key))
+        table: Any = json.loads(read_small(storage, key))
         paths = table["beside"]
-    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+    except (FileNotFoundError, CheckpointError, ValueError, TypeError, KeyError, RecursionError):
         return ()
     return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else ()
 

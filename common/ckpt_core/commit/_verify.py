@@ -21,7 +21,7 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
 )
 from ckpt_core.names import MANIFEST, MARKER, METADATA
-from ckpt_core.storage import Storage
+from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.types import FileEntry
 
 _BLOCK_BYTES: Final = 8 << 20
@@ -110,7 +110,7 @@ def _impossible(
         if entry.path.rpartition("/")[2] != METADATA:
             continue
         try:
-            failures += index_failures(entry.path, sizes, lambda path: storage.read_bytes(f"{name}/{path}"))
+            failures += index_failures(entry.path, sizes, lambda path: read_small(storage, f"{name}/{path}"))
         except FileNotFoundError:  # it was there a moment ago: a prune has been quicker
             failures.append(FileFailure(path=entry.path, problem="missing"))
     return failures
@@ -168,7 +168,7 @@ def _problem(
         damage = damage_in(storage, name, manifest, entry)
     except FileNotFoundError:
         return "missing"
-    except ValueError as error:
+    except (ValueError, ForeignFileError) as error:
         return f"cannot be verified: {error}"
     except OSError as error:
         # A block that the device cannot read is lost; any other error may be gone at the next try.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 import time
 import weakref
@@ -20,9 +19,10 @@ from ckpt_core.coordination._base import Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
 from ckpt_core.coordination._signer import KEY_VARIABLE, Signer, fingerprint, job_key, session_secret
 from ckpt_core.coordination._tree import neighbours
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _WORD_BITS = 62
 _SECRET_WORDS = 4
 _SHOWN_RANKS = 8

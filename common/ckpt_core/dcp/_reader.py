@@ -27,7 +27,7 @@ from ckpt_core.errors import (
     UnsafeCheckpointError,
 )
 from ckpt_core.names import METADATA
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 
 
 @final
@@ -49,7 +49,7 @@ class ShardReader(StorageReader):
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         key = self._key(METADATA)
-        return load_metadata(self._storage.read_bytes(key), f"{self._storage.url}/{key}")
+        return load_metadata(read_small(self._storage, key), f"{self._storage.url}/{key}")
 
     @override
     def set_up_storage_reader(

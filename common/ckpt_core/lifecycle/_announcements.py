@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import Any, cast, final
 
 from ckpt_core.cadence import OnPreemption
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.lifecycle._signals import SignalCounter
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _PERIOD_SECONDS = 1.0
 
 

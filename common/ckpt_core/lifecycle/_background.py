@@ -8,7 +8,6 @@ then must look first whether it was given up.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,9 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import final
 
-_logger = logging.getLogger(__name__)
+from ckpt_core.disclosure import logger_of
+
+_logger = logger_of(__name__)
 
 
 @final

@@ -10,9 +10,9 @@ from ckpt_core.checksums import Checksum, crc32_value
 from ckpt_core.chunks import ChunkTable
 from ckpt_core.commit import Manifest, share
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
-from ckpt_core.names import chunks_name
+from ckpt_core.names import chunks_name, is_own_file
 from ckpt_core.reading import Payload, Wanted
-from ckpt_core.storage import Storage
+from ckpt_core.storage import BIGGEST_SMALL_FILE, ForeignFileError, Storage, read_small
 from ckpt_core.types import FileEntry
 
 
@@ -91,9 +91,11 @@ class Files:
             found = self._storage.size(key)
             if found != size:
                 raise self.damaged(path, f"has {found} bytes, {size} were committed")
-            content = self._storage.read_bytes(key)
+            content = read_small(self._storage, key, BIGGEST_SMALL_FILE if is_own_file(path) else size)
         except FileNotFoundError:
             raise self.damaged(path, "missing") from None
+        except ForeignFileError as error:
+            raise self.damaged(path, str(error.strerror)) from error
         except OSError as error:
             # A block that the device cannot read is lost; any other error may be gone at the next try.
             if error.errno != errno.EIO:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import final
 
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import SaveError
 from ckpt_core.lifecycle._background import Background, Run
 from ckpt_core.lifecycle._handle import SaveHandle, reject
 from ckpt_core.options import BackPressure, OnError
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

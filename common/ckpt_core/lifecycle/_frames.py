@@ -16,7 +16,7 @@ from ckpt_core.commit import share
 from ckpt_core.errors import FileFailure
 from ckpt_core.lifecycle._files import Files
 from ckpt_core.names import data_rank
-from ckpt_core.storage import RangeReader, Storage
+from ckpt_core.storage import ForeignFileError, RangeReader, Storage
 
 _LARGE_BYTES: Final = 64 << 10  # to read it takes longer than to compute without it
 _BUFFER_BYTES: Final = 4 << 20
@@ -52,7 +52,7 @@ def _problem(storage: Storage, files: Files, path: str, chunks: FileChunks | Non
             found = _checksum(reader, chunks)
     except FileNotFoundError:
         return "missing"
-    except EOFError as error:
+    except (EOFError, ForeignFileError) as error:
         return str(error)
     if found == committed:
         return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from ckpt_core.checksums import crc32
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.names import FORMAT_VERSION
 from ckpt_core.state import NotEncodableError, decode, encode
@@ -19,7 +19,7 @@ from ckpt_core.state import NotEncodableError, decode, encode
 PICKLED = "pickled"
 """Top-level key, in the checkpoint directory's own DCP part, of values that JSON cannot hold."""
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

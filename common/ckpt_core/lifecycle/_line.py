@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import final
 
 from ckpt_core.commit import next_lineage, on_present_line
+from ckpt_core.disclosure import logger_of
 from ckpt_core.types import CheckpointInfo, Lineage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

@@ -13,7 +13,6 @@ overwritten.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import verify, verify_stock
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -50,7 +50,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _KEEP_BYTES: Final = 256 << 20
 
 

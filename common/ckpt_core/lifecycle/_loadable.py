@@ -5,19 +5,19 @@ What cannot come back at all is refused before: kinds of tensors by `dcp`, state
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Final, final
 
 from ckpt_core.dcp import checked_zip, load_value
+from ckpt_core.disclosure import logger_of
 from ckpt_core.lifecycle._items import PICKLED
 from ckpt_core.lifecycle._plans import AgreedPlans
 from ckpt_core.lifecycle._stage import StagedParts
 from ckpt_core.types import CapturedState
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _TOLD: Final = 8
 _RESTORED: Final = (OrderedDict, Counter, defaultdict)
 """What a load makes of a dict again where the live state has one."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
 from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
+    ArchivedError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -24,7 +25,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, SavedState
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _MOST_PRUNED: Final = 8
 """So often what was chosen may be pruned before it is read."""
@@ -88,10 +89,9 @@ class Loader:
         note_damaged: Callable[[Mapping[str, str]], None] | None,
     ) -> Loaded | None:
         survey: Survey = self._coordinator.once(self._survey, what="looking for checkpoints")
-        damaged: dict[str, str] = {}
-        for name, error in survey.unreadable.items():
-            damaged[name] = str(error)
-            self._report(name, parse_step_name(name), str(error))
+        damaged = _unreadable(survey)
+        for name, problem in damaged.items():
+            self._report(name, parse_step_name(name), problem)
         for info in self._not_bad(survey):
             _refuse_newer(survey, self._storage.url, than=info.step)
             try:
@@ -143,6 +143,8 @@ class Loader:
                 f"{self._storage.url}/{request.directory} was pruned or replaced while it was being read; "
                 "nothing was loaded. Load another, or pin what is to stay"
             ) from error
+        except ArchivedError as error:
+            raise _archived(f"{self._storage.url}/{request.directory}", error) from error
 
     def _is_there(self, info: CheckpointInfo) -> bool:
         """Whether the name still leads to that checkpoint."""
@@ -202,7 +204,7 @@ class Loader:
         except NotADirectoryError:
             raise file_as_root(self._storage.url) from None
         for error in survey.unreadable.values():
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not isinstance(error, ArchivedError):
                 # Not damage: storage is unwell. An older checkpoint instead would lose work silently.
                 raise error
         return survey
@@ -260,12 +262,30 @@ def _nothing_usable(url: str, survey: Survey, damaged: Collection[str]) -> str:
     return text + (f". An earlier run left {left}, each to be loaded by its name" if left else "")
 
 
+def _unreadable(survey: Survey) -> dict[str, str]:
+    """What is damaged so that its marker cannot be read; what is archived is whole: see `_refuse_newer`."""
+    return {
+        name: str(error) for name, error in survey.unreadable.items() if not isinstance(error, ArchivedError)
+    }
+
+
 def _refuse_newer(survey: Survey, url: str, *, than: int) -> None:
-    """Refuse to pass over what a newer version wrote: it is whole, and its work would be lost silently."""
+    """Refuse to pass over what a newer version wrote or an archive holds: it is whole, its work not lost."""
     for name, error in survey.unreadable.items():
         step = parse_step_name(name)
-        if isinstance(error, IncompatibleCheckpointError) and (step is None or step > than):
+        if step is not None and step <= than:
+            continue
+        if isinstance(error, IncompatibleCheckpointError):
             raise IncompatibleCheckpointError(f"{url}/{name}: {error}. Nothing was loaded") from error
+        if isinstance(error, ArchivedError):
+            raise _archived(f"{url}/{name}", error) from error
+
+
+def _archived(place: str, error: ArchivedError) -> ArchivedError:
+    return error.retold(
+        f"{place}: {error}. Nothing was loaded, and nothing older was tried, because this one is whole; to "
+        "go on from an older one all the same, load it by step= or name="
+    )
 
 
 def _shorten(failures: Sequence[FileFailure]) -> str:

@@ -27,7 +27,17 @@ from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._items import PICKLED, decode_items, pickled_key
 from ckpt_core.lifecycle._local import LocalKey, decode_local
 from ckpt_core.lifecycle._selection import Narrowed, Selection
-from ckpt_core.names import KEPT, MARKER, METADATA, SHARED, local_name, rank_name, shared_name, shared_rank
+from ckpt_core.names import (
+    KEPT,
+    MANIFEST,
+    MARKER,
+    METADATA,
+    SHARED,
+    local_name,
+    rank_name,
+    shared_name,
+    shared_rank,
+)
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedState
 
@@ -128,7 +138,7 @@ def open_checkpoint(
     ours = committed or storage.exists(f"{directory}/{MARKER}")
     manifest = Catalog(storage).manifest(directory) if ours else None
     files = Files(storage, directory, manifest)
-    parts = _committed_parts(files.paths) if ours else _parts(storage, directory)
+    parts = _committed_parts(files) if ours else _parts(storage, directory)
     if not parts:
         raise CheckpointNotFoundError(
             f"{files.url} holds neither a committed checkpoint ({MARKER}) "
@@ -222,9 +232,11 @@ def _read_at(storage: Storage, key: str, offset: int, size: int) -> bytes:
         return stream.read(size)
 
 
-def _committed_parts(paths: Iterable[str]) -> list[str]:
+def _committed_parts(files: Files) -> list[str]:
     """The parts that were committed; what else lies there does not count."""
-    found = [path for path in paths if path.rpartition("/")[2] == METADATA]
+    found = [path for path in files.paths if path.rpartition("/")[2] == METADATA]
+    if not found:
+        raise files.damaged(METADATA, f"not among the files that {MANIFEST} lists")
     return sorted(path.removesuffix(METADATA).rstrip("/") for path in found)
 
 

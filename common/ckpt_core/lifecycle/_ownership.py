@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import logging
 import secrets
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, final
 
 from ckpt_core.commit import (
@@ -22,6 +22,7 @@ from ckpt_core.commit import (
     require_free,
 )
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -39,7 +40,7 @@ from ckpt_core.names import run_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _MOST_TOLD: Final = 5
 
@@ -56,6 +57,7 @@ class Ownership:
     Args:
         storage: the root.
         coordinator: the ranks of the job.
+        job_name: what this job is called in `writer.json`; None for the name of its script.
         until_idle: returns when no save is in flight; must keep nothing large alive.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
@@ -67,8 +69,10 @@ class Ownership:
         storage: Storage,
         coordinator: Coordinator,
         *,
+        job_name: str | None = None,
         until_idle: Callable[[], None] = lambda: None,
     ) -> None:
+        self._job_name = job_name
         self._until_idle = until_idle
         self._superseded = False
         self._storage = storage
@@ -278,7 +282,7 @@ class Ownership:
             self._storage.check_root()
             refuse_as_root(self._storage)
             if self._lease is None:  # else it was acquired before, and what comes after it failed
-                self._lease = _take_lease(self._storage, self._until_idle, _superseding(self))
+                self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
             self.inventory = Inventory(self._storage)
@@ -304,7 +308,9 @@ class Ownership:
             )
 
 
-def _take_lease(storage: Storage, until_idle: Callable[[], None], supersede: Callable[[], None]) -> Lease:
+def _take_lease(
+    storage: Storage, job_name: str | None, until_idle: Callable[[], None], supersede: Callable[[], None]
+) -> Lease:
     with TAKING:
         if take_from_earlier_manager(storage):
             _logger.warning(
@@ -312,7 +318,8 @@ def _take_lease(storage: Storage, until_idle: Callable[[], None], supersede: Cal
                 "taken over, and the earlier one cannot save any more",
                 storage.url,
             )
-        lease = Lease.acquire(storage, job=" ".join(sys.argv[:1]) or "python")
+        job = job_name or Path(next(iter(sys.argv), "")).name or "python"
+        lease = Lease.acquire(storage, job, discreet=job_name is not None)
         hold(lease, until_idle=until_idle, supersede=supersede)
     return lease
 

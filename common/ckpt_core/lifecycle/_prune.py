@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
 from ckpt_core.commit import Catalog, Inventory, remove
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.options import CheckpointOptions
@@ -24,7 +24,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _ENOUGH: Final = 2
 """The first checkpoint of a run may well come before the first evaluation."""

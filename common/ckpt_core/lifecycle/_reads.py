@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import Need
+from ckpt_core.disclosure import logger_of
 from ckpt_core.lifecycle._part_load import PartLoad
 from ckpt_core.lifecycle._sharing import Cell, Layouts, Schedule, make_schedule, relay_shared
 from ckpt_core.reading import Engine, Wanted
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _OBJECTION: Final = 1
 
 

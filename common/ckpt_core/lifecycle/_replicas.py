@@ -7,12 +7,12 @@ and the coordinator compares them before it commits.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
 from ckpt_core.dcp import Fingerprints, Part, Replicas, sample
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import OWN_NAMES, DivergenceError
 from ckpt_core.options import OnDivergence
 
@@ -24,7 +24,7 @@ _TOLD: Final = 5
 Message: TypeAlias = Mapping[str, Any]
 _Groups: TypeAlias = Mapping[str, Sequence[Replicas]]
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

@@ -8,7 +8,6 @@ verified first, nor what is pinned, nor what is marked as damaged.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Final, final
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import Catalog, on_present_line, remove
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, NoRoomError
 from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._prepare import PreparedSave
@@ -27,7 +27,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _AHEAD: Final = 3
 """A person is told when fewer saves than this fit."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import assert_never, final
 
 from ckpt_core.commit import abandon, begin
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
     CoordinationError,
@@ -51,7 +51,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

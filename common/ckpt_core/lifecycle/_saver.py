@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import final
 
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.lifecycle._background import Background, within
 from ckpt_core.lifecycle._finite import refuse_non_finite_loss
@@ -33,7 +33,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final
@@ -64,7 +64,9 @@ class Saver:
         self._asked = ""
         self._entered = threading.Lock()
         self._background = background = Background(options.deadline_seconds)
-        self.ownership = Ownership(storage, coordinator, until_idle=background.until_idle)
+        self.ownership = Ownership(
+            storage, coordinator, job_name=options.job_name, until_idle=background.until_idle
+        )
         self._room = Room(storage, options, ownership=self.ownership, telemetry=telemetry)
         self.pruner = Pruner(storage, options, ownership=self.ownership, telemetry=telemetry)
         rate = options.write_bytes_per_second

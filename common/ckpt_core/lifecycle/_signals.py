@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -13,7 +12,9 @@ from typing import Any, final
 
 from torch.utils.data import get_worker_info
 
-_logger = logging.getLogger(__name__)
+from ckpt_core.disclosure import logger_of
+
+_logger = logger_of(__name__)
 _INTERRUPTS_TO_FORCE = 3
 
 

@@ -8,6 +8,7 @@ A policy is written as a mapping whose entries are joined by "or"; `any`, `all_o
 
 from __future__ import annotations
 
+from ckpt_core.options._documents import parse_yaml, read_document
 from ckpt_core.options._options import (
     SECTION,
     BackPressure,
@@ -30,5 +31,7 @@ __all__ = [
     "Staging",
     "Verify",
     "bytes_text",
+    "parse_yaml",
     "policy_from",
+    "read_document",
 ]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, cast, final, get_args
+from typing import Any, Final, Literal, Self, cast, final, get_args
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
+from ckpt_core.options._documents import read_document
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._problems import Problems
 from ckpt_core.options._sizes import Headroom, parse_headroom, parse_size
@@ -22,6 +22,8 @@ OnError = Literal["raise", "warn"]
 Staging = Literal["blocking", "overlapped"]
 Verify = Literal["full", "read", "off"]
 OnDivergence = Literal["refuse", "warn", "keep-each"]
+
+_LONGEST_JOB_NAME: Final = 200
 
 SECTION = "checkpoint"
 """The top-level key under which a file that also holds other things keeps our options."""
@@ -72,8 +74,10 @@ class CheckpointOptions:
             without it every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
+        job_name: what `writer.json` calls this job, for whoever finds the root in use; then it tells neither
+            host nor process. None for the name of the script, with both.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint; `request_seconds` and
-            `conditional_writes` are of `ObjectStorage`.
+            `conditional_writes` are of `ObjectStorage`. No repr, error or log shows their values.
     """
 
     save: SavePolicy | None = None
@@ -92,7 +96,8 @@ class CheckpointOptions:
     read_once: bool = True
     allow_pickle: bool = False
     deadline_seconds: float = 1800.0
-    storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    job_name: str | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     def __post_init__(self) -> None:
         require(
@@ -113,6 +118,7 @@ class CheckpointOptions:
             boolean("read_once", self.read_once),
             boolean("allow_pickle", self.allow_pickle),
             positive("deadline_seconds", self.deadline_seconds),
+            _job_name(self.job_name),
             _string_keys("storage_options", self.storage_options),
         )
 
@@ -146,7 +152,7 @@ class CheckpointOptions:
             ConfigError: something is wrong; the message lists every offender.
         """
         if not isinstance(mapping, Mapping):
-            raise ConfigError(f"checkpoint options must be a mapping, not {mapping!r}")
+            raise ConfigError(f"checkpoint options must be a mapping, not {type(mapping).__name__}")
         names = [option.name for option in fields(cls)]
         problems = Problems()
         problems.unknown("checkpoint options", mapping, names)
@@ -166,7 +172,7 @@ class CheckpointOptions:
         Raises:
             ConfigError: the file cannot be read or something in it is wrong.
         """
-        document = _read_document(Path(path))
+        document = read_document(Path(path))
         try:
             return cls.from_mapping(document.get(SECTION, document))
         except ConfigError as error:
@@ -205,35 +211,16 @@ def _headroom(value: Any) -> str | None:
 
 
 def _string_keys(name: str, value: Any) -> str | None:
-    fine = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    return None if fine else f"{name} must be a mapping with string keys, not {value!r}"
+    # It may hold passwords, so that no error shows more of it than its names.
+    if not isinstance(value, Mapping):
+        return f"{name} must be a mapping with string keys, not {type(value).__name__}"
+    wrong = sorted({type(key).__name__ for key in value if not isinstance(key, str)})
+    return f"{name} must have string keys, not of type {', '.join(wrong)}" if wrong else None
 
 
-def _read_document(path: Path) -> Mapping[str, Any]:
-    parsers: dict[str, Callable[[str], Any]] = {
-        ".toml": tomllib.loads,
-        ".yaml": _parse_yaml,
-        ".yml": _parse_yaml,
-    }
-    if path.suffix not in parsers:
-        raise ConfigError(f"{path}: options are read from {', '.join(parsers)} files only")
-    try:
-        document = parsers[path.suffix](path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot read the options: {error}") from error
-    if document is None:
-        return {}
-    if not isinstance(document, Mapping):
-        raise ConfigError(f"{path}: expected a mapping at the top, not {type(document).__name__}")
-    return document
-
-
-def _parse_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError("YAML options need PyYAML: `pip install pyyaml`, or write TOML") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(error) from error
+def _job_name(value: Any) -> str | None:
+    if value is None or (
+        isinstance(value, str) and 0 < len(value) <= _LONGEST_JOB_NAME and value.isprintable()
+    ):
+        return None
+    return f"job_name must be a printable text of at most {_LONGEST_JOB_NAME} characters"

@@ -26,15 +26,15 @@ class Findings:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._missing: set[str] = set()
+        self._missing: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._cut: defaultdict[str, list[Piece]] = defaultdict(list)
         self._damage: defaultdict[tuple[str, int, str], list[_Damage]] = defaultdict(list)
         self._unverifiable: list[Payload] = []
 
-    def add_missing(self, path: str) -> None:
-        """The file does not exist."""
-        self._missing.add(path)
+    def add_missing(self, path: str, problem: str = "missing") -> None:
+        """The file does not exist, or what has its name is none."""
+        self._missing[path] = problem
 
     def is_missing(self, path: str) -> bool:
         """Whether it is known by now that the file does not exist."""
@@ -64,7 +64,7 @@ class Findings:
     def report(self) -> list[FileFailure]:
         """Everything, by path and place in the file."""
         found = [
-            *((path, -1, "missing") for path in self._missing),
+            *((path, -1, problem) for path, problem in self._missing.items()),
             *((path, -1, self._cut_text(path)) for path in self._cut if path not in self._missing),
             *(
                 (p.path, p.offset, f"cannot be verified: tensor {p.key!r} has no checksum")

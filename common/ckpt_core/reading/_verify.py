@@ -14,6 +14,7 @@ from ckpt_core.reading._findings import Findings
 from ckpt_core.reading._pieces import Piece, steps_of
 from ckpt_core.reading._requests import Limits, Request, plan_verify
 from ckpt_core.reading._types import Wanted
+from ckpt_core.storage import ForeignFileError
 
 
 @final
@@ -49,6 +50,8 @@ class Examination:
             self._compare(request)
         except FileNotFoundError:
             self._findings.add_missing(request.path)
+        except ForeignFileError as error:
+            self._findings.add_missing(request.path, str(error.strerror))
         except (EOFError, OSError) as error:
             # A block that the device cannot read is lost; any other error may be gone at the next try.
             if isinstance(error, OSError) and error.errno != errno.EIO:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import final
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.staging._pieces import Copy, Piece, pieces_of
 from ckpt_core.staging._versions import Versions
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @final

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 from typing import Any, final
 
 import torch
 
-_logger = logging.getLogger(__name__)
+from ckpt_core.disclosure import logger_of
+
+_logger = logger_of(__name__)
 # Linux names that Python's mmap does not know.
 _POPULATE_WRITE = 23  # since 5.14
 _WIPE_ON_FORK = 18  # since 4.14

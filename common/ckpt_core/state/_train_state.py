@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
@@ -11,6 +10,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
 from ckpt_core.state._items import check_placed, check_stateful, function_free, is_large, load_item
@@ -36,7 +36,7 @@ from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 _T = TypeVar("_T")
 Several: TypeAlias = _T | Mapping[str, _T] | Sequence[_T] | None
 

@@ -6,9 +6,12 @@ from ckpt_core.storage._locks import excludes_others
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._object import ObjectStorage
 from ckpt_core.storage._open import open_storage
+from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_small
 
 __all__ = [
     "ALIGNMENT",
+    "BIGGEST_SMALL_FILE",
+    "ForeignFileError",
     "LocalStorage",
     "Lock",
     "MemoryStorage",
@@ -18,4 +21,5 @@ __all__ = [
     "StorageEntry",
     "excludes_others",
     "open_storage",
+    "read_small",
 ]

@@ -12,12 +12,17 @@ def key_parts(key: str) -> tuple[str, ...]:
     if key == "":
         return ()
     parts = tuple(key.split("/"))
-    if any(part in {"", ".", ".."} or "\0" in part for part in parts):
+    if not all(map(is_plain, parts)):
         raise ValueError(
             f"storage key {key!r} must be relative to the root, in plain form: no leading or doubled '/', "
             "no '.' or '..'"
         )
     return parts
+
+
+def is_plain(name: str) -> bool:
+    """Whether a key may have this component."""
+    return name not in {"", ".", ".."} and "\0" not in name
 
 
 def file_key(key: str) -> str:

@@ -140,8 +140,10 @@ class LocalStorage(Storage):
         path = self.local_path(file_key(key))
         try:
             size = path.stat().st_size
-        except NotADirectoryError as error:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+        except OSError as error:
+            if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
+                raise
+            raise FileNotFoundError(errno.ENOENT, os.strerror(error.errno), str(path)) from error
         if path.is_dir():
             raise FileNotFoundError(errno.ENOENT, "a directory, not a file", str(path))
         return size

@@ -11,6 +11,7 @@ from typing import IO, final
 
 from ckpt_core.storage._places import LinkInTheWayError, place_below
 from ckpt_core.storage._ranges import ends_early
+from ckpt_core.storage._small import ForeignFileError
 
 
 def open_inside(root: Path, parts: Sequence[str], *, buffering: int = -1) -> IO[bytes]:
@@ -20,7 +21,7 @@ def open_inside(root: Path, parts: Sequence[str], *, buffering: int = -1) -> IO[
 
     Raises:
         FileNotFoundError: there is none.
-        PermissionError: a link on the way leads out of the root (the root itself may be a link), or what is
+        ForeignFileError: a link on the way leads out of the root (the root itself may be a link), or what is
             there is neither a file nor a directory.
     """
     with suppress(LinkInTheWayError), place_below(root, parts) as place:
@@ -36,6 +37,8 @@ def open_inside(root: Path, parts: Sequence[str], *, buffering: int = -1) -> IO[
 def _path_inside(root: Path, parts: Sequence[str]) -> Path:
     """Where the file really lies, all links followed."""
     real_root, real = _real(root), _real(root.joinpath(*parts))
+    if real.is_symlink():
+        raise FileNotFoundError(errno.ENOENT, "a symbolic link that leads in a circle", str(real))
     if real.is_relative_to(real_root):
         return real
     steps = (root.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
@@ -45,7 +48,7 @@ def _path_inside(root: Path, parts: Sequence[str]) -> Path:
         f"{_real(link)}; if that is meant, put the files themselves here, or make the directory they are in "
         "the root"
     )
-    raise PermissionError(errno.EACCES, message, str(link))
+    raise ForeignFileError(errno.EACCES, message, str(link))
 
 
 def _real(path: Path) -> Path:

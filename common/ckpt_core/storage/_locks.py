@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import stat
 import struct
@@ -24,10 +23,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._base import Lock
 from ckpt_core.storage._places import Place
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _REFUSED = {errno.EAGAIN, errno.EACCES}
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 

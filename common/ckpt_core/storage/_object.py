@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import IO, Any, Final, final
 
 from ckpt_core.crew import run_all
+from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
-from ckpt_core.storage._keys import file_key, key_parts
+from ckpt_core.storage._keys import file_key, is_plain, key_parts
 from ckpt_core.storage._locks import UnguardedLock
 from ckpt_core.storage._object_reader import ObjectRanges, open_object
 from ckpt_core.storage._object_service import ObjectService
@@ -23,6 +24,9 @@ _DELETE_THREADS: Final = 16
 # 10,000 parts, the limit of S3, then make 640 GiB per object.
 _WRITE_BLOCK_BYTES: Final = 64 * 2**20
 _PROBE: Final = ".probe"
+
+_logger = logger_of(__name__)
+_told_odd: set[str] = set()
 
 
 @final
@@ -67,7 +71,7 @@ class ObjectStorage(Storage):
 
     @property
     def url(self) -> str:
-        """The URL, without trailing slash."""
+        """The URL, without trailing slash, user, password and query."""
         return self._url
 
     def check_root(self) -> None:
@@ -81,7 +85,7 @@ class ObjectStorage(Storage):
             # Always under the same name, so that the next job deletes what one that dies here leaves.
             self.replace(_PROBE, b"probe")
         except FileNotFoundError as error:
-            bucket = self._service.base.strip("/").partition("/")[0]
+            bucket = self._service.shown(self._service.base.strip("/").partition("/")[0])
             message = f"bucket {bucket!r} does not exist; create it, or correct the URL"
             raise FileNotFoundError(errno.ENOENT, message, self._url) from error
         self._service.remove(self._service.path(_PROBE))
@@ -90,7 +94,7 @@ class ObjectStorage(Storage):
     def create(self, key: str) -> Generator[IO[bytes]]:
         """Upload a new object piece by piece; it appears on a clean exit and not at all on an error."""
         path = self._service.path(file_key(key))
-        with translated_errors(self._url):
+        with translated_errors(self._url, self._service.redaction):
             if self._service.call("exists", path):
                 raise FileExistsError(errno.EEXIST, "the object exists already", f"{self._url}/{key}")
             with upload(self._service, path, self._write_block_bytes) as stream:
@@ -124,6 +128,10 @@ class ObjectStorage(Storage):
         prefix = path.strip("/") + "/"
         children = [(str(info["name"]).strip("/"), info) for info in found]
         entries = [_entry(name, info) for name, info in children if name.startswith(prefix)]
+        odd = [entry.name for entry in entries if not is_plain(entry.name)]
+        if odd:
+            _tell_odd(self._url, key, odd)
+            entries = [entry for entry in entries if entry.name not in odd]
         return sorted(entries, key=lambda entry: entry.name)
 
     def size(self, key: str) -> int:
@@ -177,6 +185,19 @@ class ObjectStorage(Storage):
         """A lock that excludes nobody: object stores do not know which processes live."""
         file_key(key)
         return UnguardedLock()
+
+
+def _tell_odd(url: str, key: str, names: Sequence[str]) -> None:
+    """Once for each place: listings are frequent."""
+    place = f"{url}/{key}" if key else url
+    if place not in _told_odd:
+        _told_odd.add(place)
+        _logger.warning(
+            "%s holds objects whose keys go on with %s, which no path may have: they are left out, and left "
+            "alone; delete them by their keys",
+            place,
+            " and ".join(repr(name) for name in names),
+        )
 
 
 def _entry(name: str, info: dict[str, Any]) -> StorageEntry:

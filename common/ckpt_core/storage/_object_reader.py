@@ -38,10 +38,10 @@ class ObjectRanges:
         end = offset + len(buffer)
         # Asked for bytes past the end, every store answers in its own way.
         if end > self.size_bytes:
-            raise ends_early(self._path, end, self.size_bytes)
+            raise ends_early(self._service.shown(self._path), end, self.size_bytes)
         content = cast("bytes", self._service.call("cat_file", self._path, start=offset, end=end))
         if len(content) != len(buffer):
-            raise ends_early(self._path, end, offset + len(content))
+            raise ends_early(self._service.shown(self._path), end, offset + len(content))
         buffer[:] = content
 
 
@@ -66,7 +66,7 @@ class _ObjectReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
         if start + offset < 0:
-            raise ValueError(f"negative position {start + offset} in {self._path}")
+            raise ValueError(f"negative position {start + offset} in {self._service.shown(self._path)}")
         self._position = start + offset
         return self._position
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, final
 
+from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage._keys import key_parts
 from ckpt_core.storage._remote_errors import translated_errors
@@ -43,8 +44,11 @@ class ObjectService:
     def __init__(
         self, url: str, storage_options: dict[str, Any], *, request_seconds: float, conditional_writes: bool
     ) -> None:
-        self.url = url.rstrip("/")
-        self.filesystem, path = _connect(url, _with_time_limits(url, storage_options, request_seconds))
+        self.url = public_url(url).rstrip("/")
+        self.redaction = Redaction.of(url, storage_options)
+        self._options = tuple(sorted(storage_options))
+        options = _with_time_limits(url, storage_options, request_seconds)
+        self.filesystem, path = _connect(url, options, self.redaction)
         self.base = path.rstrip("/")
         self._request_seconds = request_seconds
         names = self.filesystem.protocol
@@ -63,6 +67,10 @@ class ObjectService:
         """Whether it speaks S3."""
         return self._token_argument == _TOKEN_ARGUMENT["s3"]
 
+    def shown(self, text: object) -> str:
+        """A path or an error of the filesystem's, for people."""
+        return self.redaction.text(str(text))
+
     def path(self, key: str) -> str:
         """What the filesystem calls the object of that key."""
         return "/".join([self.base, *key_parts(key)])
@@ -71,15 +79,19 @@ class ObjectService:
         """Call a method of the filesystem; `cleaning` after a failure gets less time.
 
         Raises:
+            ConfigError: the library behind the URL does not take what it was given.
             TimeoutError: it took too long.
             OSError: see `translated_errors`.
         """
         seconds = self._request_seconds * (_CLEANING_SHARE if cleaning else 1)
         act = getattr(self.filesystem, method)
-        with translated_errors(self.url):
-            if not self._takes_limit or method in _CALLED_BY_STREAMS:
-                return act(*args, **kwargs)
-            return self._limited(act, seconds, *args, **kwargs)
+        with translated_errors(self.url, self.redaction):
+            try:
+                if not self._takes_limit or method in _CALLED_BY_STREAMS:
+                    return act(*args, **kwargs)
+                return self._limited(act, seconds, *args, **kwargs)
+            except (ValueError, TypeError) as error:
+                raise _refused(self.url, error, self.redaction, self._options) from None
 
     def new_object(self, path: str, token: str, block_bytes: int) -> Any:
         """A stream that makes an object, only if there is none where the service can be told so."""
@@ -127,28 +139,34 @@ class ObjectService:
             ) from error
 
 
+def _refused(url: str, error: Exception, redaction: Redaction, options: tuple[str, ...]) -> ConfigError:
+    given = f", and storage_options ({', '.join(options)})" if options else ""
+    told = redaction.text(f"{type(error).__name__}: {error}")
+    return ConfigError(f"{url}: not what fsspec can open ({told}); check the URL{given}")
+
+
 def _takes_limit(filesystem: Any) -> bool:
     from fsspec.asyn import AsyncFileSystem
 
     return isinstance(filesystem, AsyncFileSystem) and not filesystem.asynchronous
 
 
-def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+def _connect(url: str, options: dict[str, Any], redaction: Redaction) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
-    protocol = url.partition("://")[0]
+    protocol, place = url.partition("://")[0], public_url(url)
     try:
-        with translated_errors(url):
+        with translated_errors(place, redaction):
             # Listings are never cached: other ranks and other jobs write to the same prefix.
             filesystem, path = url_to_fs(  # type: ignore[no-untyped-call]
                 url, **{"use_listings_cache": False, "skip_instance_cache": True, **options}
             )
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        fix = str(error) if extra is None else f'pip install "ckpt-suite[{extra}]"'
-        raise ConfigError(f"{url}: storage for {protocol}:// is not installed; {fix}") from error
-    except ValueError as error:
-        raise ConfigError(f"{url}: not a URL that fsspec can open ({error})") from error
+        fix = redaction.text(str(error)) if extra is None else f'pip install "ckpt-suite[{extra}]"'
+        raise ConfigError(f"{place}: storage for {protocol}:// is not installed; {fix}") from None
+    except (ValueError, TypeError) as error:
+        raise _refused(place, error, redaction, tuple(options)) from None
     if _EXTRAS.get(protocol) == "s3":
         filesystem.retries = _S3FS_ATTEMPTS
     return filesystem, str(path)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
-import logging
 import secrets
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._object_service import ObjectService
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 @contextmanager
@@ -34,12 +34,13 @@ def upload(service: ObjectService, path: str, block_bytes: int) -> Generator[IO[
         stream.close()
     except BaseException as error:
         if complete and isinstance(error, Exception) and service.is_atomic and service.holds(path, token):
-            _logger.info("%s is there, although its upload ended with: %s", path, error)
+            shown = service.shown(path), service.shown(error)
+            _logger.info("%s is there, although its upload ended with: %s", *shown)
             _disarm(stream)
             return
         _abandon(service, stream, path, error)
         if complete and isinstance(error, FileExistsError):
-            raise FileExistsError(errno.EEXIST, "the object exists already", path) from error
+            raise FileExistsError(errno.EEXIST, "the object exists already", service.shown(path)) from error
         raise
 
 
@@ -80,8 +81,9 @@ def _abandon(service: ObjectService, stream: Any, path: str, error: BaseExceptio
             # A filesystem that shows objects early.
             service.remove(path, cleaning=True)
     # Told to the log only: the error that made us abandon the upload is on its way to the caller.
-    except Exception:
-        _logger.warning("%s: could not clean up after a failed upload", path, exc_info=True)
+    except Exception as failure:  # noqa: BLE001
+        shown = service.shown(path), type(failure).__name__, service.shown(failure)
+        _logger.warning("%s: could not clean up after a failed upload: %s: %s", *shown)
     finally:
         _disarm(stream)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage._base import Storage
 from ckpt_core.storage._local import LocalStorage
@@ -18,7 +19,8 @@ _COLLAPSED_URL = re.compile(r"(?:s3a?|gcs|gs|az|abfs|https?|memory|file):/[^/]")
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})|^%\w+%")
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _LOCAL = {"file", "local"}
-_WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs"}
+_WITHOUT_USERS = {"s3", "s3a", "gs", "gcs"}
+_WITH_BUCKETS = {*_WITHOUT_USERS, "az", "abfs"}
 
 
 def open_storage(
@@ -49,7 +51,12 @@ def open_storage(
         _refuse_options(text, options)
         return LocalStorage(_local_path(text if match is None else match["rest"]))
     if match["protocol"] in _WITH_BUCKETS and not match["rest"].partition("/")[0]:
-        raise ConfigError(f"{text} names no bucket; give {match['protocol']}://bucket/run")
+        raise ConfigError(f"{public_url(text)} names no bucket; give {match['protocol']}://bucket/run")
+    if match["protocol"] in _WITHOUT_USERS and public_url(text) != text:
+        raise ConfigError(
+            f"{public_url(text)} was given with a user, a password or a query, which {match['protocol']}:// "
+            "does not take: use storage_options, a profile or a role for credentials"
+        )
     if deadline_seconds is not None:
         options.setdefault("request_seconds", min(REQUEST_SECONDS, deadline_seconds / 3))
     return ObjectStorage(text, **options)
@@ -60,14 +67,15 @@ def _text(root: object) -> str:
         text: object = os.fspath(root)
         if isinstance(text, str):
             return text
-    raise ConfigError(f"the checkpoint root must be a str, a path or a Storage, not {root!r:.80}")
+    raise ConfigError(f"the checkpoint root must be a str, a path or a Storage, not {type(root).__name__}")
 
 
 def _local_path(text: str) -> Path:
     if not text:
         raise ConfigError("the checkpoint root is empty; give a directory or a URL such as s3://bucket/run")
     if _COLLAPSED_URL.match(text):
-        raise ConfigError(f"{text!r} looks like a URL that went through pathlib.Path; pass it as a str")
+        shown = public_url(text.replace(":/", "://", 1))
+        raise ConfigError(f"{shown} looks like a URL that went through pathlib.Path; pass it as a str")
     if "\0" in text:
         raise ConfigError(f"the checkpoint root {text!r} has a null character, which no path may have")
     try:

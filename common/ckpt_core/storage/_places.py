@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Final, Self, cast, final
 
 from ckpt_core.storage._posix import make_directories, sync_directory
+from ckpt_core.storage._small import ForeignFileError
 
 # Linux opens a directory as a place only, which needs no right to read it.
 _PASSING: Final = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
@@ -25,7 +26,7 @@ _LISTING: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY
 _NO_DIRECTORY: Final = {errno.ENOTDIR, errno.ELOOP, errno.EMLINK}
 
 
-class LinkInTheWayError(PermissionError):
+class LinkInTheWayError(ForeignFileError):
     """A symbolic link is where a directory or a file is expected."""
 
 
@@ -71,7 +72,7 @@ class Place:
 
         Raises:
             LinkInTheWayError: it is a link.
-            PermissionError: it is a pipe, a socket or a device.
+            ForeignFileError: it is a pipe, a socket or a device.
         """
         try:
             descriptor = self.open_descriptor(flags | os.O_NONBLOCK)
@@ -169,9 +170,9 @@ def _stream(path: Path, mode: str, buffering: int, open_name: Callable[[int], in
     return cast("IO[bytes]", open(path, mode, buffering, opener=lambda _, flags: open_name(flags)))
 
 
-def _special_file(path: Path) -> PermissionError:
+def _special_file(path: Path) -> ForeignFileError:
     message = "not a regular file but a pipe, socket or device, which no checkpoint has; remove it"
-    return PermissionError(errno.EACCES, message, str(path))
+    return ForeignFileError(errno.EACCES, message, str(path))
 
 
 def _descend(root: Path, parts: Sequence[str], *, make: bool) -> int:

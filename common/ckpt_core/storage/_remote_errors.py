@@ -8,8 +8,22 @@ from __future__ import annotations
 import errno
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import cast
 
-_LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "requests", "s3fs", "urllib3"}
+from ckpt_core.disclosure import Redaction
+from ckpt_core.errors import ArchivedError, CheckpointError
+
+_LIBRARIES = {
+    "aiobotocore",
+    "aiohttp",
+    "botocore",
+    "ftplib",
+    "gcsfs",
+    "google",
+    "requests",
+    "s3fs",
+    "urllib3",
+}
 _NO_CREDENTIALS = {
     "CredentialRetrievalError",
     "NoAuthTokenError",
@@ -21,30 +35,57 @@ _NO_CREDENTIALS = {
     "UnauthorizedSSOTokenError",
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
+_ARCHIVED = {"InvalidObjectState"}
 _DENIED = {401, 403, "401", "403"}
 # Not EIO, which of a local disk means that a block is lost: here it may be gone at the next try.
 _STORE_FAILED = errno.EPROTO
+_NOTHING_SECRET = Redaction({})
 # What the contract of `Storage` names is left as it is.
 _NAMED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
 @contextmanager
-def translated_errors(url: str) -> Generator[None]:
+def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Generator[None]:
     """Translate errors of the storage's libraries; everything else, the caller's own errors too, passes.
+
+    What quotes a secret, in its message or in that of an error behind it, is told without it.
 
     Raises:
         PermissionError: access was refused; the message says what to do.
+        ArchivedError: the object has to be restored first.
         TimeoutError: there was no answer in time.
         OSError: the store failed. Never with EIO: that would say that bytes are lost.
     """
     try:
         yield
-    # Told to the caller of the storage: the error is raised on, only its type may change.
+    # Told to the caller of the storage: the error is raised on, only its type and words may change.
     except Exception as error:
-        translation = _translation(error, url)
+        secret = redaction.quotes(error)
+        translation = _translation(error, url) or (_plain(error) if secret else None)
         if translation is None:
             raise
+        if secret:
+            raise _redacted(translation, redaction) from None
         raise translation from error
+
+
+def _plain(error: Exception) -> OSError | None:
+    """An error of the operating system as Python itself would raise it; None if it is none."""
+    if not isinstance(error, OSError):
+        return None
+    kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
+    if error.errno is None:
+        return cast("OSError", kind(str(error)))
+    return cast("OSError", kind(error.errno, error.strerror, error.filename))
+
+
+def _redacted(error: OSError, redaction: Redaction) -> OSError:
+    if isinstance(error, CheckpointError):
+        return cast("OSError", error.retold(redaction.text(str(error))))
+    if error.errno is None:
+        return type(error)(redaction.text(str(error)))
+    where = None if error.filename is None else redaction.text(str(error.filename))
+    return type(error)(error.errno, redaction.text(str(error.strerror)), where)
 
 
 def _translation(error: Exception, url: str) -> OSError | None:
@@ -59,6 +100,12 @@ def _translation(error: Exception, url: str) -> OSError | None:
         return None if answer is None or isinstance(error, _NAMED) else _of_answer(error, answer, url)
     if type(error).__module__.partition(".")[0] not in _LIBRARIES:
         return None
+    return _of_library(error, text, url)
+
+
+def _of_library(error: Exception, text: str, url: str) -> OSError:
+    if _code(error) in _ARCHIVED:
+        return _archived(text, url)
     if _is_denied(error):
         return _denied(text, url)
     return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
@@ -73,7 +120,9 @@ def _answer_behind(error: OSError) -> Exception | None:
 
 
 def _of_answer(error: OSError, answer: Exception, url: str) -> OSError:
-    code = str(getattr(answer, "response", {}).get("Error", {}).get("Code", ""))
+    code = _code(answer)
+    if code in _ARCHIVED:
+        return _archived(str(answer), url)
     if code in _EXPIRED:
         return _expired(str(answer), url)
     if code == "400" and getattr(answer, "operation_name", "").startswith("Head"):
@@ -85,6 +134,18 @@ def _of_answer(error: OSError, answer: Exception, url: str) -> OSError:
         advice = "if it does not know conditional writes: storage_options={'conditional_writes': False}"
         return OSError(errno.ENOSYS, f"the object store cannot do that ({answer}); {advice}", url)
     return OSError(_STORE_FAILED, f"the object store failed ({answer})", url)
+
+
+def _code(answer: Exception) -> str:
+    """What S3 calls an error; "" if it is not from there."""
+    return str(getattr(answer, "response", {}).get("Error", {}).get("Code", ""))
+
+
+def _archived(text: str, url: str) -> ArchivedError:
+    return ArchivedError(
+        f"{url}: the object is archived, and its storage class has to be asked to restore it before it can "
+        f"be read; restore it (on S3: RestoreObject), or keep lifecycle rules away from the root ({text})"
+    )
 
 
 def _is_denied(error: Exception) -> bool:
