@@ -15,6 +15,7 @@ from accelerate_ckpt._state import AcceleratorState, model_part
 from accelerate_ckpt._steps import steps_made
 from accelerate_ckpt._stock import StockMethods
 from ckpt_core import CheckpointManager, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from ckpt_core.commit import require_trusted
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import Storage
 
@@ -104,6 +105,8 @@ class Loading:
     def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         """Load what stock Accelerate wrote: its shards ourselves, for it loses FSDP1's optimizer state."""
         _logger.info("%s/%s was written by stock Accelerate", manager.storage.url, name)
+        verify = manager.options.manifest_verifier
+        self._roots.coordinator.once(lambda: require_trusted(manager.storage, name, verify))
         if manager.storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load(manager, name, arguments)
         else:

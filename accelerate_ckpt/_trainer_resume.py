@@ -20,7 +20,7 @@ from accelerate_ckpt._trainer_choice import newest_to_resume
 from accelerate_ckpt._trainer_session import TrainerSession
 from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
 from ckpt_core import CheckpointError, CheckpointManager, ConfigError, CorruptCheckpointError
-from ckpt_core.commit import Catalog
+from ckpt_core.commit import Catalog, require_trusted
 from ckpt_core.storage import open_storage
 
 _logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class TrainerResume:
 
         Raises:
             CorruptCheckpointError: what was named is damaged or was never committed, or everything is.
+            UntrustedCheckpointError: `verify_manifest` does not accept it.
             ConfigError: what was named holds checkpoints, but is none.
         """
         self._small_files = {}
@@ -64,7 +65,9 @@ class TrainerResume:
                 )
         if chosen is None or isinstance(chosen, bool):
             return chosen
-        if self._is_ours(chosen):
+        ours = self._is_ours(chosen)
+        self._require_trusted(chosen)
+        if ours:
             self._small_files = self._verified(chosen)
         return os.fspath(chosen)
 
@@ -91,6 +94,8 @@ class TrainerResume:
         if best is not None and self._is_ours(best):
             self._load(best, with_optimizer=False)
         else:
+            if best is not None:
+                self._require_trusted(best)
             self._stock.load_best_model()
 
     def _load(self, checkpoint: str, *, with_optimizer: bool) -> None:
@@ -107,6 +112,14 @@ class TrainerResume:
         options = replace(manager.options, save=None, keep=None)
         with CheckpointManager(place.root, coordinator=self._session.coordinator, options=options) as other:
             other.load(state, name=place.name, items=items)
+
+    def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Refuse what `verify_manifest` does not accept; of what stock wrote, it cannot accept anything."""
+        verify = self._session.manager.options.manifest_verifier
+        place = Place.of(checkpoint)
+        if verify is not None:
+            storage = open_storage(place.root)
+            self._session.coordinator.once(lambda: require_trusted(storage, place.name, verify))
 
     def _is_ours(self, checkpoint: str | os.PathLike[str]) -> bool:
         place = Place.of(checkpoint)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SaveError,
         StagingMemoryError,
         UnsafeCheckpointError,
+        UntrustedCheckpointError,
     )
     from ckpt_core.lifecycle import SaveHandle
     from ckpt_core.manager import CheckpointManager
@@ -56,7 +57,7 @@ _HOMES = {
     "cadence": "AtSteps EveryFraction EverySeconds EverySteps FirstStep OnPreemption SavePolicy",
     "errors": "CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError CoordinationError "
     "CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError NoRoomError RootBusyError "
-    "SaveError StagingMemoryError UnsafeCheckpointError",
+    "SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError",
     "lifecycle": "SaveHandle",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions",
@@ -103,6 +104,7 @@ __all__ = [
     "StagingMemoryError",
     "TrainState",
     "UnsafeCheckpointError",
+    "UntrustedCheckpointError",
     "__version__",
 ]
 

@@ -138,6 +138,11 @@ def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     which = command.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="verify this step of the root")
     which.add_argument("--all", action="store_true", help="verify every checkpoint of the root")
+    command.add_argument(
+        "--manifest-sha256",
+        metavar="HEX",
+        help="fail unless this is the SHA-256 of its manifest, which `show` prints",
+    )
     command.set_defaults(command=_verify.run)
 
 

@@ -37,8 +37,7 @@ from ckpt_core.lifecycle._reducer import (
     Written,
     reduce,
 )
-from ckpt_core.lifecycle._replicas import Judge
-from ckpt_core.lifecycle._write import commit_all, write_rank
+from ckpt_core.lifecycle._write import Terms, commit_all, write_rank
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage
@@ -58,11 +57,10 @@ class SaveContext:
         telemetry: receives spans.
         memory: what writing keeps from save to save.
         background: told whenever a save gets on.
-        check: called on the coordinator before anything is written, and before the commit; raises to refuse.
+        terms: what a commit depends on; `check` is also called before anything is written.
         make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
         reject_non_finite: whether NaN and infinities in staged weights make the save fail.
-        judge: compares what ranks hold under one name, on the coordinator.
         diverged: called on every rank when that was found to differ, and refused.
     """
 
@@ -71,10 +69,9 @@ class SaveContext:
     telemetry: Telemetry
     memory: WriteMemory
     background: Background
-    check: Callable[[], None]
+    terms: Terms
     make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
-    judge: Judge
     diverged: Callable[[], None]
     reject_non_finite: bool = False
 
@@ -212,7 +209,7 @@ class SaveRun:
             text = failure_text(error)
             raise CoordinationError(f"rank 0: {text}", failures={0: text}) from error
         request, assignment = self._prepared.request, self._prepared.assignment
-        self._context.check()
+        self._context.terms.check()
         self._context.make_room(self._prepared)
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
@@ -244,9 +241,9 @@ class SaveRun:
             if (late := self._given_up()) is not None:
                 raise late
             self._beat(_COMMITTING)
-            self._context.check()
-            check, judge = self._context.check, self._context.judge
-            info = commit_all(self._storage, self._prepared, reports, self._memory, check=check, judge=judge)
+            terms = self._context.terms
+            terms.check()
+            info = commit_all(self._storage, self._prepared, reports, self._memory, terms=terms)
             return json.dumps(asdict(info)).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
@@ -285,7 +282,7 @@ class SaveRun:
     def _abandon(self) -> None:
         working = self._prepared.assignment.working
         try:
-            self._context.check()
+            self._context.terms.check()
         except (OSError, CheckpointError) as error:
             # On an object store the job that owns the root now may be writing under the very same name.
             _logger.warning("what was written to %s/%s is left: %s", self._storage.url, working, error)

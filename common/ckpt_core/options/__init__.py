@@ -12,10 +12,13 @@ from ckpt_core.options._options import (
     SECTION,
     BackPressure,
     CheckpointOptions,
+    Checksums,
     OnDivergence,
     OnError,
+    SignManifest,
     Staging,
     Verify,
+    VerifyManifest,
 )
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sizes import Headroom, bytes_text
@@ -24,11 +27,14 @@ __all__ = [
     "SECTION",
     "BackPressure",
     "CheckpointOptions",
+    "Checksums",
     "Headroom",
     "OnDivergence",
     "OnError",
+    "SignManifest",
     "Staging",
     "Verify",
+    "VerifyManifest",
     "bytes_text",
     "policy_from",
 ]
