@@ -1,4 +1,4 @@
-"""Weights that somebody has changed are found where `checksum="sha256"`, whatever he did about their CRC-32."""
+"""Changed weights are found with `checksum="sha256"`, whatever was done to keep their CRC-32."""
 
 from __future__ import annotations
 
