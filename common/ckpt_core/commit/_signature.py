@@ -44,11 +44,11 @@ def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Si
     try:
         signature: Any = sign(manifest.to_bytes())
     except Exception as error:  # a user's function: whatever it raises is told with the save that it failed
-        raise _unsigned(manifest, f"sign_manifest raised {type(error).__name__}: {error}") from error
+        raise _unsigned(storage, manifest, f"sign_manifest raised {type(error).__name__}: {error}") from error
     if not isinstance(signature, bytes) or not 0 < len(signature) <= MAX_SIGNATURE_BYTES:
         what = f"{len(signature)} bytes" if isinstance(signature, bytes) else type(signature).__name__
         told = f"sign_manifest returned {what}: it must return 1 to {MAX_SIGNATURE_BYTES} bytes"
-        raise _unsigned(manifest, told)
+        raise _unsigned(storage, manifest, told)
     storage.write_bytes(f"{working}/{SIGNATURE}", signature)
 
 
@@ -111,9 +111,10 @@ def _refused(place: str, why: str) -> UntrustedCheckpointError:
     )
 
 
-def _unsigned(manifest: Manifest, why: str) -> SaveError:
+def _unsigned(storage: Storage, manifest: Manifest, why: str) -> SaveError:
     return SaveError(
-        f"step {manifest.step} was not committed, for its manifest could not be signed: {why}",
+        f"step {manifest.step} was not committed to {storage.url}: its manifest could not be signed: {why}. "
+        "What was committed before is untouched; see to the key, and save again",
         step=manifest.step,
         phase="commit",
     )
