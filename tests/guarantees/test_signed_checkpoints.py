@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,30 @@ def test_a_save_that_cannot_be_signed_commits_nothing_and_the_next_can(tmp_path)
         manager.save(3, state_of(3)).result()
         assert [info.step for info in manager.checkpoints()] == [1, 3]
     assert sorted(path.name for path in tmp_path.glob(".*")) == []
+
+
+def test_a_save_whose_signing_hangs_is_given_up_and_never_committed_later(tmp_path):
+    asked, answered, returned = (threading.Event() for _ in range(3))
+
+    def slow(_name: str, _manifest: bytes) -> bytes:
+        asked.set()
+        answered.wait()
+        returned.set()
+        return b"too late"
+
+    manager = CheckpointManager(tmp_path, sign_manifest=slow, deadline_seconds=0.5)
+    failure = manager.save(1, state_of(1)).committed.exception()
+    assert asked.is_set()
+    assert isinstance(failure, SaveError)
+    assert "signing the manifest has not got on" in str(failure)
+    assert not failure.in_doubt
+    answered.set()
+    returned.wait()
+    while list(tmp_path.glob(".incomplete-*")):  # removed by the thread that has woken up
+        threading.Event().wait(0.01)
+    assert manager.checkpoints() == []
+    with pytest.raises(SaveError):
+        manager.close()
 
 
 def test_a_signature_covers_the_manifest_that_is_committed(tmp_path):

@@ -6,7 +6,8 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import assert_never, final
 
 from ckpt_core.commit import abandon, begin
@@ -38,6 +39,7 @@ from ckpt_core.lifecycle._reducer import (
     reduce,
 )
 from ckpt_core.lifecycle._write import Terms, commit_all, write_rank
+from ckpt_core.options import SignManifest
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage
@@ -92,6 +94,8 @@ class SaveRun:
         self._telemetry = context.telemetry
         self._memory = context.memory
         self._context = context
+        sign = context.terms.sign
+        self._terms = replace(context.terms, sign=None if sign is None else partial(self._sign, sign))
         self._beat = context.background.beat
         self._deadline_seconds = context.background.deadline_seconds
         # Exchanges with other ranks have deadlines of their own; after this even they count as hanging.
@@ -209,7 +213,7 @@ class SaveRun:
             text = failure_text(error)
             raise CoordinationError(f"rank 0: {text}", failures={0: text}) from error
         request, assignment = self._prepared.request, self._prepared.assignment
-        self._context.terms.check()
+        self._terms.check()
         self._context.make_room(self._prepared)
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
@@ -241,9 +245,8 @@ class SaveRun:
             if (late := self._given_up()) is not None:
                 raise late
             self._beat(_COMMITTING)
-            terms = self._context.terms
-            terms.check()
-            info = commit_all(self._storage, self._prepared, reports, self._memory, terms=terms)
+            self._terms.check()
+            info = commit_all(self._storage, self._prepared, reports, self._memory, terms=self._terms)
             return json.dumps(asdict(info)).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
@@ -261,6 +264,15 @@ class SaveRun:
         else:
             self._memory.committed()
             self._events.append(Committed(info))
+
+    def _sign(self, sign: SignManifest, name: str, manifest: bytes) -> bytes:
+        """Sign, unless that takes so long that the save was given up: then it is not committed any more."""
+        self._beat("signing the manifest")
+        signature = sign(name, manifest)
+        if (late := self._given_up()) is not None:
+            raise late
+        self._beat(_COMMITTING)
+        return signature
 
     def _fail(self, error: CheckpointError) -> None:
         in_doubt = isinstance(error, SaveError) and error.in_doubt
@@ -282,7 +294,7 @@ class SaveRun:
     def _abandon(self) -> None:
         working = self._prepared.assignment.working
         try:
-            self._context.terms.check()
+            self._terms.check()
         except (OSError, CheckpointError) as error:
             # On an object store the job that owns the root now may be writing under the very same name.
             _logger.warning("what was written to %s/%s is left: %s", self._storage.url, working, error)
