@@ -23,6 +23,7 @@ from ckpt_core import (
     CorruptCheckpointError,
     UnsafeCheckpointError,
 )
+from ckpt_core.commit import require_trusted
 from ckpt_core.disclosure import logger_of
 from ckpt_core.lifecycle import everywhere
 from ckpt_core.names import MARKER, METADATA
@@ -120,6 +121,8 @@ class Loading:
         """Load what stock Accelerate wrote: its shards ourselves, for it loses FSDP1's optimizer state."""
         storage, accelerator = manager.storage, self._accelerator
         _logger.info("%s/%s was written by stock Accelerate", storage.url, name)
+        verify = manager.options.manifest_verifier
+        self._roots.coordinator.once(lambda: require_trusted(storage, name, verify))
         if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load(manager, name, arguments)
         elif not isinstance(storage, LocalStorage):

@@ -13,8 +13,14 @@ from typing import final
 from transformers.trainer import TRAINER_STATE_NAME
 
 from accelerate_ckpt._places import kind_of
-from ckpt_core import CheckpointError, CheckpointInfo, CheckpointManager, CorruptCheckpointError
-from ckpt_core.commit import Catalog, verify
+from ckpt_core import (
+    CheckpointError,
+    CheckpointInfo,
+    CheckpointManager,
+    CorruptCheckpointError,
+    UntrustedCheckpointError,
+)
+from ckpt_core.commit import Catalog, require_trusted, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.storage import LocalStorage, Storage
 
@@ -37,8 +43,9 @@ class _Stock:
 def newest_to_resume(manager: CheckpointManager) -> str | None:
     """Path of the newest checkpoint that verifies, ours or a whole one of the stock Trainer; on one rank.
 
-    Ours are those of the present lineage. Damage that is found is marked. None if nothing was ever saved:
-    what a killed save has left, and other people's directories, are passed over.
+    Ours are those of the present lineage. Damage that is found is marked, and what `verify_manifest` does not
+    accept is passed over, as is what stock wrote where there is such a function. None if nothing was ever
+    saved: what a killed save has left, and other people's directories, are passed over.
 
     Raises:
         CorruptCheckpointError: there are some, and none can be used.
@@ -51,6 +58,10 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
     passed = [
         _refused(storage, name, error) for name, error in survey.unreadable.items() if _NAME.fullmatch(name)
     ]
+    if stock is not None and manager.options.verify_manifest is not None:
+        passed.append(stock.name)
+        _logger.error("%s/%s is passed over: it has no manifest to be judged", storage.url, stock.name)
+        stock = None
     for info in reversed(survey.committed):
         if _NAME.fullmatch(info.name) is None:
             continue
@@ -62,7 +73,7 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
                 info.name,
             )
             break
-        problem = _problem(storage, info)
+        problem = _untrusted(manager, info) or _problem(storage, info)
         if problem is None:
             return f"{storage.url}/{info.name}"
         passed.append(info.name)
@@ -74,8 +85,8 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
     left = [info.name for info in survey.abandoned if info.usable]
     others = f"; of abandoned runs there are {', '.join(left)}, which can be named" if left else ""
     raise CorruptCheckpointError(
-        f"no checkpoint in {storage.url} can be resumed from: {', '.join(passed)} are damaged or marked as "
-        f"bad{others}. Look at each with `ckpt verify`, or train into another output_dir"
+        f"no checkpoint in {storage.url} can be resumed from: {', '.join(passed)} are damaged, not trusted "
+        f"or marked as bad{others}. Look at each with `ckpt verify`, or train into another output_dir"
     )
 
 
@@ -85,6 +96,17 @@ def _refused(storage: Storage, name: str, error: CheckpointError | OSError) -> s
         raise error
     _logger.error("%s/%s is passed over: it is damaged: %s", storage.url, name, error)
     return name
+
+
+def _untrusted(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
+    """Why a checkpoint is not trusted, or None; it is not marked, for others may trust it."""
+    try:
+        require_trusted(manager.storage, info.name, manager.options.manifest_verifier)
+    except UntrustedCheckpointError as error:
+        return f"it is not trusted: {error.why}"
+    except CorruptCheckpointError:
+        return None  # what is wrong with it is found, and marked, when it is verified
+    return None
 
 
 def _problem(storage: Storage, info: CheckpointInfo) -> str | None:

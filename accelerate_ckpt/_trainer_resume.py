@@ -21,7 +21,7 @@ from accelerate_ckpt._trainer_choice import newest_to_resume
 from accelerate_ckpt._trainer_session import TrainerSession
 from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
-from ckpt_core.commit import Catalog
+from ckpt_core.commit import Catalog, require_trusted
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
@@ -70,6 +70,7 @@ class TrainerResume:
 
         Raises:
             CorruptCheckpointError: what was named is damaged or was never committed, or everything is.
+            UntrustedCheckpointError: `verify_manifest` does not accept it.
             ConfigError: what was named holds checkpoints, but is none.
             UnsafeCheckpointError: only pickle can read it, and that is not allowed.
         """
@@ -84,12 +85,15 @@ class TrainerResume:
                 )
         if checkpoint is None or isinstance(checkpoint, bool):
             yield checkpoint
-        elif not self._is_ours(checkpoint):
-            self._check_stock(checkpoint)
-            yield os.fspath(checkpoint)
-        else:
+            return
+        ours = self._is_ours(checkpoint)
+        self._require_trusted(checkpoint)
+        if ours:
             with self._committed(checkpoint) as view:
                 yield str(view)
+        else:
+            self._check_stock(checkpoint)
+            yield os.fspath(checkpoint)
 
     def load_model(self, checkpoint: str, model: Any = None) -> None:
         """Load what stock wrote; ours is loaded once, with its optimizer, when both are wrapped."""
@@ -119,6 +123,7 @@ class TrainerResume:
             self._load(best, with_optimizer=False)
         else:
             if best is not None:
+                self._require_trusted(best)
                 self._check_stock(best)
             with self._unpickling_nothing():
                 self._stock.load_best_model()
@@ -141,6 +146,14 @@ class TrainerResume:
         options = replace(manager.options, save=None, keep=None)
         with CheckpointManager(place.root, coordinator=self._session.coordinator, options=options) as other:
             other.load(state, name=place.name, items=items)
+
+    def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Refuse what `verify_manifest` does not accept; of what stock wrote, it cannot accept anything."""
+        verify = self._session.manager.options.manifest_verifier
+        place = Place.of(checkpoint)
+        if verify is not None:
+            storage = open_storage(place.root)
+            self._session.coordinator.once(lambda: require_trusted(storage, place.name, verify))
 
     def _is_ours(self, checkpoint: str | os.PathLike[str]) -> bool:
         if self._lent is not None and self._lent.view == checkpoint:

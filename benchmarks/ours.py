@@ -9,7 +9,7 @@ from typing import ClassVar, final
 
 from benchmarks.contenders import Contender, InFlight, Kind, Task
 from ckpt_core import CheckpointManager
-from ckpt_core.options import Staging
+from ckpt_core.options import Checksums, Staging
 from ckpt_core.types import CapturedState
 
 
@@ -19,10 +19,11 @@ class _Ours(Contender):
     kind: ClassVar[Kind] = "ours"
     copies: ClassVar[int] = 1
     staging: ClassVar[Staging]
+    checksum: ClassVar[Checksums] = "crc32"
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._manager = CheckpointManager(task.root / self.key, staging=self.staging)
+        self._manager = CheckpointManager(task.root / self.key, staging=self.staging, checksum=self.checksum)
         self._captured = CapturedState(
             sharded={"": {"model": task.tensors}},
             stable=list(task.tensors.values()),
@@ -62,6 +63,15 @@ class OursBlocking(_Ours):
     key = "ours-blocking"
     name = "ckpt-suite, blocking"
     staging = "blocking"
+
+
+@final
+class OursBlockingSha256(OursBlocking):
+    """The same, with the SHA-256 of every file in the manifest."""
+
+    key = "ours-blocking-sha256"
+    name = "ckpt-suite, blocking, SHA-256"
+    checksum = "sha256"
 
 
 class OursOverlapped(_Ours):

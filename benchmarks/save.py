@@ -2,8 +2,8 @@
 
     python -m benchmarks.save --gib 2 --tensors 330 --rounds 11 --json out.json --picture out.png
 
-Without a mode: interleaved rounds of all contenders. Modes: --first, --interference, --soak, --ranks,
---simulate-ranks. --many and --large choose another state.
+Without a mode: interleaved rounds of all contenders. Modes: --first, --interference, --checksums,
+--soak, --ranks, --simulate-ranks. --many and --large choose another state.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     mode.add_argument(
         "--interference", action="store_true", help="what saves cost a training loop beside them"
     )
+    mode.add_argument(
+        "--checksums", action="store_true", help="CRC-32 beside SHA-256 of every file, and the raw disk"
+    )
     mode.add_argument("--soak", type=int, metavar="N", help="N saves in one process: does anything grow?")
     mode.add_argument("--ranks", type=int, metavar="N", help="N gloo ranks, sharded and replicated tensors")
     mode.add_argument(
@@ -60,6 +63,7 @@ def _mode(options: argparse.Namespace) -> Mode:
     modes: list[tuple[Any, Mode]] = [
         (options.first, _first),
         (options.interference, _interference),
+        (options.checksums, _checksums),
         (options.soak, _soak),
         (options.ranks, _ranks),
         (options.simulate_ranks, _simulate),
@@ -68,9 +72,17 @@ def _mode(options: argparse.Namespace) -> Mode:
 
 
 def _rounds(options: argparse.Namespace, root: Path) -> Report:
+    return _compared(options, root, lineup.SAVE)
+
+
+def _checksums(options: argparse.Namespace, root: Path) -> Report:
+    return _compared(options, root, lineup.CHECKSUMS)
+
+
+def _compared(options: argparse.Namespace, root: Path, types: Sequence[lineup.ContenderType]) -> Report:
     shape = state_shape(options)
     task = rounds.make_task(shape, options.device, root)
-    types = lineup.chosen(lineup.SAVE, options.only)
+    types = lineup.chosen(types, options.only)
     return rounds.run_rounds(types, shape, task, rounds=options.rounds, progress=tell)
 
 

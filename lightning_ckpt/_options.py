@@ -10,7 +10,17 @@ from typing import Any, Self, final
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import BackPressure, CheckpointOptions, OnDivergence, OnError, Staging, Verify
+from ckpt_core.options import (
+    BackPressure,
+    CheckpointOptions,
+    Checksums,
+    OnDivergence,
+    OnError,
+    SignManifest,
+    Staging,
+    Verify,
+    VerifyManifest,
+)
 from ckpt_core.retention import Abandoned, AllOf, AnyOf, KeepBest, RetentionPolicy
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
@@ -107,6 +117,11 @@ class Configured:
         on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
         on_divergence: what a save does when ranks hold different values under one name: fail (`refuse`), save
             the lowest rank's (`warn`) or every rank's own (`keep-each`).
+        checksum: of the files of a save: `crc32` finds what storage does to them, `sha256` also what people
+            do.
+        sign_manifest: signs what is about to be committed, as in `CheckpointOptions`; a function, or where to
+            import one from, as "package.module:function".
+        verify_manifest: the same, to judge what is about to be loaded; unless it returns True it is refused.
         verify: what is compared with its checksums before a load changes anything: `read` (what will be
             used), `full` (all of it) or `off`.
         read_once: whether bytes that several ranks need are read by one of them, which passes them on.
@@ -151,6 +166,9 @@ class Configured:
         reject_non_finite: bool = False,
         on_error: OnError = "raise",
         on_divergence: OnDivergence = "refuse",
+        checksum: Checksums = "crc32",
+        sign_manifest: SignManifest | str | None = None,
+        verify_manifest: VerifyManifest | str | None = None,
         verify: Verify | bool = "read",
         read_once: bool = True,
         allow_pickle: bool = False,
@@ -179,6 +197,9 @@ class Configured:
             "reject_non_finite": reject_non_finite,
             "on_error": on_error,
             "on_divergence": on_divergence,
+            "checksum": checksum,
+            "sign_manifest": sign_manifest,
+            "verify_manifest": verify_manifest,
             "verify": verify,
             "read_once": read_once,
             "allow_pickle": allow_pickle,

@@ -12,6 +12,7 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     IncompatibleCheckpointError,
+    UntrustedCheckpointError,
 )
 from ckpt_core.state import unwrap_optimizer
 from lightning_ckpt._metrics import Measured
@@ -127,6 +128,7 @@ class Session:
         self._roots.wait()
         kind = self._roots.once(lambda: self._kind(text))
         if kind is Kind.STOCK:
+            _refuse_unjudged(text, self.settings)
             if trusted or self.settings.options.allow_pickle:
                 return dict(load_stock(weights_only=False))
             self._roots.once(lambda: check_stock_checkpoint(text))
@@ -255,3 +257,10 @@ def refuse_hidden_shards(strategy: Any) -> None:
             f"{hidden} hides its shards from a checkpoint: use FSDPStrategy, ModelParallelStrategy or DDP, "
             "or leave ShardedCheckpoint out and save natively"
         )
+
+
+def _refuse_unjudged(path: str, settings: Settings) -> None:
+    """Refuse what Lightning wrote where manifests are to be judged: it has none."""
+    if settings.options.verify_manifest is not None:
+        why = "Lightning wrote it, so that it has no manifest for verify_manifest to judge"
+        raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)

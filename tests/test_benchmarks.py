@@ -355,6 +355,13 @@ def test_our_first_save_is_measured_after_a_prewarm_too(bench):
 
 
 @pytest.mark.slow
+def test_both_kinds_of_checksums_are_measured_in_the_same_rounds(bench):
+    contenders = bench("--checksums", *SMALL)["results"]["contenders"]
+    assert list(contenders) == [each.key for each in lineup.CHECKSUMS]
+    assert all(len(each["samples"]["durable_s"]) == 2 for each in contenders.values())
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_save_together(bench):
     report = bench("--ranks", "2", *SMALL, "--timeout-s", "200")

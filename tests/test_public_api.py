@@ -54,6 +54,7 @@ def test_the_names_users_meet_are_these() -> None:
             "RootBusyError",
         ),
         *("CorruptCheckpointError", "IncompatibleCheckpointError", "UnsafeCheckpointError", "SaveError"),
+        "UntrustedCheckpointError",
         *(
             "LoadError",
             "ArchivedError",

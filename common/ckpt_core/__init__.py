@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SaveError,
         StagingMemoryError,
         UnsafeCheckpointError,
+        UntrustedCheckpointError,
     )
     from ckpt_core.lifecycle import SaveHandle
     from ckpt_core.manager import CheckpointManager
@@ -57,7 +58,7 @@ _HOMES = {
     "cadence": "AtSteps EveryFraction EverySeconds EverySteps FirstStep OnPreemption SavePolicy",
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
-    "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError",
+    "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError",
     "lifecycle": "SaveHandle",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions",
@@ -105,6 +106,7 @@ __all__ = [
     "StagingMemoryError",
     "TrainState",
     "UnsafeCheckpointError",
+    "UntrustedCheckpointError",
     "__version__",
 ]
 

@@ -8,6 +8,7 @@ CheckpointError(Exception)
 ├─ CorruptCheckpointError                          files differ from what the manifest promises
 ├─ IncompatibleCheckpointError                     foreign or newer format, or another model's checkpoint
 ├─ UnsafeCheckpointError                           loading it would need pickle, which was not allowed
+├─ UntrustedCheckpointError                        `verify_manifest` does not accept it
 ├─ SaveError                                       a save failed; the last committed checkpoint is untouched
 │  ├─ NoRoomError                                  it would not have fitted on the disk; nothing was written
 │  └─ DivergenceError                              ranks hold different values under one name
@@ -156,6 +157,16 @@ class IncompatibleCheckpointError(CheckpointError):
 
 class UnsafeCheckpointError(CheckpointError):
     """Loading would execute a pickle and `allow_pickle=True` was not given."""
+
+
+class UntrustedCheckpointError(CheckpointError):
+    """The user's `verify_manifest` does not accept the checkpoint; its bytes may be whole all the same.
+
+    Attributes:
+        why: what the function did, in words.
+    """
+
+    why: str = ""
 
 
 class SaveError(CheckpointError):

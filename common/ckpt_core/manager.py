@@ -87,7 +87,12 @@ class CheckpointManager:
         self._catalog = Catalog(self.storage)
         self._cadence = CadenceKeeper(self.options.save, self._coordinator, listen=listen)
         self._saver = Saver(self.storage, self._coordinator, self.options, self._telemetry)
-        self._loader = Loader(self.storage, self._coordinator, self._telemetry)
+        self._loader = Loader(
+            self.storage,
+            self._coordinator,
+            self._telemetry,
+            verify_manifest=self.options.manifest_verifier,
+        )
         self._closed = False
 
     @property
@@ -199,6 +204,7 @@ class CheckpointManager:
 
         Raises:
             CorruptCheckpointError: there are checkpoints, and all of them are damaged.
+            UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
             ConfigError: what was given is no state, on any rank.
@@ -252,6 +258,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
             CorruptCheckpointError: it is damaged; nothing was touched.
+            UntrustedCheckpointError: `verify_manifest` does not accept it; nothing was touched.
             IncompatibleCheckpointError: it does not fit; nothing was touched.
             UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
             ConfigError: `include` or `rename` has a name that is not in the checkpoint; nothing was touched.

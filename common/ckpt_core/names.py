@@ -9,6 +9,7 @@ from functools import lru_cache
 FORMAT_VERSION = 1
 MARKER = "COMMITTED"
 MANIFEST = "manifest.json"
+SIGNATURE = f"{MANIFEST}.sig"
 METADATA = ".metadata"
 SHARED = "shared.json"
 KEPT = "kept_by_rank"
@@ -172,7 +173,9 @@ def data_rank(path: str) -> int | None:
 def is_own_file(path: str) -> bool:
     """Whether a file of a checkpoint has one of the names that only this package gives; DCP's included."""
     name = path.rpartition("/")[2]
-    return name in {MARKER, MANIFEST, METADATA, SHARED} or bool(_DATA.fullmatch(name) or is_own_json(name))
+    return name in {MARKER, MANIFEST, SIGNATURE, METADATA, SHARED} or bool(
+        _DATA.fullmatch(name) or is_own_json(name)
+    )
 
 
 def is_own_json(path: str) -> bool:

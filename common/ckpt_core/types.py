@@ -95,6 +95,8 @@ class CheckpointInfo:
         abandoned: whether the root's present lineage does not go on from it: training began afresh, or went
             back to an earlier checkpoint.
         save_id: of the save that wrote it.
+        manifest_sha256: SHA-256 of its `manifest.json`, hexadecimal: what names its content, as firmly as the
+            checksums in the manifest do.
     """
 
     step: int
@@ -109,6 +111,7 @@ class CheckpointInfo:
     lineage: Lineage = field(default_factory=Lineage)
     abandoned: bool = False
     save_id: str = ""
+    manifest_sha256: str = ""
 
     @property
     def usable(self) -> bool:

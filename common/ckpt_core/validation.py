@@ -5,13 +5,16 @@ Each check returns what is wrong as a phrase, or None, so that one error can lis
 
 from __future__ import annotations
 
+import importlib
 import math
 import operator
 import os
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar, cast
 
 from ckpt_core.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def require(owner: str, *problems: str | None) -> None:
@@ -82,7 +85,29 @@ def function(name: str, value: Any) -> str | None:
     module, _, attribute = value.partition(":") if isinstance(value, str) else ("", "", "")
     if callable(value) or (module and attribute):
         return None
-    return f'{name} must be a function or "package.module:function", not {value!r}'
+    # Anything but a name may be a secret that was meant for the function.
+    told = repr(value) if isinstance(value, str) else type(value).__name__
+    return f'{name} must be a function or "package.module:function", not {told}'
+
+
+def imported(owner: str, named: Callable[..., T] | str) -> Callable[..., T]:
+    """The function that a name such as "package.module:function" stands for; a function is its own.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(named, str):
+        return named
+    module, _, attributes = named.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{owner}: cannot import {named!r}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{owner}: {named!r} is no function, but {type(found).__name__}")
+    return cast("Callable[..., T]", found)
 
 
 def boolean(name: str, value: Any) -> str | None:

@@ -156,6 +156,11 @@ def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         action="store_true",
         help="fail also if a checkpoint holds what its manifest does not name",
     )
+    command.add_argument(
+        "--manifest-sha256",
+        metavar="HEX",
+        help="fail unless this is the SHA-256 of its manifest, which `show` prints",
+    )
     command.set_defaults(command=_verify.run)
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli._places import find_checkpoint, nothing_at
-from ckpt_core.commit import Catalog, Manifest, TensorEntry, describe, list_tensors, look_around, stock_parts
+from ckpt_core.commit import (
+    Catalog,
+    Manifest,
+    TensorEntry,
+    describe,
+    list_tensors,
+    look_around,
+    read_manifest,
+    stock_parts,
+)
 from ckpt_core.errors import CorruptCheckpointError
-from ckpt_core.names import MARKER, METADATA
+from ckpt_core.names import MARKER, METADATA, SIGNATURE
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, open_storage, read_small
 
@@ -41,13 +51,16 @@ def show(arguments: Namespace) -> Outcome:
 
 def _shown(storage: Storage, name: str) -> Outcome:
     catalog, place = Catalog(storage), f"{storage.url}/{name}"
-    manifest = catalog.manifest(name)
+    content = read_manifest(storage, name)
+    manifest, digest = Manifest.from_bytes(content), hashlib.sha256(content).hexdigest()
     pinned, damaged = _pinned(catalog, manifest.step), catalog.known_damage(name)
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
     listed |= {
         "created_utc": moment_text(manifest.created),
         "files": [asdict(entry) for entry in manifest.files],
         "lineage": asdict(manifest.lineage),
+        "manifest_sha256": digest,
+        "signed": storage.exists(f"{name}/{SIGNATURE}"),
     }
     table = Table(
         columns=("FILE", "SIZE", "CHECKSUM"),
@@ -55,7 +68,12 @@ def _shown(storage: Storage, name: str) -> Outcome:
     )
     return Outcome(
         fields={"checkpoint": place, "committed": True, "pinned": pinned, "damaged": damaged, **listed},
-        parts=[*_facts(place, manifest, pinned=pinned, damaged=damaged), "", table],
+        parts=[
+            *_facts(place, manifest, pinned=pinned, damaged=damaged),
+            f"manifest:    sha256:{digest}{f', signed: {SIGNATURE}' if listed['signed'] else ''}",
+            "",
+            table,
+        ],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,10 +13,11 @@ from ckpt_core.cli._places import nothing_at, open_checkpoint, open_root
 from ckpt_core.cli._progress import Progress
 from ckpt_core.commit import Catalog, strangers, verify, verify_stock
 from ckpt_core.errors import ArchivedError, CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
-from ckpt_core.names import MARKER, is_corrupt, is_incomplete, is_trash
+from ckpt_core.names import MANIFEST, MARKER, is_corrupt, is_incomplete, is_trash
 from ckpt_core.storage import Storage
 
 _MOST_TOLD: Final = 5
+_SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 @final
@@ -52,18 +54,35 @@ class _Result:
 def run(arguments: Namespace) -> Outcome:
     """Verify a checkpoint, or those chosen of a root, or what stock DCP wrote."""
     wants_root = arguments.step is not None or arguments.all
-    if not wants_root and (found := _one_checkpoint(arguments)) is not None:
+    digest = _digest(arguments)
+    if not wants_root and (found := _one_checkpoint(arguments, digest)) is not None:
         return found
     storage = open_root(arguments.place, arguments.storage_options)
     names = _names(Catalog(storage), arguments)
     if names:
-        return outcome(storage, names, strict=arguments.strict)
+        return outcome(storage, names, strict=arguments.strict, digest=digest)
     if wants_root:
         raise CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
-    return _stock(arguments)
+    return _stock(arguments, digest)
 
 
-def _one_checkpoint(arguments: Namespace) -> Outcome | None:
+def _digest(arguments: Namespace) -> str | None:
+    """The manifest that the user wants to find, by its SHA-256; None if any will do.
+
+    Raises:
+        ConfigError: it is no SHA-256, or more than one checkpoint is to have it.
+    """
+    if arguments.manifest_sha256 is None:
+        return None
+    digest = str(arguments.manifest_sha256).lower().removeprefix("sha256:")
+    if not _SHA256.fullmatch(digest):
+        raise ConfigError("--manifest-sha256 must be 64 hex digits, as `ckpt show` prints them")
+    if arguments.all:
+        raise ConfigError("--manifest-sha256 is of one checkpoint: it does not go with --all")
+    return digest
+
+
+def _one_checkpoint(arguments: Namespace, digest: str | None) -> Outcome | None:
     """The outcome for a place that is a checkpoint, committed or torn; None if it is something else."""
     try:
         storage, name = open_checkpoint(arguments.place, arguments.storage_options)
@@ -72,7 +91,7 @@ def _one_checkpoint(arguments: Namespace) -> Outcome | None:
     if is_incomplete(name) or is_trash(name) or is_corrupt(name) or storage.exists(f"{name}/{MARKER}"):
         if not storage.list(name):
             raise nothing_at(f"{storage.url}/{name}")
-        return outcome(storage, [name], strict=arguments.strict)
+        return outcome(storage, [name], strict=arguments.strict, digest=digest)
     return None
 
 
@@ -83,15 +102,39 @@ def _names(catalog: Catalog, arguments: Namespace) -> list[str]:
     return [info.name for info in (infos if arguments.all else infos[-1:])]
 
 
-def _stock(arguments: Namespace) -> Outcome:
+def _stock(arguments: Namespace, digest: str | None) -> Outcome:
     storage, name = open_checkpoint(arguments.place, arguments.storage_options)
-    result = _Result(name=name, failures=verify_stock(storage, name), note=" (stock DCP, by its CRC32s)")
+    failures = verify_stock(storage, name)
+    if digest is not None:
+        failures = [FileFailure(path=MANIFEST, problem="missing: stock DCP writes none"), *failures]
+    result = _Result(name=name, failures=failures, note=" (stock DCP, by its CRC32s)")
     return _told(storage, [result])
 
 
-def outcome(storage: Storage, names: Sequence[str], *, strict: bool = False) -> Outcome:
-    """Verify these checkpoints of a root; what is damaged is marked, and what is whole loses its mark."""
-    return _told(storage, [_verified(storage, name) for name in names], strict=strict)
+def outcome(
+    storage: Storage, names: Sequence[str], *, strict: bool = False, digest: str | None = None
+) -> Outcome:
+    """Verify these checkpoints of a root; what is damaged is marked, and what is whole loses its mark.
+
+    With `strict`, what the manifest does not name is a failure, too. With `digest`, each must also have the
+    manifest of that SHA-256; one that has another is not damaged.
+    """
+    results = [_verified(storage, name) for name in names]
+    if digest is not None:
+        results = [replace(each, failures=_exchanged(storage, each, digest)) for each in results]
+    return _told(storage, results, strict=strict)
+
+
+def _exchanged(storage: Storage, result: _Result, digest: str) -> Sequence[FileFailure]:
+    """The failures of a checkpoint, with that of its manifest if it is another than was asked for."""
+    try:
+        found = Catalog(storage).marker(result.name).manifest_sha256
+    except CheckpointError:
+        return result.failures  # which say so
+    if found == digest:
+        return result.failures
+    told = f"its SHA-256 is {found}, not {digest}: it is another checkpoint than was asked for"
+    return [FileFailure(path=MANIFEST, problem=told), *result.failures]
 
 
 def _verified(storage: Storage, name: str) -> _Result:

@@ -4,7 +4,7 @@ The one rule of the whole suite lives here: no `COMMITTED`, no checkpoint. Nothi
 torch, so that listing and verifying stay fast.
 """
 
-from ckpt_core.commit._catalog import Catalog, Survey
+from ckpt_core.commit._catalog import Catalog, Survey, read_manifest
 from ckpt_core.commit._index import TensorEntry, list_tensors
 from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
@@ -14,6 +14,7 @@ from ckpt_core.commit._occupant import Occupant, content_of
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
 from ckpt_core.commit._prune import collect_orphans, remove
 from ckpt_core.commit._quarantine import quarantine, replaced
+from ckpt_core.commit._signature import require_trusted, write_signature
 from ckpt_core.commit._soundness import Soundness
 from ckpt_core.commit._stock import stock_parts, verify_stock
 from ckpt_core.commit._strangers import strangers
@@ -53,14 +54,17 @@ __all__ = [
     "next_lineage",
     "on_present_line",
     "quarantine",
+    "read_manifest",
     "refuse_as_root",
     "remove",
     "replaced",
     "require_free",
+    "require_trusted",
     "share",
     "stock_parts",
     "strangers",
     "verify",
     "verify_stock",
     "working_name",
+    "write_signature",
 ]

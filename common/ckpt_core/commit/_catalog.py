@@ -183,28 +183,9 @@ class Catalog:
             raise _corrupt(f"{self._storage.url}/{name}", MARKER, problem)
         return marker
 
-    def manifest(self, name: str) -> Manifest:
-        """The manifest of directory `name`, the one that was committed.
-
-        Raises:
-            CheckpointNotFoundError: `name` is not committed.
-            CorruptCheckpointError: marker or manifest are malformed, or do not belong together.
-            IncompatibleCheckpointError: they were written by a newer version.
-        """
-        marker, place = self.marker(name), f"{self._storage.url}/{name}"
-        try:
-            content = read_small(
-                self._storage, f"{name}/{MANIFEST}", min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
-            )
-        except FileNotFoundError:
-            raise _corrupt(place, MANIFEST, "missing") from None
-        if not marker.matches(content):
-            problem = f"not the file that was committed: its digest differs from {MARKER}'s"
-            raise _corrupt(place, MANIFEST, problem)
-        manifest = Manifest.from_bytes(content)
-        if not marker.is_of(manifest):
-            raise _corrupt(place, MARKER, f"says what {MANIFEST} does not: it is the marker of another save")
-        return manifest
+    def manifest(self, name: str, *, sha256: str | None = None) -> Manifest:
+        """The manifest of directory `name`, the one that was committed; errors as by `read_manifest`."""
+        return _committed_manifest(self._storage, name, sha256)[1]
 
     def torn(self) -> list[str]:
         """Directories of saves and prunes that did not end: being written just now, or left by a crash."""
@@ -297,6 +278,39 @@ class Catalog:
             marks = marks_to_change(self._storage)
             rest = {other: mark for other, mark in _of_kind(marks, bad=bad).items() if other != name}
             replace_marks(self._storage, _in_force(self, _with_kind(marks, rest, bad=bad)))
+
+
+def read_manifest(storage: Storage, name: str, *, sha256: str | None = None) -> bytes:
+    """Read the manifest of a committed checkpoint, the bytes that were committed.
+
+    Args:
+        storage: the root.
+        name: of the checkpoint's directory.
+        sha256: its digest, if only one manifest will do.
+
+    Raises:
+        CheckpointNotFoundError: `name` is not committed.
+        CorruptCheckpointError: marker or manifest are malformed, or do not belong together.
+        IncompatibleCheckpointError: they were written by a newer version.
+    """
+    return _committed_manifest(storage, name, sha256)[0]
+
+
+def _committed_manifest(storage: Storage, name: str, sha256: str | None) -> tuple[bytes, Manifest]:
+    marker, place = Catalog(storage).marker(name), f"{storage.url}/{name}"
+    try:
+        content = read_small(storage, f"{name}/{MANIFEST}", min(marker.manifest_bytes, MAX_MANIFEST_BYTES))
+    except FileNotFoundError:
+        raise _corrupt(place, MANIFEST, "missing") from None
+    if not marker.matches(content):
+        problem = f"not the file that was committed: its digest differs from {MARKER}'s"
+        raise _corrupt(place, MANIFEST, problem)
+    if sha256 is not None and marker.manifest_sha256 != sha256:
+        raise _corrupt(place, MANIFEST, f"its SHA-256 is {marker.manifest_sha256}, not {sha256}")
+    manifest = Manifest.from_bytes(content)
+    if not marker.is_of(manifest):
+        raise _corrupt(place, MARKER, f"says what {MANIFEST} does not: it is the marker of another save")
+    return content, manifest
 
 
 def _mark(storage: Storage, catalog: Catalog, name: str, problem: str, *, bad: bool) -> None:

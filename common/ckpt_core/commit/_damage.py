@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import IO, Final
 
-from ckpt_core.checksums import checksum, crc32
+from ckpt_core.checksums import checksum, crc32, crc32_value
 from ckpt_core.chunks import ChunkTable, FileChunks
 from ckpt_core.commit._manifest import Manifest
 from ckpt_core.errors import CheckpointError
@@ -28,6 +28,8 @@ def damage_in(storage: Storage, name: str, manifest: Manifest, entry: FileEntry)
         return ""
     with storage.open(f"{name}/{entry.path}") as stream:
         damaged = [found for chunk in chunks if (found := _damaged_range(stream, chunk)) is not None]
+    if not damaged and crc32_value(entry.checksum) is None:
+        return "; every value in it has its CRC-32, so the damage lies between them, or was made on purpose"
     if not damaged:
         return "; every value in it is intact, the damage lies between them"
     named = [f"{key} (bytes {start} to {end})" for key, start, end in damaged[:_MOST_NAMED]]

@@ -203,6 +203,7 @@ class Marker:
             bad=bad,
             lineage=self.lineage,
             save_id=self.save_id,
+            manifest_sha256=self.manifest_sha256,
         )
 
     def to_bytes(self) -> bytes:

@@ -13,6 +13,7 @@ from ckpt_core.names import (
     MANIFEST,
     MARKER,
     METADATA,
+    SIGNATURE,
     data_rank,
     is_own_json,
     parse_step_name,
@@ -100,6 +101,8 @@ def _unmarked(storage: Storage, name: str) -> Occupant:
     paths = list(_files(storage, name, depth=2))
     if any(map(is_own_json, paths)) or (MANIFEST in paths and _has_manifest(storage, name)):
         return Occupant.TORN
+    if SIGNATURE in paths and not storage.supports_rename:
+        return Occupant.TORN  # it came late, after what it was to sign had been cleared away
     files = {path.rpartition("/")[2] for path in paths}
     if any(data_rank(file) is not None for file in files) and METADATA not in files:
         # Nobody's checkpoint: DCP writes its index last. Ours is moved onto its name only when it is whole.

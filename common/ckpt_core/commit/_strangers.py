@@ -1,8 +1,9 @@
 """Files in checkpoint directories that are not ours: carried along, worked around, never deleted.
 
-Ours are the files that the manifest lists, the manifest and the marker. Whatever else is there belongs to
-the user, whenever it came. It is moved by renames only, links as links, and no file takes another's place:
-where both have the same name, the user's is kept beside ours under a name that `beside_name` makes.
+Ours are the files that the manifest lists, the manifest, its signature and the marker. Whatever else is
+there belongs to the user, whenever it came. It is moved by renames only, links as links, and no file takes
+another's place: where both have the same name, the user's is kept beside ours under a name that `beside_name`
+makes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.names import (
     MANIFEST,
     MARKER,
+    SIGNATURE,
     beside_name,
     is_own_file,
     is_own_json,
@@ -138,7 +140,7 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def _listed(manifest: Manifest) -> frozenset[str]:
-    return frozenset([*(entry.path for entry in manifest.files), MANIFEST, MARKER])
+    return frozenset([*(entry.path for entry in manifest.files), SIGNATURE, MANIFEST, MARKER])
 
 
 def _manifest(storage: Storage, directory: str) -> Manifest | None:
@@ -228,7 +230,9 @@ def _beside_path(path: str) -> str:
 def _to_move(storage: Storage, working: str, manifest: Manifest) -> list[str]:
     """What of a finished save has not been moved yet, but the marker; the manifest last."""
     there = set(_walk(storage, working))
-    return [path for path in (*(entry.path for entry in manifest.files), MANIFEST) if path in there]
+    return [
+        path for path in (*(entry.path for entry in manifest.files), SIGNATURE, MANIFEST) if path in there
+    ]
 
 
 def _of_cut_merge(storage: Storage, working: str, name: str) -> Manifest | None:

@@ -4,6 +4,7 @@ from ckpt_core.consistency import check_metadata
 from ckpt_core.dcp import _plan_message as _plan_message
 from ckpt_core.dcp._dedup import Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
+from ckpt_core.dcp._hashing import Hashing
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._kept import held_by_this_rank, kept_name
 from ckpt_core.dcp._kinds import is_expanded
@@ -22,6 +23,7 @@ __all__ = [
     "Decision",
     "Fingerprints",
     "GroupNames",
+    "Hashing",
     "Image",
     "ImageLayout",
     "Landing",

@@ -24,6 +24,7 @@ from typing_extensions import override
 from ckpt_core.checksums import checksum, crc32
 from ckpt_core.chunks import ChunkColumns, ChunkTable, TableEntry
 from ckpt_core.dcp._archive import pad_archive
+from ckpt_core.dcp._hashing import Hashing
 from ckpt_core.dcp._image import Image, ImageLayout, Spans, spec_of
 from ckpt_core.names import METADATA, data_name
 from ckpt_core.storage import Storage
@@ -50,20 +51,30 @@ class ShardWriter(StorageWriter):
         part: sub-directory of this part, "" for the checkpoint directory itself.
         rank: set by DCP when DCP drives, by us otherwise.
         pace: slows the writing of tensors down; None to write as fast as storage takes it.
+        hashing: hashes the file of tensors while it is written, and tells by which algorithm byte entries
+            are; None for CRC-32.
 
     Attributes:
-        files: every file written, for the manifest.
+        files: every file written, for the manifest; that of tensors with its CRC-32.
         tables: every data file written, for the rank's chunk table.
     """
 
     def __init__(
-        self, storage: Storage, directory: str, *, part: str = "", rank: int = 0, pace: Pace | None = None
+        self,
+        storage: Storage,
+        directory: str,
+        *,
+        part: str = "",
+        rank: int = 0,
+        pace: Pace | None = None,
+        hashing: Hashing | None = None,
     ) -> None:
         self._storage = storage
         self._directory = directory
         self._part = part
         self._rank = rank
         self._pace = pace
+        self._hashing = hashing or Hashing()
         self.files: list[FileEntry] = []
         self.tables: list[TableEntry] = []
 
@@ -79,7 +90,7 @@ class ShardWriter(StorageWriter):
         """
         if image.layout.slots:
             path = self._path(data_name(self._rank, _SHARDS))
-            pieces = image.pieces(wait_for)
+            pieces: Iterable[memoryview] = self._hashing.follow(path, image.pieces(wait_for))
             self._storage.write_pieces(self._key(path), pieces if self._pace is None else self._pace(pieces))
             self.files.append(image.file_entry(path))
             self.tables.append(image.table_entry(path))
@@ -162,7 +173,8 @@ class ShardWriter(StorageWriter):
 
     def _write_file(self, path: str, content: bytes) -> None:
         self._storage.write_bytes(self._key(path), content)
-        self.files.append(FileEntry(path=path, size_bytes=len(content), checksum=checksum(content)))
+        text = checksum(content, self._hashing.algorithm)
+        self.files.append(FileEntry(path=path, size_bytes=len(content), checksum=text))
 
 
 def _sort(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast, final
+from typing import final
 
 from ckpt_core.cadence import OnPreemption
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import ConfigError
 from ckpt_core.lifecycle._signals import SignalCounter
+from ckpt_core.validation import imported
 
 _logger = logger_of(__name__)
 _PERIOD_SECONDS = 1.0
@@ -108,20 +107,5 @@ def _sources(policy: OnPreemption) -> dict[str, Callable[[], bool]]:
     if policy.file is not None:
         found[f"file {policy.file}"] = Path(policy.file).expanduser().exists
     if policy.when is not None:
-        found[f"function {policy.when}"] = _function(policy.when)
+        found[f"function {policy.when}"] = imported("OnPreemption", policy.when)
     return found
-
-
-def _function(named: Callable[[], bool] | str) -> Callable[[], bool]:
-    if not isinstance(named, str):
-        return named
-    module, _, attributes = named.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for attribute in attributes.split("."):
-            found = getattr(found, attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"OnPreemption: cannot import {named!r}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"OnPreemption: {named!r} is no function, but {found!r}")
-    return cast("Callable[[], bool]", found)

@@ -66,6 +66,7 @@ class LoadRequest:
         verification: what is verified before anything live changes.
         read_once: whether ranks read for one another.
         committed: what was found there; None if it may be a directory that stock DCP wrote.
+        manifest_sha256: of the manifest that was accepted; None if nobody had to accept it.
     """
 
     directory: str
@@ -74,6 +75,7 @@ class LoadRequest:
     verification: Verify = "read"
     read_once: bool = True
     committed: CheckpointInfo | None = None
+    manifest_sha256: str | None = None
 
     @classmethod
     def of(cls, options: CheckpointOptions, selection: Selection) -> Self:
@@ -207,7 +209,7 @@ class _Load:
             self._coordinator,
             selection=request.selection,
             allow_pickle=request.allow_pickle,
-            committed=request.committed is not None,
+            committed=request.manifest_sha256 or request.committed is not None,
         )
         parts, misfits = self._targets(opened)
         if request.selection.strict and (misfits.missing or misfits.mismatched):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
-from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around
+from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around, require_trusted
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -16,10 +16,12 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
+    UntrustedCheckpointError,
 )
 from ckpt_core.lifecycle._load import LoadRequest, load
 from ckpt_core.lifecycle._open import is_stock
 from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
+from ckpt_core.options import VerifyManifest
 from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -42,10 +44,25 @@ class Loaded:
 
 @final
 class Loader:
-    """Finds, verifies and loads checkpoints. Every method is collective."""
+    """Finds, verifies and loads checkpoints. Every method is collective.
 
-    def __init__(self, storage: Storage, coordinator: Coordinator, telemetry: Telemetry) -> None:
+    Args:
+        storage: the root.
+        coordinator: the ranks of the job.
+        telemetry: receives spans.
+        verify_manifest: judges every checkpoint before it is read; None if none is judged.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        coordinator: Coordinator,
+        telemetry: Telemetry,
+        *,
+        verify_manifest: VerifyManifest | None = None,
+    ) -> None:
         self._storage = storage
+        self._verify_manifest = verify_manifest
         self._coordinator = coordinator
         self._telemetry = telemetry
 
@@ -57,6 +74,8 @@ class Loader:
         note_damaged: Callable[[Mapping[str, str]], None] | None = None,
     ) -> Loaded | None:
         """Load the newest committed checkpoint that verifies; one that does not is reported and passed over.
+
+        So is one that is not trusted.
 
         A checkpoint that was marked as damaged before is tried as any other: a mark may be wrong. If the
         job that owns the root prunes one while it is being read, there is a newer one: that is looked for.
@@ -71,6 +90,8 @@ class Loader:
 
         Raises:
             CorruptCheckpointError: checkpoints are there, and every one is damaged; nothing was touched.
+            UntrustedCheckpointError: the same, and some of them are whole but not trusted.
+            LoadError: nobody could tell whether one is trusted; nothing was touched.
             IncompatibleCheckpointError: the newest is of another state, or what may be the newest was written
                 by a newer version; nothing was touched.
             CheckpointNotFoundError: time and again what was chosen was pruned; nothing was touched.
@@ -89,16 +110,15 @@ class Loader:
         note_damaged: Callable[[Mapping[str, str]], None] | None,
     ) -> Loaded | None:
         survey: Survey = self._coordinator.once(self._survey, what="looking for checkpoints")
-        damaged = _unreadable(survey)
+        damaged, untrusted = _unreadable(survey), dict[str, str]()
         for name, problem in damaged.items():
             self._report(name, parse_step_name(name), problem)
         for info in self._not_bad(survey):
             _refuse_newer(survey, self._storage.url, than=info.step)
             try:
                 saved = self.load(replace(request, directory=info.name, committed=info), source)
-            except CorruptCheckpointError as error:
-                damaged[info.name] = _shorten(error.failures) or str(error)
-                self._report(info.name, info.step, damaged[info.name])
+            except (CorruptCheckpointError, UntrustedCheckpointError) as error:
+                self._pass_over(info, error, damaged, untrusted)
             else:
                 if damaged and note_damaged is not None:
                     note_damaged(damaged)
@@ -107,7 +127,8 @@ class Loader:
         if damaged and note_damaged is not None:
             note_damaged(damaged)
         if damaged or survey.committed:
-            raise CorruptCheckpointError(_nothing_usable(self._storage.url, survey, damaged))
+            kind = UntrustedCheckpointError if untrusted else CorruptCheckpointError
+            raise kind(_nothing_usable(self._storage.url, survey, damaged, untrusted))
         return None
 
     def locate(self, request: LoadRequest, *, step: int | None, name: str | None) -> LoadRequest:
@@ -126,11 +147,12 @@ class Loader:
 
         Raises:
             CorruptCheckpointError: it does not verify; nothing was touched.
+            UntrustedCheckpointError: it is not trusted; nothing was touched.
             CheckpointNotFoundError: it was pruned while it was being read; nothing was touched.
         """
         try:
             return load(
-                request,
+                replace(request, manifest_sha256=self._accepted(request.directory)),
                 source,
                 storage=self._storage,
                 coordinator=self._coordinator,
@@ -145,6 +167,15 @@ class Loader:
             ) from error
         except ArchivedError as error:
             raise _archived(f"{self._storage.url}/{request.directory}", error) from error
+
+    def _accepted(self, name: str) -> str | None:
+        """SHA-256 of the manifest, if it was judged and may be used; see `require_trusted`."""
+        if self._verify_manifest is None:
+            return None
+        return self._coordinator.once(
+            lambda: require_trusted(self._storage, name, self._verify_manifest),
+            what="asking whether a checkpoint is trusted",
+        )
 
     def _is_there(self, info: CheckpointInfo) -> bool:
         """Whether the name still leads to that checkpoint."""
@@ -241,21 +272,39 @@ class Loader:
                     "%s/%s is marked as bad (%s) and is passed over", self._storage.url, info.name, info.bad
                 )
 
-    def _report(self, name: str, step: int | None, problem: str) -> None:
+    def _pass_over(
+        self,
+        info: CheckpointInfo,
+        error: CorruptCheckpointError | UntrustedCheckpointError,
+        damaged: dict[str, str],
+        untrusted: dict[str, str],
+    ) -> None:
+        """Tell why a checkpoint is not taken; others may trust one that is not trusted: it is not marked."""
+        if isinstance(error, UntrustedCheckpointError):
+            untrusted[info.name] = error.why
+            self._report(info.name, info.step, error.why, what="not trusted")
+        else:
+            damaged[info.name] = _shorten(error.failures) or str(error)
+            self._report(info.name, info.step, damaged[info.name])
+
+    def _report(self, name: str, step: int | None, problem: str, *, what: str = "damaged") -> None:
         self._telemetry.point("load.rejected", name=name, step=step, failures=problem)
         if self._coordinator.is_coordinator:
             _logger.error(
-                "%s/%s is committed but damaged (%s) and is passed over", self._storage.url, name, problem
+                "%s/%s is committed but %s (%s) and is passed over", self._storage.url, name, what, problem
             )
 
 
-def _nothing_usable(url: str, survey: Survey, damaged: Collection[str]) -> str:
+def _nothing_usable(url: str, survey: Survey, damaged: Collection[str], untrusted: Mapping[str, str]) -> str:
     bad = [info.name for info in survey.committed if info.bad is not None]
-    what = " or ".join(word for word, some in (("damaged", damaged), ("marked as bad", bad)) if some)
+    groups = (("damaged", damaged), ("not trusted", untrusted), ("marked as bad", bad))
+    what = " or ".join(word for word, some in groups if some)
     text = (
-        f"every committed checkpoint in {url} is {what}: {', '.join([*damaged, *bad])}. Nothing was loaded; "
-        "look at each with `ckpt verify`, bring one back from a copy, or start in another root"
+        f"every committed checkpoint in {url} is {what}: {', '.join([*damaged, *untrusted, *bad])}. Nothing "
+        "was loaded; look at each with `ckpt verify`, bring one back from a copy, or start in another root"
     )
+    if untrusted:
+        text += f". Why it is not trusted: {next(iter(untrusted.values()))}"
     if bad:
         text += ", or take a mark away with `ckpt mark ROOT@STEP good`"
     left = ", ".join(info.name for info in survey.abandoned)

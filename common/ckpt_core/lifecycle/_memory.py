@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias, final
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from ckpt_core.checksums import checksum
+from ckpt_core.checksums import CRC32, checksum
 from ckpt_core.chunks import ChunkTable, TableEntry, encode_table
 from ckpt_core.dcp import Pace, check_metadata, encode_metadata, places_in
 from ckpt_core.errors import CorruptCheckpointError, SaveError
@@ -89,11 +89,11 @@ class KeptContent:
     checksum: str
 
     @classmethod
-    def of(cls, content: bytes) -> KeptContent:
+    def of(cls, content: bytes, algorithm: str = CRC32) -> KeptContent:
         """Keep a copy of `content`."""
         kept = mmap.mmap(-1, max(1, len(content)))
         kept.write(content)
-        return cls(memory=memoryview(kept)[: len(content)], checksum=checksum(content))
+        return cls(memory=memoryview(kept)[: len(content)], checksum=checksum(content, algorithm))
 
     def pieces(self) -> Iterator[memoryview]:
         """The content, in pieces for `Storage.write_pieces`."""
@@ -109,10 +109,12 @@ class WriteMemory:
 
     Args:
         pace: slows the writing of tensors down; None to write as fast as storage takes it.
+        algorithm: of the checksums of files.
     """
 
-    def __init__(self, *, pace: Pace | None = None) -> None:
+    def __init__(self, *, pace: Pace | None = None, algorithm: str = CRC32) -> None:
         self.pace = pace
+        self.algorithm = algorithm
         self._reported: _Layout | None = None
         self._pending: _Layout | None = None
         self._tables: dict[int, bytes] = {}
@@ -163,7 +165,7 @@ class WriteMemory:
             for part in stale:
                 places = dict(place for table in tables for place in places_in(table, part))
                 _check_loadable(plans[part], places, part, sizes)
-                content = KeptContent.of(encode_metadata(plans[part], places))
+                content = KeptContent.of(encode_metadata(plans[part], places), self.algorithm)
                 self._metadata[part] = plans[part], content
         return {part: self._metadata[part][1] for part in plans}
 

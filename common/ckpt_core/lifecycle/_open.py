@@ -125,9 +125,11 @@ def open_checkpoint(
     *,
     selection: Selection,
     allow_pickle: bool,
-    committed: bool = False,
+    committed: bool | str = False,
 ) -> Opened:
     """Open a checkpoint of ours, or, unless it is known to be `committed`, what stock DCP wrote.
+
+    If `committed` is a SHA-256, only the checkpoint with that manifest will do.
 
     Raises:
         CheckpointNotFoundError: there is neither.
@@ -135,8 +137,9 @@ def open_checkpoint(
         CorruptCheckpointError: a file is damaged.
         UnsafeCheckpointError: it needs pickle and that was not allowed.
     """
-    ours = committed or storage.exists(f"{directory}/{MARKER}")
-    manifest = Catalog(storage).manifest(directory) if ours else None
+    ours = bool(committed) or storage.exists(f"{directory}/{MARKER}")
+    digest = committed if isinstance(committed, str) else None
+    manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
     files = Files(storage, directory, manifest)
     parts = _committed_parts(files) if ours else _parts(storage, directory)
     if not parts:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import assert_never, final
 
 from ckpt_core.commit import abandon, begin
@@ -45,8 +47,8 @@ from ckpt_core.lifecycle._reducer import (
     Written,
     reduce,
 )
-from ckpt_core.lifecycle._replicas import Judge
-from ckpt_core.lifecycle._write import commit_all, write_rank
+from ckpt_core.lifecycle._write import Terms, commit_all, write_rank
+from ckpt_core.options import SignManifest
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage
@@ -64,11 +66,10 @@ class SaveContext:
         telemetry: receives spans.
         memory: what writing keeps from save to save.
         background: told whenever a save gets on.
-        check: called on the coordinator before anything is written, and before the commit; raises to refuse.
+        terms: what a commit depends on; `check` is also called before anything is written.
         make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
         reject_non_finite: whether NaN and infinities in staged weights make the save fail.
-        judge: compares what ranks hold under one name, on the coordinator.
         diverged: called on every rank when that was found to differ, and refused.
     """
 
@@ -77,10 +78,9 @@ class SaveContext:
     telemetry: Telemetry
     memory: WriteMemory
     background: Background
-    check: Callable[[], None]
+    terms: Terms
     make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
-    judge: Judge
     diverged: Callable[[], None]
     reject_non_finite: bool = False
 
@@ -101,6 +101,8 @@ class SaveRun:
         self._telemetry = context.telemetry
         self._memory = context.memory
         self._context = context
+        sign = context.terms.sign
+        self._terms = replace(context.terms, sign=None if sign is None else partial(self._sign, sign))
         self._beat = context.background.beat
         self._deadline_seconds = context.background.deadline_seconds
         # Exchanges with other ranks have deadlines of their own; after this even they count as hanging.
@@ -113,6 +115,7 @@ class SaveRun:
         # What is left to do for as long as an earlier save keeps this one from beginning.
         self._phase: SavePhase = "open"
         self._committing = False
+        self._giving_up = threading.Lock()
 
     def run(self) -> None:
         """Go through with the save; its outcome goes to the handle, nothing is raised."""
@@ -126,11 +129,13 @@ class SaveRun:
     def give_up(self, told: str) -> None:
         """The background thread hangs: this save has failed on this rank, and in the end on all."""
         request, rank = self._prepared.request, self._coordinator.rank
-        # Whenever it wakes up it goes on, and a commit cannot be called back.
-        error = DeadlineError(f"rank {rank}: {told}", failures={rank: told}, in_doubt=self._committing)
-        failed = save_error(self._storage.url, request.step, self._phase, error)
-        reject(self._handle.staged, failed)
-        if not reject(self._handle.committed, failed):
+        with self._giving_up:
+            # Whenever it wakes up it goes on, and a commit cannot be called back.
+            error = DeadlineError(f"rank {rank}: {told}", failures={rank: told}, in_doubt=self._committing)
+            failed = save_error(self._storage.url, request.step, self._phase, error)
+            reject(self._handle.staged, failed)
+            told_in_time = reject(self._handle.committed, failed)
+        if not told_in_time:
             _logger.error("after the commit of step %d: %s", request.step, error)
 
     def _get_on(self, doing: str) -> None:
@@ -217,7 +222,7 @@ class SaveRun:
                 f"rank 0: {found.text}", failures={0: found.text}, causes={0: found}
             ) from error
         request, assignment = self._prepared.request, self._prepared.assignment
-        self._context.check()
+        self._terms.check()
         self._context.make_room(self._prepared)
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
@@ -245,8 +250,6 @@ class SaveRun:
         def commit(reports: list[bytes]) -> bytes:
             if self._refusal is not None:
                 raise self._refusal
-            if (late := self._given_up()) is not None:
-                raise late
             return json.dumps(asdict(self._commit(reports))).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
@@ -267,15 +270,29 @@ class SaveRun:
             self._events.append(Committed(info))
 
     def _commit(self, reports: list[bytes]) -> CheckpointInfo:
-        check, judge = self._context.check, self._context.judge
-        self._committing = True
-        self._beat("committing")
+        self._begin_committing()
         try:
-            check()
-            return commit_all(self._storage, self._prepared, reports, self._memory, check=check, judge=judge)
+            self._terms.check()
+            return commit_all(self._storage, self._prepared, reports, self._memory, terms=self._terms)
         finally:
             # Only to be told yet, for which a store may take its time.
             self._beat("telling the other ranks", self._patience_seconds)
+
+    def _begin_committing(self) -> None:
+        """From now on it is in doubt whether a save that is given up is committed."""
+        with self._giving_up:
+            if (late := self._given_up()) is not None:
+                raise late
+            self._committing = True
+        self._beat("committing")
+
+    def _sign(self, sign: SignManifest, name: str, manifest: bytes) -> bytes:
+        """Sign, unless that takes so long that the save was given up: then it is not committed any more."""
+        self._committing = False
+        self._beat("signing the manifest")
+        signature = sign(name, manifest)
+        self._begin_committing()
+        return signature
 
     def _fail(self, error: CheckpointError) -> None:
         self._committing = False
@@ -298,7 +315,7 @@ class SaveRun:
     def _abandon(self) -> None:
         working = self._prepared.assignment.working
         try:
-            self._context.check()
+            self._terms.check()
         except (OSError, CheckpointError) as error:
             # On an object store the job that owns the root now may be writing under the very same name.
             _logger.warning("what was written to %s/%s is left: %s", self._storage.url, working, error)

@@ -27,6 +27,7 @@ from ckpt_core.lifecycle._room import Room
 from ckpt_core.lifecycle._save import SaveContext, SaveRun
 from ckpt_core.lifecycle._stage import Stager
 from ckpt_core.lifecycle._throttle import Throttle
+from ckpt_core.lifecycle._write import Terms
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.staging import Arenas
 from ckpt_core.storage import Storage
@@ -74,13 +75,16 @@ class Saver:
             storage=storage,
             coordinator=coordinator,
             telemetry=telemetry,
-            memory=WriteMemory(pace=None if rate is None else Throttle(rate)),
+            memory=WriteMemory(pace=None if rate is None else Throttle(rate), algorithm=options.checksum),
             background=background,
-            check=self.ownership.check,
+            terms=Terms(
+                check=self.ownership.check,
+                judge=Judge(options.on_divergence),
+                sign=options.manifest_signer,
+            ),
             make_room=self._room.make,
             reject_non_finite=options.reject_non_finite,
             committed=self._committed,
-            judge=Judge(options.on_divergence),
             diverged=self._workshop.plans.distrust,
         )
         self._flight = Flight(

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 
 from ckpt_core._version import __version__
 from ckpt_core.checksums import checksum
 from ckpt_core.chunks import TableEntry, encode_table
-from ckpt_core.commit import ItemKind, Manifest, commit
-from ckpt_core.dcp import ShardWriter
+from ckpt_core.commit import ItemKind, Manifest, commit, write_signature
+from ckpt_core.dcp import Hashing, ShardWriter
 from ckpt_core.errors import SaveError
 from ckpt_core.lifecycle._memory import RankReport, WriteMemory
 from ckpt_core.lifecycle._prepare import Assignment, PreparedSave, failed_in
 from ckpt_core.lifecycle._replicas import Judge
 from ckpt_core.lifecycle._stage import StagedParts
 from ckpt_core.names import METADATA, chunks_name, is_own_file
+from ckpt_core.options import SignManifest
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, FileEntry
 
@@ -43,21 +44,25 @@ def write_rank(
         SaveError: a tensor could not be copied, or was changed meanwhile.
         OSError: storage failed.
     """
-    working = prepared.assignment.working
+    working, staged = prepared.assignment.working, prepared.staged
     files: list[FileEntry] = []
     entries: list[TableEntry] = []
-    staged = prepared.staged
-    for part, image in staged.images.items():
-        writer = ShardWriter(storage, working, part=part, rank=prepared.rank, pace=memory.pace)
-        writer.write_image(image, partial(_next_slot, staged, part, beat))
-        beat(f"writing the values in {working}")
-        writer.write_values(staged.values[part])
-        files += writer.files
-        entries += writer.tables
-    _finish_copies(staged)
-    for name, content in {**_table(storage, prepared.rank, entries, small), **small}.items():
-        beat(f"writing {working}/{name}")
-        files.append(_write_file(storage, working, name, content))
+    with Hashing(memory.algorithm) as hashing:
+        for part, image in staged.images.items():
+            writer = ShardWriter(
+                storage, working, part=part, rank=prepared.rank, pace=memory.pace, hashing=hashing
+            )
+            writer.write_image(image, partial(_next_slot, staged, part, beat))
+            beat(f"writing the values in {working}")
+            writer.write_values(staged.values[part])
+            files += writer.files
+            entries += writer.tables
+        _finish_copies(staged)
+        for name, content in {**_table(storage, prepared.rank, entries, small), **small}.items():
+            beat(f"writing {working}/{name}")
+            files.append(_write_file(storage, working, name, content, algorithm=memory.algorithm))
+        hashed = hashing.checksums(beat)
+    files = [replace(entry, checksum=hashed.get(entry.path, entry.checksum)) for entry in files]
     for directory in _directories(prepared.assignment, files):
         beat(f"writing {directory}")
         storage.sync_directory(directory)
@@ -90,14 +95,30 @@ def _finish_copies(staged: StagedParts) -> None:
         raise failed_in("stage", error) from error
 
 
-def _write_file(storage: Storage, working: str, path: str, content: bytes) -> FileEntry:
+def _write_file(storage: Storage, working: str, path: str, content: bytes, *, algorithm: str) -> FileEntry:
     storage.write_bytes(f"{working}/{path}", content)
-    return FileEntry(path=path, size_bytes=len(content), checksum=checksum(content))
+    return FileEntry(path=path, size_bytes=len(content), checksum=checksum(content, algorithm))
 
 
 def _directories(assignment: Assignment, files: Sequence[FileEntry]) -> list[str]:
     inner = {entry.path.rpartition("/")[0] for entry in files}
     return sorted(f"{assignment.working}/{path}" if path else assignment.working for path in inner)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What the commits of one manager depend on.
+
+    Attributes:
+        check: see `commit`.
+        judge: compares what ranks hold under one name.
+        sign: signs the manifest, if it is to be signed.
+    """
+
+    check: Callable[[], None] = lambda: None
+    judge: Judge | None = None
+    sign: SignManifest | None = None
 
 
 def commit_all(
@@ -106,21 +127,20 @@ def commit_all(
     messages: Sequence[bytes],
     memory: WriteMemory,
     *,
-    check: Callable[[], None] = lambda: None,
-    judge: Judge | None = None,
+    terms: Terms | None = None,
 ) -> CheckpointInfo:
     """Turn the ranks' files into a checkpoint; on the coordinator only, when all ranks have reported.
 
-    For `check` see `commit`; `judge` compares what ranks hold under one name.
-
     Raises:
-        DivergenceError: it differs, and that is refused.
+        DivergenceError: ranks hold different values under one name, and that is refused.
+        SaveError: the manifest could not be signed.
         CheckpointError: see `commit`.
     """
+    terms = terms or Terms()
     reports = [RankReport.decode(message) for message in messages]
     shown = [report.evidence for report in reports if report.evidence is not None]
-    if judge is not None and len(shown) == len(reports):
-        judge.judge(
+    if terms.judge is not None and len(shown) == len(reports):
+        terms.judge.judge(
             shown, prepared.replicas, generation=prepared.extras.generation, step=prepared.request.step
         )
     memory.take(reports)
@@ -143,8 +163,10 @@ def commit_all(
         lineage=prepared.lineage,
         files=tuple(sorted(files, key=lambda entry: entry.path)),
     )
+    if terms.sign is not None:
+        write_signature(storage, working, manifest, partial(terms.sign, request.name))
     try:
-        return commit(storage, working, request.name, manifest, replace=request.replace, check=check)
+        return commit(storage, working, request.name, manifest, replace=request.replace, check=terms.check)
     except SaveError as error:
         if error.in_doubt or not (hint := _apart([report.place for report in reports])):
             raise

@@ -13,10 +13,13 @@ from ckpt_core.options._options import (
     SECTION,
     BackPressure,
     CheckpointOptions,
+    Checksums,
     OnDivergence,
     OnError,
+    SignManifest,
     Staging,
     Verify,
+    VerifyManifest,
 )
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sizes import Headroom, bytes_text
@@ -25,11 +28,14 @@ __all__ = [
     "SECTION",
     "BackPressure",
     "CheckpointOptions",
+    "Checksums",
     "Headroom",
     "OnDivergence",
     "OnError",
+    "SignManifest",
     "Staging",
     "Verify",
+    "VerifyManifest",
     "bytes_text",
     "parse_yaml",
     "policy_from",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Self, cast, final, get_args
+from typing import Any, Final, Literal, Self, TypeAlias, cast, final, get_args
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
@@ -15,13 +15,18 @@ from ckpt_core.options._policies import policy_from
 from ckpt_core.options._problems import Problems
 from ckpt_core.options._sizes import Headroom, parse_headroom, parse_size
 from ckpt_core.retention import Abandoned, RetentionPolicy
-from ckpt_core.validation import boolean, integer, one_of, positive, require
+from ckpt_core.validation import boolean, function, imported, integer, one_of, positive, require
 
 BackPressure = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
 Staging = Literal["blocking", "overlapped"]
 Verify = Literal["full", "read", "off"]
 OnDivergence = Literal["refuse", "warn", "keep-each"]
+Checksums = Literal["crc32", "sha256"]
+SignManifest: TypeAlias = Callable[[str, bytes], bytes]
+"""Signs a manifest: the checkpoint's name and the bytes of `manifest.json` -> a detached signature."""
+VerifyManifest: TypeAlias = Callable[[str, bytes, bytes], bool]
+"""Judges a manifest: name, the bytes of `manifest.json`, signature or b"" -> whether it may be used."""
 
 _LONGEST_JOB_NAME: Final = 200
 
@@ -66,6 +71,16 @@ class CheckpointOptions:
         on_divergence: what a save does when ranks hold different values under one name: it fails on all ranks
             (`refuse`); it saves the lowest rank's values, all of them, and says so once (`warn`); or it saves
             every rank's own, for a resume on as many ranks (`keep-each`), which takes the room of all.
+        checksum: of the files of a save, in the manifest: `crc32` finds what storage does to them, `sha256`
+            also what people do. Tensors have a CRC-32 of their own either way.
+        sign_manifest: a function, or where to import one from, as "package.module:function": called with the
+            name of the checkpoint and the bytes of `manifest.json` before the marker is written, on the
+            coordinator's saving thread. What it returns is kept beside as `manifest.json.sig`; what it raises
+            fails the save.
+        verify_manifest: the same, for loads: called on the coordinator, before anything else of a checkpoint
+            is used, with its name, the bytes of `manifest.json` and of `manifest.json.sig` (b"" if there is
+            none). Unless it returns True the checkpoint is refused, and `resume` passes it over; an OSError
+            says that it cannot be known now, and ends the load.
         verify: what is compared with its checksums before anything live changes: the bytes that will be
             used and, on a local filesystem, those around them (`read`), all of the checkpoint (`full`), or
             nothing but the small files (`off`). True means `read`, False means `off`, which is what YAML
@@ -92,6 +107,10 @@ class CheckpointOptions:
     reject_non_finite: bool = False
     on_error: OnError = "raise"
     on_divergence: OnDivergence = "refuse"
+    checksum: Checksums = "crc32"
+    # Not shown: what a function was bound to may be a key.
+    sign_manifest: SignManifest | str | None = field(default=None, repr=False)
+    verify_manifest: VerifyManifest | str | None = field(default=None, repr=False)
     verify: Verify | bool = "read"
     read_once: bool = True
     allow_pickle: bool = False
@@ -113,6 +132,9 @@ class CheckpointOptions:
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
             one_of("on_divergence", self.on_divergence, get_args(OnDivergence)),
+            one_of("checksum", self.checksum, get_args(Checksums)),
+            None if self.sign_manifest is None else function("sign_manifest", self.sign_manifest),
+            None if self.verify_manifest is None else function("verify_manifest", self.verify_manifest),
             _verify(self.verify),
             boolean("reject_non_finite", self.reject_non_finite),
             boolean("read_once", self.read_once),
@@ -128,6 +150,16 @@ class CheckpointOptions:
         if isinstance(self.verify, bool):
             return "read" if self.verify else "off"
         return self.verify
+
+    @property
+    def manifest_signer(self) -> SignManifest | None:
+        """`sign_manifest` as a function; ConfigError if it cannot be imported."""
+        return None if self.sign_manifest is None else imported("sign_manifest", self.sign_manifest)
+
+    @property
+    def manifest_verifier(self) -> VerifyManifest | None:
+        """`verify_manifest` as a function; ConfigError if it cannot be imported."""
+        return None if self.verify_manifest is None else imported("verify_manifest", self.verify_manifest)
 
     @property
     def staging_memory_bytes(self) -> int | None:

@@ -1,0 +1,84 @@
+"""Files hashed behind whoever writes them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import pytest
+
+from ckpt_core.dcp import Hashing
+
+
+def pieces_of(*contents: bytes) -> list[memoryview]:
+    return [memoryview(content) for content in contents]
+
+
+def quiet(_doing: str) -> None:
+    """Nobody listens."""
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ckpt-hash"]
+
+
+@pytest.mark.parametrize("contents", [(), (b"",), (b"one",), (b"a" * 5000, b"b" * 5000, b"c")])
+def test_a_file_has_the_hash_of_its_pieces_in_order(contents):
+    with Hashing("sha256") as hashing:
+        assert list(hashing.follow("f", pieces_of(*contents))) == list(contents)
+        assert hashing.checksums(quiet) == {"f": f"sha256:{hashlib.sha256(b''.join(contents)).hexdigest()}"}
+    assert threads() == []
+
+
+def test_of_crc32_nothing_is_computed_twice():
+    with Hashing() as hashing:
+        pieces = pieces_of(b"x")
+        assert hashing.follow("f", pieces) is pieces
+        assert hashing.checksums(quiet) == {}
+
+
+def test_files_are_hashed_side_by_side_and_told_apart():
+    with Hashing("sha256") as hashing:
+        for name in ("a", "b", "c"):
+            list(hashing.follow(name, pieces_of(name.encode() * 3000)))
+        found = hashing.checksums(quiet)
+    assert found == {
+        name: f"sha256:{hashlib.sha256(name.encode() * 3000).hexdigest()}" for name in ("a", "b", "c")
+    }
+
+
+def test_whoever_waits_tells_that_it_gets_on_and_may_be_stopped():
+    def stop(doing: str) -> None:
+        assert doing == "hashing f"
+        raise InterruptedError
+
+    with Hashing("sha256") as hashing:
+        list(hashing.follow("f", pieces_of(b"x" * 9000, b"y" * 9000)))
+        with pytest.raises(InterruptedError):
+            hashing.checksums(stop)
+    assert threads() == []
+
+
+def test_a_writing_that_fails_leaves_no_thread():
+    with Hashing("sha256") as hashing:
+        followed = iter(hashing.follow("f", pieces_of(b"x", b"y", b"z")))
+        assert next(followed) == b"x"  # and then the disk is full
+        assert len(threads()) == 1
+    assert threads() == []
+
+
+def test_what_cannot_be_hashed_is_told_to_whoever_waits():
+    with Hashing("sha256") as hashing:
+        list(hashing.follow("f", [memoryview(b"xyxy")[::2]]))  # not contiguous
+        with pytest.raises(BufferError):
+            hashing.checksums(quiet)
+
+
+def test_while_the_interpreter_ends_the_writer_hashes_itself(monkeypatch):
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Hashing("sha256") as hashing:
+        assert list(hashing.follow("f", pieces_of(b"x", b"y"))) == [b"x", b"y"]
+        assert hashing.checksums(quiet) == {"f": f"sha256:{hashlib.sha256(b'xy').hexdigest()}"}
