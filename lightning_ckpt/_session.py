@@ -93,7 +93,7 @@ class Session:
 
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Save what Lightning has collected under the path that it wants."""
-        place = Place.of(self.trainer.strategy.broadcast(os.fspath(path)))
+        place = Place.of(self._roots.once(lambda: os.fspath(path)))
         step = self.trainer.global_step
         self._measured.note(self.trainer.callback_metrics, step)
         self._roots.save(
@@ -124,7 +124,7 @@ class Session:
             UnsafeCheckpointError: Lightning's own loader would have to execute what is in it.
             CheckpointError: see `CheckpointManager.load` and `resume`.
         """
-        text = self.trainer.strategy.broadcast(os.fspath(path))
+        text = self._roots.once(lambda: os.fspath(path))
         self._roots.wait()
         kind = self._roots.once(lambda: self._kind(text))
         if kind is Kind.STOCK:

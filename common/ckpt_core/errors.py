@@ -102,7 +102,7 @@ class Failure:
             kind=type(error).__name__,
             text=failure_text(error),
             errno=next((e.errno for e in _causes(error) if isinstance(e, OSError) and e.errno), None),
-            phase=next((e.phase for e in _causes(error) if isinstance(e, SaveError) and e.phase), ""),
+            phase=_phase_of(error),
         )
 
 
@@ -113,6 +113,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(each))
         yield each
         each = each.__cause__
+
+
+def _phase_of(error: BaseException) -> SavePhase | Literal[""]:
+    for each in _causes(error):
+        if isinstance(each, SaveError) and each.phase:
+            return each.phase
+    return ""
 
 
 def failure_text(error: BaseException) -> str:

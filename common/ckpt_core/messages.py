@@ -96,7 +96,7 @@ def message(kind: C) -> C:
         return made_by(**given)
 
     register(made_by, pack, unpack, names=names)
-    return kind
+    return cast("C", made_by)
 
 
 def encode(value: object) -> bytes:
@@ -152,7 +152,7 @@ class _Blobs:
 
 
 def _pack(value: Any, place: str, blobs: list[bytes]) -> Any:
-    kind = cast("type", type(value))
+    kind: type[Any] = type(value)
     if kind in _SCALARS:
         return value
     if kind is list:
@@ -231,7 +231,7 @@ def _sendable(kind: type, attributes: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def _unpack(found: Any, blobs: _Blobs) -> Any:
-    kind = cast("type", type(found))
+    kind: type[Any] = type(found)
     if kind in _SCALARS:
         return found
     if kind is list:

@@ -15,10 +15,13 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import SavePlan
 
 import lightning_ckpt._places
 from ckpt_core import errors, messages
 from ckpt_core.commit import Survey
+from ckpt_core.dcp import Part
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -135,6 +138,63 @@ def test_what_is_declared_arrives_as_it_was():
     assert same(Keeping.ALWAYS)
     assert same(lightning_ckpt._places.Kind.ROOT)
     assert same(Offer(uneven=frozenset({("a", "b")}), groups={"p": {("o", 0): [("n",), ()]}}))
+
+
+def plan_of(tree: dict[str, Any]) -> SavePlan:
+    part = Part()
+    part.look(tree)
+    return part.local_plan()
+
+
+def test_plans_arrive_equal():
+    tree = {
+        "model": {
+            "w": torch.zeros(3, 4),
+            "scalar": torch.ones((), dtype=torch.bfloat16),
+            "empty": torch.zeros(0, 2),
+        },
+        "optim": {"lr": 0.1, "groups": [{"betas": (0.9, 0.99)}, {"name": "é"}]},
+    }
+    plan = plan_of(tree)
+    there = decode(encode({"": plan}))[""]
+    assert there == plan
+    assert [vars(item.index) for item in there.items] == [vars(item.index) for item in plan.items]
+    assert list(there.planner_data.items()) == list(plan.planner_data.items())
+
+
+def test_ten_thousand_mutations_of_a_plan_are_read_or_refused():
+    chance, refused = random.Random(11), 0
+    honest = encode(plan_of({"model": {f"layer{i}": torch.zeros(2, i) for i in range(4)}, "step": 3}))
+    for _ in range(10_000):
+        try:
+            decode(mutated(honest, chance))
+        except MessageError:
+            refused += 1
+    assert refused > 5_000
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"float32"', b'"load"'),
+        (b'"strided"', b'"float32"'),
+        (b"[2,2]", b"[2,99]"),
+        (b"[2,2]", b"[2,-5]"),
+        (b"[2,2]", b"[2,9007199254740993]"),
+        (b"[2,2]", b"[2]"),
+        (b"[2,2]", b"[-1,2]"),
+        (b"[0,0,0,0,", b"[7,0,0,0,"),
+        (b"[0,0,0,0,", b"[0,5,0,0,"),
+        (b"[0,0,0,0,", b"[0,0,-1,0,"),
+        (b"[0,0,0,0,", b"[0,0,true,0,"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(old, new):
+    text = encode(plan_of({"a": torch.zeros(1, 2), "b": torch.zeros(1, 2)}))[8:]
+    assert old in text
+    changed = text.replace(old, new)
+    with pytest.raises(MessageError):
+        decode(len(changed).to_bytes(8, "big") + changed)
 
 
 def test_bytes_travel_as_they_are():

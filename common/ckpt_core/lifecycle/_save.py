@@ -345,4 +345,7 @@ def _decoded(answer: bytes) -> CheckpointInfo:
 def _phase_of(error: CoordinationError, otherwise: SavePhase) -> SavePhase:
     if isinstance(error, DeadlineError) and error.awaited and not (error.in_doubt or error.failures):
         return "write"  # they are awaited with what they were to write
-    return next((cause.phase for cause in error.causes.values() if cause.phase), otherwise)
+    for cause in error.causes.values():
+        if cause.phase:
+            return cause.phase
+    return otherwise

@@ -18,6 +18,7 @@ from ckpt_core.errors import (
     CoordinationError,
     DeadlineError,
     IncompatibleCheckpointError,
+    SaveError,
 )
 
 WORLD = 3
@@ -85,8 +86,17 @@ def test_an_error_of_one_rank_is_raised_on_all_and_names_it(failing):
     for rank, error in enumerate(errors):
         assert type(error) is CoordinationError
         assert error.failures == {failing: "OSError: [Errno 28] No space left on device"}
+        assert (error.causes[failing].kind, error.causes[failing].errno) == ("OSError", 28)
         assert f"rank {failing}: OSError" in str(error)
         assert error.__cause__ is (values[failing] if rank == failing else None)
+
+
+def test_a_failure_arrives_with_its_phase_and_with_the_number_of_what_it_came_from():
+    error = SaveError("while writing: no space", phase="write")
+    error.__cause__ = OSError(28, "No space left on device")
+    for caught in Job().exchange([1, error, 3], each_itself):
+        found = caught.causes[1]
+        assert (found.kind, found.errno, found.phase) == ("SaveError", 28, "write")
 
 
 def test_errors_of_several_ranks_are_all_told():
