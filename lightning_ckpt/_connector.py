@@ -12,7 +12,8 @@ from typing import Any
 
 from ckpt_core.commit import look_around
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from ckpt_core.validation import location
 from lightning_ckpt._hooks import LifeCycle, committed_of, life_cycles, path_of_best
 from lightning_ckpt._options import Settings
 from lightning_ckpt._places import real_root
@@ -36,6 +37,8 @@ def find_our_checkpoints(connector: type[Any]) -> None:
         if found is None:
             return stock(self, state_fn, ckpt_path, *arguments, **keywords)
         callback, settings = found
+        if ckpt_path is not None and (problem := location("ckpt_path", ckpt_path)) is not None:
+            raise ConfigError(problem)
         if not self._user_managed:
             given = keywords.get("model_provided", True)
             ckpt_path = _resolved(ckpt_path, settings, self.trainer, module_is_given=given)

@@ -46,9 +46,10 @@ def _explain_our_directories(connector: type[Any]) -> None:
     def select(self: Any, *arguments: Any, **keywords: Any) -> Any:
         path = stock(self, *arguments, **keywords)
         if path is not None and not _reads_ours(self.trainer) and _is_ours(path):
+            root = Path(path).parent if (Path(path) / MARKER).is_file() else path
             raise ConfigError(
                 f"{path} holds checkpoints of ckpt-suite, which this Trainer does not read: add "
-                f"lightning_ckpt.ShardedCheckpoint({str(path)!r}) to its callbacks. For the weights alone, "
+                f"lightning_ckpt.ShardedCheckpoint({str(root)!r}) to its callbacks. For the weights alone, "
                 f"without a Trainer: lightning_ckpt.load_from_checkpoint(Model, {str(path)!r})"
             )
         return path

@@ -273,7 +273,12 @@ class PrunePlan:
 
 
 def plan_prune(
-    policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float, *, abandoned: Abandoned = "keep"
+    policy: RetentionPolicy,
+    history: Sequence[CheckpointInfo],
+    now: float,
+    *,
+    abandoned: Abandoned = "keep",
+    last: int | None = None,
 ) -> PrunePlan:
     """Apply a policy to the committed checkpoints, with the guarantees no policy can undo.
 
@@ -290,6 +295,13 @@ def plan_prune(
     places that the policy still has for checkpoints older and worse than any of the present lineage: with
     `KeepLatest(3)` two stay beside the first of a new run, the last goes with its third; with
     `KeepEvery(100)` that of step 300 stays until the new run has one of 300 to 399. Pinned ones stay.
+
+    Args:
+        policy: what to keep.
+        history: the committed checkpoints.
+        now: Unix time in seconds.
+        abandoned: what becomes of abandoned ones.
+        last: the step committed last; by default as clocks tell, of which one may have been put back.
     """
     ordered = sorted(history, key=_by_step)
     usable = [info for info in ordered if info.usable]
@@ -301,7 +313,7 @@ def plan_prune(
     wanted = list(_wanted(policy, present, now))
     if not wanted and unknown_metrics(policy, present):
         wanted = [(info.step, UNRANKED) for info in present]
-    for step, reason in (*_guaranteed(present), *wanted):
+    for step, reason in (*_guaranteed(present, last), *wanted):
         reasons[step] = (*reasons.get(step, ()), reason)
     drop = [info for info in usable if info not in left and (info.abandoned or info.step not in reasons)]
     return PrunePlan(
@@ -405,13 +417,13 @@ def _worst(policy: RetentionPolicy) -> dict[str, float]:
             return {}
 
 
-def _guaranteed(history: Sequence[CheckpointInfo]) -> Iterable[tuple[int, str]]:
+def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable[tuple[int, str]]:
     if not history:
         return
-    newest, last_committed = max(history, key=_by_step), max(history, key=_by_age)
-    yield newest.step, "newest"
-    if last_committed.step != newest.step:
-        yield last_committed.step, "committed last"
+    newest, youngest = max(history, key=_by_step).step, max(history, key=_by_age).step
+    yield newest, "newest"
+    for step in {youngest, last} & {info.step for info in history} - {newest}:
+        yield step, "committed last"
     for info in history:
         if info.pinned is not None:
             yield info.step, f"pinned: {info.pinned}"

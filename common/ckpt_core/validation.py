@@ -73,11 +73,11 @@ def text(name: str, value: Any) -> str | None:
 
 
 def location(name: str, value: Any) -> str | None:
-    """Problem of a value that must be the path or URL of a directory."""
+    """Problem of a value that must be a path or URL."""
     plain = os.fspath(value) if isinstance(value, os.PathLike) else value
     if isinstance(plain, str) and plain:
         return None
-    return f"{name} must be the path or URL of a directory, not {value!r:.80}"
+    return f"{name} must be a path or URL, not {value!r:.80}"
 
 
 def function(name: str, value: Any) -> str | None:

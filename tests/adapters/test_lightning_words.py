@@ -118,8 +118,8 @@ def test_damage_is_found_when_a_module_is_made(trained, tmp_path):
 
 @pytest.mark.parametrize("where", ["step-000000002", "."])
 def test_a_trainer_without_the_callback_says_what_reads_the_checkpoint(trained, where):
-    path = trained[0] / where
-    with pytest.raises(ConfigError, match=r"add lightning_ckpt\.ShardedCheckpoint\("):
+    path, root = trained[0] / where, trained[0]
+    with pytest.raises(ConfigError, match=rf"add lightning_ckpt\.ShardedCheckpoint\('{root}'\)"):
         trainer_of().validate(Sized(3), data(), ckpt_path=path, verbose=False)
 
 
@@ -170,8 +170,14 @@ def test_fabric_is_told_what_reads_our_directories(trained, tmp_path, plugins):
 @pytest.mark.parametrize("root", [3, b"runs", 0.5, ["runs"], True])
 @pytest.mark.parametrize("kind", [ShardedCheckpoint, ShardedCheckpointIO])
 def test_what_can_be_no_directory_is_refused_by_name(kind, root):
-    with pytest.raises(ConfigError, match="dirpath must be the path or URL of a directory, not"):
+    with pytest.raises(ConfigError, match="dirpath must be a path or URL, not"):
         kind(root)
+
+
+def test_what_can_be_no_checkpoint_is_refused_by_name(trained):
+    for wrong in (5, b"last", 0.5, ["last"]):
+        with pytest.raises(ConfigError, match="ckpt_path must be a path or URL, not"):
+            trainer_of(ShardedCheckpoint(trained[0])).fit(Sized(3), data(), ckpt_path=wrong)
 
 
 @pytest.mark.parametrize(

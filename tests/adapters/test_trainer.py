@@ -8,8 +8,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import accelerate_ckpt
@@ -164,6 +166,24 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     made.model.lm_head = made.model.model.layers[0].mlp.up_proj
     with pytest.raises(IncompatibleCheckpointError):
         made.train(resume_from_checkpoint=True)
+    accelerate_ckpt.disable_trainer(made)
+
+
+def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    def frozen(model: Any) -> Any:
+        model.lm_head.requires_grad_(requires_grad=False)
+        return model
+
+    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=2)
+    made = trainer(job, adapt=frozen)
+    made.train()
+    accelerate_ckpt.disable_trainer(made)
+    forget_accelerators()
+    made = trainer(job.but(steps=3))
+    before = {name: value.clone() for name, value in made.model.state_dict().items()}
+    with pytest.raises(IncompatibleCheckpointError, match=r"nothing was loaded.*other parameters"):
+        made.train(resume_from_checkpoint=True)
+    assert all(torch.equal(before[name], value) for name, value in made.model.state_dict().items())
     accelerate_ckpt.disable_trainer(made)
 
 

@@ -181,6 +181,19 @@ def test_a_metric_that_no_checkpoint_has_is_told_once_with_those_that_there_are(
         for step in range(1, 5):
             manager.save(step, state_of(step), metrics={"val_loss": 1.0, "accuracy": 0.5})
         manager.wait()
-    (told,) = [r.getMessage() for r in caplog.records if "has the metric" in r.getMessage()]
+        assert [info.step for info in manager.checkpoints()] == [4]
+    (told,) = [r.getMessage() for r in caplog.records if "a number for the metric" in r.getMessage()]
     assert "'val_los'" in told
     assert "accuracy, val_loss" in told
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
+def test_nothing_is_pruned_while_nothing_can_be_ranked(storage, value):
+    with CheckpointManager(storage, keep=KeepBest("val_loss")) as manager:
+        for step in range(1, 7):
+            measured = {4: 0.5}.get(step, value)
+            metrics = {} if measured is None else {"val_loss": measured}
+            manager.save(step, state_of(step), metrics=metrics).result()
+            manager.wait()
+            manager.prune()
+            assert steps(storage) == (list(range(1, step + 1)) if step < 4 else sorted({4, step}))

@@ -528,7 +528,7 @@ def test_nothing_to_load_is_said_as_such(tmp_path):
 )
 def test_the_checkpoint_of_another_model_is_refused_whole(run, make, told):
     state = make()
-    told = f"{run}/step-000000002 does not fit.*nothing was loaded.*{told}.*with items="
+    told = f"{run}/step-000000002 does not fit.*nothing was loaded.*{told}.*items="
     with untouched(run, state), CheckpointManager(run, keep=KeepLatest(1)) as checkpoints:
         for load in (lambda: checkpoints.load(state, step=2), lambda: checkpoints.resume(state)):
             with pytest.raises(IncompatibleCheckpointError, match=told) as caught:

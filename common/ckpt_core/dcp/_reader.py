@@ -196,7 +196,7 @@ def load_value(content: bytes, name: str, *, allow_pickle: bool) -> Any:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
         raise UnsafeCheckpointError(
             f"{name} holds Python objects that only pickle can rebuild. If you trust who wrote this "
-            f"checkpoint, load it with allow_pickle=True. ({str(error).splitlines()[0]})"
+            "checkpoint, load it with allow_pickle=True"
         ) from error
     except Exception as error:  # a forged archive raises nearly anything; the caller is told
         failure = FileFailure(path=name, problem=f"{type(error).__name__}: {error!s:.500}")

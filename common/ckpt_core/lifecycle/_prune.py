@@ -14,7 +14,6 @@ from ckpt_core.options import CheckpointOptions
 from ckpt_core.retention import (
     Abandoned,
     KeepAll,
-    KeepSteps,
     PrunePlan,
     plan_prune,
     unknown_metrics,
@@ -58,8 +57,7 @@ class Pruner:
         """
         history = Inventory(self._storage).history() if history is None else history
         self._check_metrics([info for info in history if not info.abandoned])
-        policy = self._policy if newest is None else self._policy | KeepSteps((newest,))
-        return plan_prune(policy, history, time.time(), abandoned=self._abandoned)
+        return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest)
 
     def apply(self, *, newest: int | None = None, go_on: Callable[[], bool] = lambda: True) -> PrunePlan:
         """Remove what the policy does not keep, oldest first, once something that stays is known to be whole.

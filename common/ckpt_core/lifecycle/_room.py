@@ -22,7 +22,7 @@ from ckpt_core.lifecycle._ownership import Ownership
 from ckpt_core.lifecycle._prepare import PreparedSave
 from ckpt_core.lifecycle._volume import Extras, Free, Need, Volumes
 from ckpt_core.options import CheckpointOptions, bytes_text
-from ckpt_core.retention import Abandoned, KeepAll, KeepSteps, RetentionPolicy, plan_prune
+from ckpt_core.retention import Abandoned, KeepAll, RetentionPolicy, plan_prune
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
@@ -200,7 +200,7 @@ def droppable(
     others = [info for info in history if info.name != coming.name]
     stays = plan_prune(_KEEP_NONE, history, now).keep
     after = on_present_line([*others, coming])
-    drop = plan_prune(policy | KeepSteps((coming.step,)), after, now, abandoned=abandoned).drop
+    drop = plan_prune(policy, after, now, abandoned=abandoned, last=coming.step).drop
     gone_before = {info.name for info in history if info.abandoned}
     return [info for info in drop if info.name in gone_before or info.step not in stays]
 
@@ -231,7 +231,7 @@ def saves_that_fit(
             return number - 1
         known.append(coming)
         free = free.plus(need, -1)
-        for info in plan_prune(policy | KeepSteps((coming.step,)), known, now).drop:
+        for info in plan_prune(policy, known, now, last=coming.step).drop:
             known.remove(info)
             free = free.plus(_taken(info, need))
     return _AHEAD
