@@ -188,7 +188,7 @@ def _random_states_only(accelerator: Accelerator) -> Generator[None]:
 
 def _make_scaler_ready(accelerator: Accelerator) -> None:
     """As stock does for FSDP2, whose optimizer takes a step while stock loads it."""
-    scaler = accelerator.scaler
+    scaler: Any = accelerator.scaler
     if scaler is not None and accelerator.is_fsdp2 and scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(scaler._device)
 
