@@ -127,10 +127,12 @@ def load_by_stock(
     generators = rng_state()
     try:
         with (
-            private_directory() as view,
+            private_directory() as private,
             large_things_only(accelerator),
             nullcontext() if pickles.allowed else without_pickle(),
         ):
+            view = private / directory.name  # hooks may go by it
+            view.mkdir()
             link_files(large, directory, view)
             stock.load_state(str(view), **arguments)
     except BaseException:

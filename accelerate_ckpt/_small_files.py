@@ -24,7 +24,7 @@ from ckpt_core.storage import Storage
 _logger = logging.getLogger(__name__)
 
 _SAFE: list[Any] = [*TORCH_SAFE_GLOBALS]
-"""What Accelerate's own reader lets through besides what torch does, for random states; the Trainer's list."""
+"""What Accelerate's own reader lets through besides what torch does, and the Trainer's does as well."""
 
 
 @final
@@ -57,9 +57,7 @@ class Pickles:
                 return load_value(content, name, allow_pickle=self.allowed)
         except CheckpointError:
             raise
-        except (
-            Exception
-        ) as error:  # a foreign pickle raises nearly anything; the caller is told what and where
+        except Exception as error:  # a foreign pickle raises nearly anything; the caller is told what
             raise IncompatibleCheckpointError(f"{name} cannot be read here: {error!r:.500}") from error
 
     def tell(self, files: Mapping[str, bytes], owners: Mapping[str, str]) -> None:
