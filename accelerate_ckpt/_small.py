@@ -127,10 +127,12 @@ def load_by_stock(
     generators = rng_state()
     try:
         with (
-            private_directory() as view,
+            private_directory() as private,
             large_things_only(accelerator),
             nullcontext() if pickles.allowed else without_pickle(),
         ):
+            view = private / directory.name  # hooks may go by it
+            view.mkdir()
             link_files(large, directory, view)
             stock.load_state(str(view), **arguments)
     except BaseException:
@@ -188,7 +190,7 @@ def _random_states_only(accelerator: Accelerator) -> Generator[None]:
 
 def _make_scaler_ready(accelerator: Accelerator) -> None:
     """As stock does for FSDP2, whose optimizer takes a step while stock loads it."""
-    scaler = accelerator.scaler
+    scaler: Any = accelerator.scaler
     if scaler is not None and accelerator.is_fsdp2 and scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(scaler._device)
 

@@ -17,10 +17,14 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import checked_zip, load_value
+from ckpt_core.errors import CheckpointError, IncompatibleCheckpointError
 from ckpt_core.lifecycle import Files
 from ckpt_core.storage import Storage
 
 _logger = logging.getLogger(__name__)
+
+_SAFE: list[Any] = [*TORCH_SAFE_GLOBALS]
+"""What Accelerate's own reader lets through besides what torch does, and the Trainer's does as well."""
 
 
 @final
@@ -45,10 +49,16 @@ class Pickles:
         Raises:
             UnsafeCheckpointError: only pickle can rebuild it, and that is not allowed.
             CorruptCheckpointError: it is nothing that `torch.save` writes.
+            IncompatibleCheckpointError: this program cannot make what it holds, such as a class that is gone.
         """
         checked_zip(content, name, trusted=self.allowed)
-        with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
-            return load_value(content, name, allow_pickle=self.allowed)
+        try:
+            with torch.serialization.safe_globals(_SAFE):
+                return load_value(content, name, allow_pickle=self.allowed)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a foreign pickle raises nearly anything; the caller is told what
+            raise IncompatibleCheckpointError(f"{name} cannot be read here: {error!r:.500}") from error
 
     def tell(self, files: Mapping[str, bytes], owners: Mapping[str, str]) -> None:
         """Log which files of a save only pickle could read again; each file is looked at once.
@@ -106,7 +116,7 @@ def link_files(paths: Iterable[str], source: Path, directory: Path) -> None:
 
 def _is_plain(content: bytes) -> bool:
     try:
-        with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        with torch.serialization.safe_globals(_SAFE):
             torch.load(io.BytesIO(content), map_location="meta", weights_only=True)  # no tensor is read
     except Exception:  # noqa: BLE001 - whatever it is, a load would meet it too; the caller tells the user
         return False
