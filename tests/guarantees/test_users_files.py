@@ -483,6 +483,16 @@ def links_of_the_users(root, elsewhere):
     return set(places)
 
 
+def test_a_prune_moves_nothing_out_of_what_a_link_in_a_checkpoint_leads_to(tmp_path):
+    storage = LocalStorage(tmp_path)
+    info = save(storage, 1)
+    (tmp_path / info.name / "model").rename(tmp_path / "aside")
+    (tmp_path / "aside" / "mine").write_bytes(b"mine")
+    (tmp_path / info.name / "model").symlink_to(tmp_path / "aside")
+    remove(storage, info)
+    assert sorted(path.name for path in (tmp_path / "aside").iterdir()) == ["__0_0.distcp", "mine"]
+
+
 def test_a_link_of_the_users_never_counts_as_a_checkpoint_and_is_never_why_a_run_is_lost(tmp_path, caplog):
     root, model = tmp_path / "run", torch.nn.Linear(2, 1)
     with CheckpointManager(root) as checkpoints:
