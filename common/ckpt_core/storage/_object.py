@@ -152,7 +152,9 @@ class ObjectStorage(Storage):
         self._service.filesystem.invalidate_cache()
         # Of a single object that a listing does not show yet, the filesystem asks by its name.
         found = [str(name) for name in self._service.call("find", path)]
-        doomed = [name for name in found if name == path or name.startswith(path + "/")]
+        # What no path can lead to is not ours; see `list`.
+        below = [name for name in found if name.startswith(path + "/") and _is_key(name[len(path) + 1 :])]
+        doomed = [name for name in found if name == path] + below
         if not doomed:
             return
         run_all(self._service.remove, doomed, _DELETE_THREADS, name="ckpt-delete")
@@ -185,6 +187,10 @@ class ObjectStorage(Storage):
         """A lock that excludes nobody: object stores do not know which processes live."""
         file_key(key)
         return UnguardedLock()
+
+
+def _is_key(text: str) -> bool:
+    return all(map(is_plain, text.split("/")))
 
 
 def _tell_odd(url: str, key: str, names: Sequence[str]) -> None:
