@@ -38,6 +38,7 @@ def verify(
     *,
     paths: Collection[str] | None = None,
     seen: Callable[[int], None] = _nobody,
+    sha256: str | None = None,
 ) -> list[FileFailure]:
     """Read a checkpoint back and compare it with its manifest: marker, manifest, then every file.
 
@@ -49,6 +50,7 @@ def verify(
         name: the checkpoint's directory.
         paths: verify only these files, such as one rank's `share`; all if None.
         seen: told how many bytes more have been compared, from several threads at once.
+        sha256: of the manifest, if only one will do; see `read_manifest`.
 
     Returns:
         What is wrong, in the order of the manifest; empty if nothing is.
@@ -66,17 +68,22 @@ def verify(
         return list(error.failures)
     except IncompatibleCheckpointError as error:
         return [FileFailure(path=MANIFEST, problem=str(error))]
-    failures = _failures(storage, name, paths, seen)
+    failures = _failures(storage, name, paths, seen, sha256=sha256)
     if failures and not _leads_to(catalog, name, marker):
         return [FileFailure(path=MARKER, problem="missing: it was pruned or replaced while it was verified")]
     return failures
 
 
 def _failures(
-    storage: Storage, name: str, paths: Collection[str] | None, seen: Callable[[int], None]
+    storage: Storage,
+    name: str,
+    paths: Collection[str] | None,
+    seen: Callable[[int], None],
+    *,
+    sha256: str | None,
 ) -> list[FileFailure]:
     try:
-        manifest = Catalog(storage).manifest(name)
+        manifest = Catalog(storage).manifest(name, sha256=sha256)
     except CheckpointNotFoundError:
         return [FileFailure(path=MARKER, problem="missing")]
     except CorruptCheckpointError as error:

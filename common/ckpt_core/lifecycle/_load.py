@@ -285,7 +285,10 @@ class _Load:
         damaged = {failure.path for failure in self._engine.verify(whole)}
         # Again, for the names of the tensors that are lost.
         again = damaged | others
-        return verify(self._storage, files.directory, paths=again) if again else []
+        if not again:
+            return []
+        accepted = self._request.manifest_sha256
+        return verify(self._storage, files.directory, paths=again, sha256=accepted)
 
     def _begin(self, opened: Opened, parts: Mapping[str, PartLoad], untouched: str) -> None:
         source = self._source

@@ -244,6 +244,17 @@ def test_the_judge_is_given_the_very_bytes_and_nothing_where_nothing_was_signed(
     assert require_trusted(storage, "step-000000001", None) is None
 
 
+def test_only_the_manifest_that_was_accepted_will_do(new_storage):
+    storage = new_storage()
+    save_signed(storage, 1)
+    accepted = require_trusted(storage, "step-000000001", judge)
+    assert verify(storage, "step-000000001", sha256=accepted) == []
+    (failure,) = verify(storage, "step-000000001", sha256="0" * 64)
+    assert failure.path == MANIFEST
+    with pytest.raises(CorruptCheckpointError, match="its SHA-256 is"):
+        Catalog(storage).manifest("step-000000001", sha256="0" * 64)
+
+
 def test_a_huge_signature_is_never_read_into_memory(tmp_path):
     storage = LocalStorage(tmp_path)
     save_signed(storage, 1)
