@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import math
 import operator
-import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
@@ -74,7 +73,8 @@ def text(name: str, value: Any) -> str | None:
 
 def location(name: str, value: Any) -> str | None:
     """Problem of a value that must be a path or URL."""
-    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+    as_path = getattr(type(value), "__fspath__", None)  # without `os`, which pure modules must not import
+    plain = value if as_path is None else as_path(value)
     if isinstance(plain, str) and plain:
         return None
     return f"{name} must be a path or URL, not {value!r:.80}"
