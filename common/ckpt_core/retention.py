@@ -420,7 +420,8 @@ def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable
         return
     newest, youngest = max(history, key=_by_step).step, max(history, key=_by_age).step
     yield newest, "newest"
-    for step in {youngest, last} & {info.step for info in history} - {newest}:
+    there = {info.step for info in history if info.step != newest}
+    for step in there & {youngest, last}:
         yield step, "committed last"
     for info in history:
         if info.pinned is not None:
