@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -71,7 +70,7 @@ def text(name: str, value: Any) -> str | None:
 
 def location(name: str, value: Any) -> str | None:
     """Problem of a value that must be a path or URL."""
-    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+    plain = value.__fspath__() if hasattr(type(value), "__fspath__") else value
     if isinstance(plain, str) and plain:
         return None
     return f"{name} must be a path or URL, not {value!r:.80}"
