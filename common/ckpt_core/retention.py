@@ -422,8 +422,8 @@ def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable
         return
     newest, youngest = max(history, key=_by_step).step, max(history, key=_by_age).step
     yield newest, "newest"
-    steps = {info.step for info in history}
-    for step in {youngest, newest if last is None else last} & steps - {newest}:
+    there = {info.step for info in history if info.step != newest}
+    for step in there & {youngest, last}:
         yield step, "committed last"
     for info in history:
         if info.pinned is not None:

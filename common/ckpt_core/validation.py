@@ -73,8 +73,7 @@ def text(name: str, value: Any) -> str | None:
 
 def location(name: str, value: Any) -> str | None:
     """Problem of a value that must be a path or URL."""
-    as_path = getattr(type(value), "__fspath__", None)  # without `os`, which pure modules must not import
-    plain = value if as_path is None else as_path(value)
+    plain = value.__fspath__() if hasattr(type(value), "__fspath__") else value
     if isinstance(plain, str) and plain:
         return None
     return f"{name} must be a path or URL, not {value!r:.80}"
