@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,9 @@ if find_spec("accelerate") is None:
         "accelerate_ckpt needs accelerate: pip install 'ckpt-suite[accelerate]'", name="accelerate"
     )
 
-from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
-from accelerate_ckpt._patch import checkpoints, disable, enable
-
 if TYPE_CHECKING:
+    from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
+    from accelerate_ckpt._patch import checkpoints, disable, enable
     from accelerate_ckpt._trainer import (
         TrainerCheckpoints,
         disable_trainer,
@@ -32,11 +32,18 @@ __all__ = [
     "trainer_checkpoints",
 ]
 
+_HOMES = {
+    "AcceleratorCheckpoints": "_checkpoints",
+    **dict.fromkeys(("checkpoints", "disable", "enable"), "_patch"),
+    **dict.fromkeys(
+        ("TrainerCheckpoints", "disable_trainer", "enable_trainer", "trainer_checkpoints"), "_trainer"
+    ),
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Accelerate users need not have transformers, which takes seconds to import.
-    if name not in __all__:
+    # Accelerate users need not have transformers, which takes seconds to import; and under `python -m`
+    # nothing is imported before the current directory is off the path.
+    if name not in _HOMES:
         raise AttributeError(f"module 'accelerate_ckpt' has no attribute {name!r}")
-    from accelerate_ckpt import _trainer
-
-    return getattr(_trainer, name)
+    return getattr(import_module(f"accelerate_ckpt.{_HOMES[name]}"), name)

@@ -43,18 +43,10 @@ def main(arguments: Sequence[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = list(arguments)
-    _put_on_path(Path(arguments[0]).resolve().parent)
+    if not sys.flags.safe_path:
+        # As `python script.py` does; what `python -m` put there is gone, see `__main__`.
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     runpy.run_path(arguments[0], run_name="__main__")
-
-
-def _put_on_path(folder: Path) -> None:
-    """As `python script.py` does: modules beside the script can be imported, others in the cwd not."""
-    if sys.flags.safe_path:
-        return
-    if sys.path and sys.path[0] in {"", str(Path.cwd())}:
-        sys.path[0] = str(folder)  # in the place of what `python -m` puts there
-    else:
-        sys.path.insert(0, str(folder))
 
 
 def _enable_every_accelerator() -> None:

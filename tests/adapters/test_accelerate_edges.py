@@ -157,7 +157,7 @@ def test_hooks_load_after_everything_was_verified(run_of_two: tuple[Any, ...], t
         made.load_state(str(tmp_path / "checkpoint_1"))
     assert called == []
     made.load_state()
-    assert called == [str(tmp_path / "checkpoint_0")]
+    assert [Path(each).name for each in called] == ["checkpoint_0"]
     made.end_training()
 
 
@@ -413,6 +413,8 @@ sys.exit("trained on")
 def test_the_runner_swallows_no_signal_of_a_script_that_never_saves(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "wait.py").write_text(_WAITS)
+    for name in ("torch", "yaml", "psutil", "wave"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current directory')")
     settings = {"CKPT_SUITE_SAVE": "{on_preemption: true}", "CKPT_SUITE_ROOT": "out"}
     done = subprocess.run(
         [sys.executable, "-m", "accelerate_ckpt", "scripts/wait.py"],
