@@ -15,6 +15,7 @@ from accelerate_ckpt._places import Place
 from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._roots import Roots
 from accelerate_ckpt._settings import Settings
+from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import AcceleratorState, CallArguments, within_window
 from accelerate_ckpt._stock import StockMethods
 from ckpt_core import CheckpointInfo, CheckpointManager, SaveHandle
@@ -56,6 +57,7 @@ class AcceleratorCheckpoints:
         self._accelerator = accelerator
         self._gated = settings.options.save is not None
         self._stock_files = settings.stock_files
+        self._pickles = Pickles(allowed=settings.options.allow_pickle)
         self._metrics = Metrics(settings.options.keep if accelerator.is_main_process else None)
         self._batches_seen = -1
         self._roots = Roots(accelerator, settings, sinks, listen=not implicit)
@@ -64,7 +66,8 @@ class AcceleratorCheckpoints:
             roots=self._roots,
             stock=self.stock,
             progress=self.progress,
-            state=lambda manager, arguments: self._state(manager, CallArguments(load=arguments)),
+            pickles=self._pickles,
+            state=lambda manager: self._state(manager, CallArguments(pickles=self._pickles)),
         )
         self._roots.continue_numbering()
 
@@ -165,6 +168,7 @@ class AcceleratorCheckpoints:
             CheckpointNotFoundError: there is none of that name.
             CorruptCheckpointError: it is damaged or torn; nothing was touched.
             IncompatibleCheckpointError: it does not fit what was prepared; nothing was touched.
+            UnsafeCheckpointError: it, or `load_kwargs`, needs `allow_pickle=True`; nothing was touched.
         """
         arguments = {"load_kwargs": dict(load_kwargs) if load_kwargs else None, **load_model_func_kwargs}
         self.wait()
@@ -230,7 +234,9 @@ class AcceleratorCheckpoints:
         measured = {**self._metrics.at(self.step), **metrics}
         handle = manager.save(
             self.step,
-            self._state(manager, CallArguments(safe=safe, stock_files=self._stock_files)),
+            self._state(
+                manager, CallArguments(pickles=self._pickles, safe=safe, stock_files=self._stock_files)
+            ),
             metrics=measured,
             annotations={
                 "framework": "accelerate",

@@ -11,12 +11,21 @@ from accelerate import Accelerator
 from accelerate_ckpt._places import Place, kind_of, newest_stock, torn_in
 from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._roots import Roots
+from accelerate_ckpt._small import load_by_stock, read_small
+from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import AcceleratorState, model_part
 from accelerate_ckpt._steps import steps_made
 from accelerate_ckpt._stock import StockMethods
-from ckpt_core import CheckpointManager, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from ckpt_core import (
+    CheckpointManager,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+)
+from ckpt_core.lifecycle import everywhere
 from ckpt_core.names import MARKER, METADATA
-from ckpt_core.storage import Storage
+from ckpt_core.storage import LocalStorage, Storage
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +39,8 @@ class Loading:
         roots: where checkpoints are.
         stock: the accelerator's own methods.
         progress: of the accelerator.
-        state: makes the state of the accelerator, for a manager and the arguments of `load_state`.
+        pickles: reads small files.
+        state: makes the state of the accelerator, for a manager.
     """
 
     def __init__(
@@ -40,18 +50,21 @@ class Loading:
         roots: Roots,
         stock: StockMethods,
         progress: Progress,
-        state: Callable[[CheckpointManager, Mapping[str, Any]], AcceleratorState],
+        pickles: Pickles,
+        state: Callable[[CheckpointManager], AcceleratorState],
     ) -> None:
         self._accelerator = accelerator
         self._roots = roots
         self._stock = stock
         self._progress = progress
+        self._pickles = pickles
         self._state = state
 
     def newest(self, arguments: Mapping[str, Any]) -> bool:
         """Load the newest that verifies; False, and a line in the log, if there is nothing yet."""
         manager = self._roots.only()
-        state = self._state(manager, arguments)
+        self._refuse_to_unpickle(arguments)
+        state = self._state(manager)
         if arguments.get("strict", True) is True:
             found = manager.resume(state) is not None
         else:
@@ -82,6 +95,7 @@ class Loading:
             CorruptCheckpointError: it was never committed, or is damaged; nothing was touched.
         """
         manager = self._roots.at(place.root)
+        self._refuse_to_unpickle(arguments)
         where = f"{manager.storage.url}/{place.name}"
         kind, problem = self._roots.coordinator.once(lambda: _looked_at(manager.storage, place.name))
         if problem:
@@ -99,16 +113,42 @@ class Loading:
             self._load(manager, place.name, arguments)
 
     def _load(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
-        manager.load(self._state(manager, arguments), name=name, strict=arguments.get("strict", True))
+        manager.load(self._state(manager), name=name, strict=arguments.get("strict", True))
 
     def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         """Load what stock Accelerate wrote: its shards ourselves, for it loses FSDP1's optimizer state."""
-        _logger.info("%s/%s was written by stock Accelerate", manager.storage.url, name)
-        if manager.storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
+        storage, accelerator = manager.storage, self._accelerator
+        _logger.info("%s/%s was written by stock Accelerate", storage.url, name)
+        if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load(manager, name, arguments)
+        elif not isinstance(storage, LocalStorage):
+            raise ConfigError(
+                f"{storage.url}/{name}: stock Accelerate reads what it wrote from local directories"
+            )
         else:
-            self._stock.load_state(f"{manager.storage.url}/{name}", **arguments)
+            small = everywhere(
+                self._roots.coordinator,
+                lambda: read_small(accelerator, storage, name, self._pickles, committed=False),
+                f"{storage.url}/{name} could not be read, and nothing was loaded",
+                what="reading small files",
+            )
+            load_by_stock(
+                accelerator,
+                self._stock,
+                storage.local_path(name),
+                small=small,
+                pickles=self._pickles,
+                arguments=arguments,
+            )
         self._progress.steps.restore(steps_made(self._accelerator._optimizers))
+
+    def _refuse_to_unpickle(self, arguments: Mapping[str, Any]) -> None:
+        asked = (arguments.get("load_kwargs") or {}).get("weights_only", True)
+        if not asked and not self._pickles.allowed:
+            raise UnsafeCheckpointError(
+                'load_kwargs={"weights_only": False} lets a checkpoint run any code, and nothing was loaded. '
+                "If you trust who wrote it, give enable() allow_pickle=True"
+            )
 
 
 def _looked_at(storage: Storage, name: str) -> tuple[str, str]:

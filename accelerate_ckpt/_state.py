@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -23,8 +23,8 @@ from torch import nn
 from accelerate_ckpt._hooks import run_load_hooks, run_save_hooks
 from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._scratch import private_directory
-from accelerate_ckpt._small import check_small, load_small, read_small, write_files
-from accelerate_ckpt._small_files import verified_files
+from accelerate_ckpt._small import SmallState, load_small, read_small, small_owners
+from accelerate_ckpt._small_files import Pickles, link_files, verified_files, write_files
 from accelerate_ckpt._stock import (
     StockMethods,
     files_in,
@@ -118,14 +118,14 @@ class CallArguments:
     """How to save and load.
 
     Attributes:
+        pickles: reads small files, and tells of those that need pickle.
         safe: whether single files of weights are safetensors.
         stock_files: whether plain replicas get single files for the stock loader.
-        load: what the user passed to `load_state`, for the stock method.
     """
 
+    pickles: Pickles
     safe: bool = True
     stock_files: bool = True
-    load: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @final
@@ -148,8 +148,8 @@ class AcceleratorState:
         self._coordinator = coordinator
         self._storage = storage
         self._models_left: list[int] = []
-        self._small: Mapping[str, bytes] = {}
-        self._for_hooks: Mapping[str, bytes] | None = None
+        self._small = SmallState()
+        self._for_hooks: Mapping[str, bytes] | Sequence[str] | None = None
         self._generators: Mapping[str, Any] = {}
         self._arguments = arguments
 
@@ -163,6 +163,7 @@ class AcceleratorState:
             with small_things_only(accelerator):
                 self._stock.save_state(str(directory), safe_serialization=self._arguments.safe)
             files = {**files_in(directory), **large}
+        self._arguments.pickles.tell(files, small_owners(accelerator))
         models = {index: accelerator._models[index] for index in left}
         states = {index: model_state(model) for index, model in models.items()}
         rng = rng_state()
@@ -185,16 +186,22 @@ class AcceleratorState:
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """What to load into; on the way, what stock methods and hooks will read is read and verified.
+        """What to load into; on the way, small files and what hooks will read are verified, and read.
 
         Raises:
             CorruptCheckpointError: a file that will be read is damaged.
             IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
+            UnsafeCheckpointError: only pickle can read a small file, and that is not allowed.
         """
         accelerator = self._accelerator
         self._check_counts(saved)
-        self._small = read_small(self._storage, saved, accelerator.process_index)
-        check_small(accelerator, self._small, saved.name)
+        self._small = read_small(
+            accelerator,
+            self._storage,
+            saved.name,
+            self._arguments.pickles,
+            committed=saved.world_size is not None,
+        )
         hooked = bool(accelerator._load_model_state_pre_hook)
         if hooked:
             self._for_hooks = self._files_for_hooks(saved)
@@ -221,7 +228,7 @@ class AcceleratorState:
             IncompatibleCheckpointError: one of them refuses its state; everything is as it was before.
         """
         del loaded, saved
-        take_back = load_small(self._accelerator, self._stock, self._small, self._arguments.load)
+        take_back = load_small(self._accelerator, self._stock, self._small)
         self._generators = rng_state()
         return take_back
 
@@ -299,8 +306,8 @@ class AcceleratorState:
                     "prepared now: call accelerator.prepare() for the same objects before load_state()"
                 )
 
-    def _files_for_hooks(self, saved: SavedState) -> Mapping[str, bytes] | None:
-        """What hooks may read, verified; None if they read it in the checkpoint's own directory.
+    def _files_for_hooks(self, saved: SavedState) -> Mapping[str, bytes] | Sequence[str] | None:
+        """What hooks may read, verified: paths, or contents where they cannot read by path; None for stock's.
 
         Raises:
             CorruptCheckpointError: a file is damaged.
@@ -309,29 +316,38 @@ class AcceleratorState:
         def outside(path: str) -> bool:
             return path.partition("/")[0] not in saved.sharded
 
+        if saved.world_size is None:
+            return None  # there is no manifest to go by
         if not isinstance(self._storage, LocalStorage):
             return verified_files(self._storage, saved.name, outside)
-        if saved.world_size is not None:
-            paths = [entry.path for entry in Catalog(self._storage).manifest(saved.name).files]
-            failures = verify(self._storage, saved.name, paths=[path for path in paths if outside(path)])
-            if failures:
-                told = "; ".join(map(str, failures[:5]))
-                raise CorruptCheckpointError(
-                    f"{self._storage.url}/{saved.name} is damaged: {told}. Nothing was loaded",
-                    failures=tuple(failures),
-                )
-        return None
+        manifest = Catalog(self._storage).manifest(saved.name)
+        paths = [entry.path for entry in manifest.files if outside(entry.path)]
+        failures = verify(self._storage, saved.name, paths=paths)
+        if failures:
+            told = "; ".join(map(str, failures[:5]))
+            raise CorruptCheckpointError(
+                f"{self._storage.url}/{saved.name} is damaged: {told}. Nothing was loaded",
+                failures=tuple(failures),
+            )
+        return paths
 
     def _run_load_hooks(self, saved: SavedState) -> None:
         """Let the user's hooks load what they saved, over what was loaded by us."""
         accelerator = self._accelerator
         models = [] if accelerator.distributed_type == DistributedType.FSDP else accelerator._models
-        if self._for_hooks is None and isinstance(self._storage, LocalStorage):
-            left = run_load_hooks(accelerator, models, self._storage.local_path(saved.name))
+        there = self._storage.local_path(saved.name) if isinstance(self._storage, LocalStorage) else None
+        readable = self._for_hooks
+        if readable is None and there is not None:
+            left = run_load_hooks(accelerator, models, there)
         else:
             with private_directory() as directory:
-                write_files(self._for_hooks or {}, directory)
-                left = run_load_hooks(accelerator, models, directory)
+                view = directory / saved.name
+                view.mkdir()
+                if isinstance(readable, Mapping):
+                    write_files(readable, view)
+                elif there is not None:
+                    link_files(readable or (), there, view)
+                left = run_load_hooks(accelerator, models, view)
         missing = sorted(set(left) - set(self._models_left))
         if missing:
             raise IncompatibleCheckpointError(

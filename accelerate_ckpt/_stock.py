@@ -1,7 +1,8 @@
 """Accelerate's own methods, called so that they do only the small things.
 
-Under `small_things_only` the accelerator has no models, optimizers and loaders, so that the stock methods
-save and load schedulers, scaler, random states and registered objects, and leave the rest to the core.
+Under `small_things_only` the accelerator has no models, optimizers and loaders, so that the stock method
+saves schedulers, scaler, random states and registered objects, and leaves the rest to the core. Under
+`large_things_only` it has nothing else, so that of what it wrote itself it loads only that.
 """
 
 from __future__ import annotations
@@ -38,23 +39,38 @@ class StockMethods:
 def small_things_only(accelerator: Accelerator) -> Generator[None]:
     """An accelerator without anything large, whose save goes exactly where it is told."""
     configuration = accelerator.project_configuration
-    replaced: dict[str, Any] = {
-        "_models": [],
-        "_optimizers": [],
-        "_dataloaders": [],
-        "_save_model_state_pre_hook": OrderedDict(),
-        "_load_model_state_pre_hook": OrderedDict(),
-    }
-    kept = {name: accelerator.__dict__[name] for name in replaced}
     naming, iteration = configuration.automatic_checkpoint_naming, configuration.iteration
-    accelerator.__dict__.update(replaced)
     # The stock rotation deletes before anything is written.
     configuration.automatic_checkpoint_naming = False
+    try:
+        with _with(
+            accelerator,
+            _models=[],
+            _optimizers=[],
+            _dataloaders=[],
+            _save_model_state_pre_hook=OrderedDict(),
+            _load_model_state_pre_hook=OrderedDict(),
+        ):
+            yield
+    finally:
+        configuration.automatic_checkpoint_naming, configuration.iteration = naming, iteration
+
+
+@contextmanager
+def large_things_only(accelerator: Accelerator) -> Generator[None]:
+    """An accelerator without schedulers, scaler and registered objects."""
+    with _with(accelerator, _schedulers=[], _custom_objects=[], scaler=None):
+        yield
+
+
+@contextmanager
+def _with(accelerator: Accelerator, **replaced: Any) -> Generator[None]:
+    kept = {name: accelerator.__dict__[name] for name in replaced}
+    accelerator.__dict__.update(replaced)
     try:
         yield
     finally:
         accelerator.__dict__.update(kept)
-        configuration.automatic_checkpoint_naming, configuration.iteration = naming, iteration
 
 
 def files_in(directory: Path) -> dict[str, bytes]:

@@ -93,6 +93,7 @@ class TrainerCheckpoints:
         Raises:
             CorruptCheckpointError: all are damaged, or the one that was named is.
             ConfigError: what was named holds checkpoints, but is none.
+            UnsafeCheckpointError: what was chosen needs `allow_pickle=True`; nothing was touched.
             SaveError: the last save failed.
             SystemExit: it was preempted, in a script that knows nothing of us.
         """
@@ -102,8 +103,8 @@ class TrainerCheckpoints:
         with self._session.training() as manager:
             self.events.take_over(arguments, manager.options.keep)
             try:
-                chosen = self._resume.choose(resume_from_checkpoint)
-                result = self._stock.train(chosen, *args, **kwargs)
+                with self._resume.chosen(resume_from_checkpoint) as checkpoint:
+                    result = self._stock.train(checkpoint, *args, **kwargs)
             finally:
                 self.events.give_back(arguments)
         if self.implicit and self.preempted:
@@ -138,7 +139,7 @@ class TrainerCheckpoints:
             state.best_model_checkpoint = os.path.join(self._trainer.args.output_dir, name)  # noqa: PTH118
         handle = self.manager.save(
             state.global_step,
-            TrainingState(self._trainer, self._stock, stock_files=self._stock_files),
+            TrainingState(self._trainer, self._stock, self._session.pickles, stock_files=self._stock_files),
             metrics=metrics_at(state.log_history, state.global_step),
             annotations={"framework": "transformers", "reason": self.events.reason},
             name=name,

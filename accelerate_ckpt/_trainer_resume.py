@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-import io
+import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, final
 
-import torch
-from transformers.trainer import SCHEDULER_NAME
+from transformers import TrainerState
+from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from accelerate_ckpt._places import Place, kind_of
-from accelerate_ckpt._small_files import verified_files
+from accelerate_ckpt._scratch import private_directory
+from accelerate_ckpt._small_files import link_files, verified_files, write_files
 from accelerate_ckpt._trainer_choice import newest_to_resume
 from accelerate_ckpt._trainer_session import TrainerSession
 from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
-from ckpt_core import CheckpointError, CheckpointManager, ConfigError, CorruptCheckpointError
+from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
 from ckpt_core.commit import Catalog
-from ckpt_core.storage import open_storage
+from ckpt_core.dcp import check_stock, without_pickle
+from ckpt_core.errors import FileFailure
+from ckpt_core.lifecycle import everywhere
+from ckpt_core.names import METADATA
+from ckpt_core.storage import LocalStorage, Storage, open_storage
 
 _logger = logging.getLogger(__name__)
 
+_OURS = ("*.distcp", "rank-*.json", "local-*.json", "chunks-*.json")
 _NOT_READ = (
-    "*.distcp", "*/*", "model*.safetensors", "pytorch_model*.bin", "adapter_model*", "optimizer.pt",
-    "rng_state_*.pth", "rank-*.json", "local-*.json", "chunks-*.json",
+    *_OURS, "*/*", "model*.safetensors", "pytorch_model*.bin", "adapter_model*", "optimizer.pt",
+    "rng_state_*.pth",
 )  # fmt: skip
 """What is verified when it is loaded, or is not read at all: single files for others, other ranks' files."""
+_TORCH_FILES = (SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
+"""What the Trainer reads by `torch.load`; the scheduler we do."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Lent:
+    """What the Trainer was given to resume from, in place of the checkpoint itself."""
+
+    view: str
+    checkpoint: str
+    scheduler: bytes | None
 
 
 @final
@@ -43,46 +62,54 @@ class TrainerResume:
         self._stock = stock
         self._session = session
         self._stock_files = stock_files
-        self._small_files: Mapping[str, bytes] = {}
+        self._lent: _Lent | None = None
 
-    def choose(self, wanted: str | os.PathLike[str] | bool | None) -> Any:  # noqa: FBT001 - as in stock
-        """What to resume from, for the Trainer; what it reads there by itself has been verified.
+    @contextmanager
+    def chosen(self, wanted: str | os.PathLike[str] | bool | None) -> Generator[Any]:  # noqa: FBT001 - as in stock
+        """What the Trainer is to resume from: of ours, a directory with what was committed and verified.
 
         Raises:
             CorruptCheckpointError: what was named is damaged or was never committed, or everything is.
             ConfigError: what was named holds checkpoints, but is none.
+            UnsafeCheckpointError: only pickle can read it, and that is not allowed.
         """
-        self._small_files = {}
-        chosen: Any = wanted
+        checkpoint: Any = wanted
         if wanted is True:
             manager = self._session.manager
-            chosen = self._session.coordinator.once(lambda: newest_to_resume(manager))
-            if chosen is None:
+            checkpoint = self._session.coordinator.once(lambda: newest_to_resume(manager))
+            if checkpoint is None:
                 _logger.warning(
                     "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0",
                     manager.storage.url,
                 )
-        if chosen is None or isinstance(chosen, bool):
-            return chosen
-        if self._is_ours(chosen):
-            self._small_files = self._verified(chosen)
-        return os.fspath(chosen)
+        if checkpoint is None or isinstance(checkpoint, bool):
+            yield checkpoint
+        elif not self._is_ours(checkpoint):
+            self._check_stock(checkpoint)
+            yield os.fspath(checkpoint)
+        else:
+            with self._committed(checkpoint) as view:
+                yield str(view)
 
     def load_model(self, checkpoint: str, model: Any = None) -> None:
         """Load what stock wrote; ours is loaded once, with its optimizer, when both are wrapped."""
         if not self._is_ours(checkpoint):
-            self._stock.load_from_checkpoint(checkpoint, model)
+            with self._unpickling_nothing():
+                self._stock.load_from_checkpoint(checkpoint, model)
 
     def load_rest(self, checkpoint: str | None) -> None:
         """Load model, optimizer and scheduler of ours, or what stock wrote beside the model."""
-        if checkpoint is None or not self._is_ours(checkpoint):
+        if checkpoint is None:
             self._stock.load_optimizer_and_scheduler(checkpoint)
-            return
-        self._load(checkpoint, with_optimizer=True)
-        scheduler = self._small_files.get(SCHEDULER_NAME)
-        if scheduler is not None and self._trainer.lr_scheduler is not None:
-            state = torch.load(io.BytesIO(scheduler), weights_only=True)
-            self._trainer.lr_scheduler.load_state_dict(state)
+        elif not self._is_ours(checkpoint):
+            with self._unpickling_nothing():
+                self._stock.load_optimizer_and_scheduler(checkpoint)
+        else:
+            lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
+            self._load(checkpoint if lent is None else lent.checkpoint, with_optimizer=True)
+            if lent is not None and lent.scheduler is not None and self._trainer.lr_scheduler is not None:
+                name = f"{lent.checkpoint}/{SCHEDULER_NAME}"
+                self._trainer.lr_scheduler.load_state_dict(self._session.pickles.load(lent.scheduler, name))
 
     def load_best(self) -> None:
         """Load the model of the best checkpoint."""
@@ -91,11 +118,18 @@ class TrainerResume:
         if best is not None and self._is_ours(best):
             self._load(best, with_optimizer=False)
         else:
-            self._stock.load_best_model()
+            if best is not None:
+                self._check_stock(best)
+            with self._unpickling_nothing():
+                self._stock.load_best_model()
 
     def _load(self, checkpoint: str, *, with_optimizer: bool) -> None:
         state = TrainingState(
-            self._trainer, self._stock, stock_files=self._stock_files, with_optimizer=with_optimizer
+            self._trainer,
+            self._stock,
+            self._session.pickles,
+            stock_files=self._stock_files,
+            with_optimizer=with_optimizer,
         )
         place, manager = Place.of(checkpoint), self._session.manager
         items = None if with_optimizer else ["model"]
@@ -109,6 +143,8 @@ class TrainerResume:
             other.load(state, name=place.name, items=items)
 
     def _is_ours(self, checkpoint: str | os.PathLike[str]) -> bool:
+        if self._lent is not None and self._lent.view == checkpoint:
+            return True
         place = Place.of(checkpoint)
         storage = open_storage(place.root)
         kind, inside = self._session.coordinator.once(
@@ -126,26 +162,80 @@ class TrainerResume:
             )
         return bool(kind == "committed")
 
-    def _verified(self, checkpoint: str | os.PathLike[str]) -> Mapping[str, bytes]:
-        """What the Trainer reads by path, on every rank as it finds it there."""
+    @contextmanager
+    def _committed(self, checkpoint: str | os.PathLike[str]) -> Generator[Path]:
+        """A directory of this rank for the Trainer to read: small files as verified, links to others."""
         place, coordinator = Place.of(checkpoint), self._session.coordinator
-        found: Mapping[str, bytes] = {}
-        told: str | BaseException = ""
-        try:
-            found = verified_files(open_storage(place.root), place.name, self._is_read)
-        except CorruptCheckpointError as error:
-            told = f"rank {coordinator.rank}: {error}"
-        except (CheckpointError, OSError) as error:
-            told = error  # carried to every rank below
-        problems = [str(each) for each in coordinator.gather(told, what="verifying small files") if each]
-        if problems:
-            raise CorruptCheckpointError(f"{checkpoint} cannot be resumed from. {'; '.join(problems)}")
-        return found
+        storage = open_storage(place.root)
+        small, others = everywhere(
+            coordinator,
+            lambda: self._read(storage, place.name),
+            f"{checkpoint} could not be read, and nothing was loaded",
+            what="verifying small files",
+        )
+        with private_directory() as directory:
+            view = directory / place.name
+            view.mkdir()
+            write_files(small, view)
+            if isinstance(storage, LocalStorage):
+                link_files(others, storage.local_path(place.name), view)
+            self._lent = _Lent(
+                view=str(view), checkpoint=os.fspath(checkpoint), scheduler=small.get(SCHEDULER_NAME)
+            )
+            try:
+                yield view
+            finally:
+                self._lent = None
+
+    def _read(self, storage: Storage, name: str) -> tuple[Mapping[str, bytes], list[str]]:
+        """The files that the Trainer reads by itself, and paths of those that others may look for."""
+        small = verified_files(storage, name, self._is_read)
+        for path, content in small.items():
+            # Whatever is allowed, the Trainer itself reads its own without pickle.
+            if not self._session.pickles.allowed and any(fnmatchcase(path, each) for each in _TORCH_FILES):
+                self._session.pickles.load(content, f"{storage.url}/{name}/{path}")
+        if TRAINER_STATE_NAME in small:
+            _check_state(small[TRAINER_STATE_NAME], f"{storage.url}/{name}/{TRAINER_STATE_NAME}")
+        paths = [entry.path for entry in Catalog(storage).manifest(name).files]
+        parts = {path.rpartition("/")[0] for path in paths if path.endswith(f"/{METADATA}")}
+        others = [
+            path
+            for path in paths
+            if path not in small
+            and path.rpartition("/")[0] not in parts
+            and not any(fnmatchcase(path, each) for each in _OURS)
+        ]
+        return {path: small[path] for path in small if path != TRAINING_ARGS_NAME}, others
+
+    def _check_stock(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Refuse what stock DCP would unpickle there; collective."""
+        if self._session.pickles.allowed:
+            return
+
+        def check() -> None:
+            place = Path(checkpoint)
+            for each in (place, *(place.iterdir() if place.is_dir() else ())):
+                if (each / METADATA).exists():
+                    check_stock(each)
+
+        self._session.coordinator.once(check, what="checking what stock DCP wrote")
+
+    def _unpickling_nothing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._session.pickles.allowed else without_pickle()
 
     def _is_read(self, path: str) -> bool:
         if path == f"rng_state_{self._trainer.args.process_index}.pth":
             return True
         return not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
+
+
+def _check_state(content: bytes, path: str) -> None:
+    try:
+        TrainerState(**json.loads(content))
+    except Exception as error:  # transformers' own code over whatever is there; the caller tells every rank
+        problem = f"this version of transformers cannot read it ({error!r:.200})"
+        failure = FileFailure(path=path, problem=problem)
+        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
 
 
 def _checkpoints_in(directory: str | os.PathLike[str]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import final
 from transformers import Trainer
 
 from accelerate_ckpt._settings import Settings
+from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._trainer_retention import retention
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError
 from ckpt_core.coordination import coordinator_for_job
@@ -28,6 +29,7 @@ class TrainerSession:
     Attributes:
         coordinator: how ranks agree.
         manager: of the training that runs, or one to look with.
+        pickles: reads small files, and tells of those that need pickle.
         preempted: whether the last training was stopped for a preemption.
         saved_step: the last step saved, if what is live now goes on from it.
     """
@@ -37,6 +39,7 @@ class TrainerSession:
         self._settings = settings
         self._sinks = sinks
         self._closed = False
+        self.pickles = Pickles(allowed=settings.options.allow_pickle)
         deadline = settings.options.deadline_seconds
         self.coordinator = coordinator_for_job(deadline_seconds=deadline)
         # As paths of checkpoints are spelled, too.

@@ -19,6 +19,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from accelerate_ckpt._scratch import private_directory
+from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
 from accelerate_ckpt._stock import files_in
 from accelerate_ckpt._trainer_weights import gathered_already, remove_empty_weights, weights_for_files
@@ -38,6 +39,7 @@ from ckpt_core.types import CapturedState, SavedState
 
 # The stock Trainer takes any `pytorch_model_fsdp…` directory as a sign of FSDP and refuses without it.
 _PLAIN_MODEL_PART = "model_0"
+_TOKENS = ("hub_token", "push_to_hub_token")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +60,17 @@ class TrainingState:
     """Captures and restores one Trainer; a `StateSource`. Main thread only."""
 
     def __init__(
-        self, trainer: Trainer, stock: StockTrainer, *, stock_files: bool, with_optimizer: bool = True
+        self,
+        trainer: Trainer,
+        stock: StockTrainer,
+        pickles: Pickles,
+        *,
+        stock_files: bool,
+        with_optimizer: bool = True,
     ) -> None:
         self._trainer: Any = trainer  # its own annotations allow None where there is none while it trains
         self._stock = stock
+        self._pickles = pickles
         self._stock_files = stock_files
         self._with_optimizer = with_optimizer and not trainer.args.save_only_model
 
@@ -122,7 +131,10 @@ class TrainingState:
             if trainer.args.should_save:
                 trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
             remove_empty_weights(folder)
-            return files_in(folder)
+            files = files_in(folder)
+        kind = type(trainer.lr_scheduler).__name__
+        self._pickles.tell(files, {SCHEDULER_NAME: f"the scheduler, a {kind}"})
+        return files
 
     @contextmanager
     def _writing_to(self, directory: Path, weights: Mapping[str, Any] | None) -> Generator[None]:
@@ -134,14 +146,21 @@ class TrainingState:
             "_save_optimizer_and_scheduler": functools.partial(self._save_optimizer_and_scheduler, weights),
             "store_flos": lambda: None,
         }
+        args = trainer.args
+        # They are pickled into `training_args.bin`, and go wherever the checkpoint is copied.
+        tokens = {name: getattr(args, name) for name in _TOKENS if getattr(args, name, None) is not None}
         before = {name: trainer.__dict__[name] for name in replaced if name in trainer.__dict__}
         trainer.__dict__.update(replaced)
         # Where there is a best step, the Trainer waits for all ranks, and looks for it where it is writing.
         best, state.best_global_step = state.best_global_step, None
+        for name in tokens:
+            setattr(args, name, None)
         try:
             yield
         finally:
             state.best_global_step = best
+            for name, token in tokens.items():
+                setattr(args, name, token)
             for name in replaced:
                 trainer.__dict__.pop(name)
             trainer.__dict__.update(before)

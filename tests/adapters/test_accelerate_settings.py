@@ -206,8 +206,11 @@ def test_accelerate_still_has_the_seams_that_are_used() -> None:
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
     held = inspect.getsource(Accelerator.__init__)
-    for name in ("_models", "_optimizers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook"):
-        assert f"self.{name}" in held
+    for name in (
+        *("_models", "_optimizers", "_dataloaders", "_schedulers", "_custom_objects", "scaler"),
+        "_save_model_state_pre_hook",
+    ):
+        assert f"self.{name} " in held or f"self.{name}:" in held
     saves, loads = inspect.getsource(Accelerator.save_state), inspect.getsource(Accelerator.load_state)
     assert "self._models" in saves
     assert "self._load_model_state_pre_hook" in loads

@@ -2,6 +2,7 @@
 
 from ckpt_core.lifecycle._agreed import agreed_place, agreed_step, checked_step
 from ckpt_core.lifecycle._cadence import CadenceKeeper
+from ckpt_core.lifecycle._everywhere import everywhere
 from ckpt_core.lifecycle._files import Files
 from ckpt_core.lifecycle._handle import SaveHandle
 from ckpt_core.lifecycle._load import LoadRequest
@@ -22,5 +23,6 @@ __all__ = [
     "agreed_place",
     "agreed_step",
     "checked_step",
+    "everywhere",
     "narrowed",
 ]
