@@ -143,7 +143,9 @@ def _index(content: bytes) -> Any:
 
 def _chunk(content: bytes) -> Any:
     tensor = load_chunk(content, "a chunk")
-    return tensor.dtype, tensor.shape, tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    # A tensor of one element is contiguous whatever its strides are, but cannot be viewed as bytes.
+    flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes()
 
 
 def _zip(content: bytes) -> Any:
