@@ -7,7 +7,6 @@ methods and hooks that insist on reading a directory get one with nothing else i
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -17,11 +16,12 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import checked_zip, load_value
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, IncompatibleCheckpointError
 from ckpt_core.lifecycle import Files
 from ckpt_core.storage import Storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _SAFE: list[Any] = [*TORCH_SAFE_GLOBALS]
 """What Accelerate's own reader lets through besides what torch does, and the Trainer's does as well."""

@@ -42,13 +42,17 @@ TORCH = {
     "torch.distributed.checkpoint.filesystem:_StorageInfo": (
         "relative_path offset length transform_descriptors"
     ),
+    "torch.distributed.checkpoint._traverse:set_element": "root_dict path value",
+    "torch.distributed.checkpoint.filesystem:FileSystemReader._get_metadata_path": "rank",
     "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING": None,
     "torch.distributed.checkpoint.planner_helpers:_create_chunk_list": "tensor",
+    "torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker": "dev",
     "torch.distributed.distributed_c10d:PrefixStore": None,
     "torch.distributed.distributed_c10d:_get_default_store": "",
     "torch.distributed.tensor.placement_types:_StridedShard": "dim",
 }
 LIGHTNING = {
+    "strategies.fsdp:_lazy_load": "filename",
     "trainer.connectors.checkpoint_connector:_CheckpointConnector": None,
     "trainer.connectors.checkpoint_connector:_CheckpointConnector._select_ckpt_path": (
         "state_fn ckpt_path model_provided model_connected"
@@ -92,6 +96,7 @@ TRANSFORMERS = {
 # Of objects that tests of their own make; and what other languages than Python's privacy means by "_".
 ELSEWHERE = {
     "_drop_last": "accelerate.data_loader.DataLoaderDispatcher",
+    "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",
     "_fields": "namedtuple, public",
     "_replace": "namedtuple, public",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Final
 from weakref import WeakKeyDictionary
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.storage import Storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _told: Final[WeakKeyDictionary[Storage, dict[str, str]]] = WeakKeyDictionary()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from typing import Any, Literal, final
 from ckpt_core import messages
 from ckpt_core.coordination._mailbox import Mailbox, MessageStore
 from ckpt_core.coordination._signer import Signer
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, Failure
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing, arrives first
 _DECIDING = "deciding"

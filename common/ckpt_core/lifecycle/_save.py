@@ -1,14 +1,13 @@
-"""Executes the commands of the save reducer on the background thread."""
+"""One save from staged to committed, on the background thread."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import assert_never, final
+from typing import final
 
 from ckpt_core.commit import abandon, begin
 from ckpt_core.coordination import Coordinator
@@ -28,25 +27,6 @@ from ckpt_core.lifecycle._handle import SaveHandle, fulfil, reject
 from ckpt_core.lifecycle._memory import WriteMemory
 from ckpt_core.lifecycle._plans import Keeping
 from ckpt_core.lifecycle._prepare import PreparedSave, failed_in, save_error
-from ckpt_core.lifecycle._reducer import (
-    Command,
-    Committed,
-    Event,
-    Failed,
-    Fulfil,
-    Meet,
-    Open,
-    Opened,
-    Phase,
-    Prune,
-    Refused,
-    Reject,
-    Release,
-    Staged,
-    Write,
-    Written,
-    reduce,
-)
 from ckpt_core.lifecycle._write import Terms, commit_all, write_rank
 from ckpt_core.options import SignManifest
 from ckpt_core.storage import Storage
@@ -107,10 +87,8 @@ class SaveRun:
         self._deadline_seconds = context.background.deadline_seconds
         # Exchanges with other ranks have deadlines of their own; after this even they count as hanging.
         self._patience_seconds = 3 * self._deadline_seconds + 10
-        self._events: deque[Event] = deque()
         self._refusal: CheckpointError | None = None
         self._opened = False
-        self._reference = b""
         self._silence: DeadlineError | None = None
         # What is left to do for as long as an earlier save keeps this one from beginning.
         self._phase: SavePhase = "open"
@@ -118,13 +96,22 @@ class SaveRun:
         self._giving_up = threading.Lock()
 
     def run(self) -> None:
-        """Go through with the save; its outcome goes to the handle, nothing is raised."""
-        self._events.append(self._staged())
-        phase = Phase.PLANNED
-        while self._events:
-            phase, commands = reduce(phase, self._events.popleft())
-            for command in commands:
-                self._execute(command)
+        """Go through with the save; its outcome goes to the handle, nothing is raised.
+
+        A rank that failed still goes to the meeting: it brings its error, so that every rank learns of it.
+        """
+        payload = self._write_and_report(self._stage())
+        self._prepared.staged.release()
+        try:
+            info = self._meet(payload)
+        except CheckpointError as error:
+            reject(self._handle.committed, self._failed(error))
+            return
+        self._memory.committed()
+        fulfil(self._handle.committed, info)
+        if self._coordinator.is_coordinator:
+            self._beat("pruning")
+            self._context.committed(info)
 
     def give_up(self, told: str) -> None:
         """The background thread hangs: this save has failed on this rank, and in the end on all."""
@@ -150,42 +137,18 @@ class SaveRun:
         error = self._handle.committed.exception()
         return SaveError(f"while writing: given up before it ended ({error})", phase="write")
 
-    def _execute(self, command: Command) -> None:
-        match command:
-            case Open(error):
-                self._open(error)
-            case Write():
-                self._write()
-            case Meet(payload):
-                self._meet(payload)
-            case Release():
-                self._prepared.staged.release()
-            case Fulfil() | Reject():
-                self._tell(command)
-            case Prune(info):
-                if self._coordinator.is_coordinator:
-                    self._beat("pruning")
-                    self._context.committed(info)
-            case _:
-                assert_never(command)
-
-    def _tell(self, verdict: Fulfil | Reject) -> None:
-        if isinstance(verdict, Fulfil):
-            fulfil(self._handle.committed, verdict.info)
-        else:
-            reject(self._handle.committed, verdict.error)
-
-    def _staged(self) -> Event:
+    def _stage(self) -> BaseException | None:
+        """Have the handle told when the copies are made; what kept this rank from making them."""
         error, deferred = self._prepared.error or self._given_up(), self._prepared.staged.deferred
         if deferred is None or error is not None:
             self._tell_staged(error)
-            return Staged() if error is None else Failed(error)
+            return error
         try:
             # Writing begins while the rest is being copied, and tells in the end whether all of it was.
             deferred.when_done(self._tell_staged)
         except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
-            return Failed(failed_in("stage", caught))
-        return Staged()
+            return failed_in("stage", caught)
+        return None
 
     def _tell_staged(self, error: BaseException | None) -> None:
         if error is None:
@@ -193,26 +156,35 @@ class SaveRun:
         else:
             reject(self._handle.staged, failed_in("stage", error))
 
-    def _open(self, error: BaseException | None) -> None:
+    def _write_and_report(self, error: BaseException | None) -> bytes | BaseException:
+        """Write this rank's files once the coordinator has opened the save; the report, or what went wrong.
+
+        Nobody writes before it has. If it cannot, it says so to all at once.
+        """
         if error is not None and not self._coordinator.is_coordinator:
-            self._events.append(Failed(error))
-            return
-        self._beat("opening", None if self._coordinator.is_coordinator else self._patience_seconds)
-        topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
+            return error
         try:
-            reference = self._coordinator.announce(
-                topic, lambda: self._make_place(error), deadline_seconds=self._deadline_seconds
-            )
+            reference = self._open(error)
         except DeadlineError as silence:
             self._silence = silence
-            self._events.append(Failed(SaveError(f"while opening: {silence}", phase="open")))
+            return SaveError(f"while opening: {silence}", phase="open")
         except CheckpointError as refusal:
             self._refusal = refusal
-            self._events.append(Refused())
-        else:
-            self._reference = reference
-            self._opened = True
-            self._events.append(Opened())
+            return b""
+        self._opened = True
+        try:
+            report = self._write(reference)
+        except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
+            return failed_in("write", caught)
+        return self._given_up() or report
+
+    def _open(self, error: BaseException | None) -> bytes:
+        """Prepare the place, or wait to be told that it is; how the coordinator's own values look."""
+        self._beat("opening", None if self._coordinator.is_coordinator else self._patience_seconds)
+        topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
+        return self._coordinator.announce(
+            topic, lambda: self._make_place(error), deadline_seconds=self._deadline_seconds
+        )
 
     def _make_place(self, error: BaseException | None) -> bytes:
         """On the coordinator: prepare the place; what it gives to all ranks is how its own values look."""
@@ -227,24 +199,19 @@ class SaveRun:
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
 
-    def _write(self) -> None:
+    def _write(self, reference: bytes) -> bytes:
         prepared = self._prepared
         attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
         self._phase = "write"
         self._beat("writing the tensors")
-        try:
-            own = _own_files(prepared, self._reference)
-            with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
-                report = write_rank(self._storage, prepared, own, self._memory, beat=self._get_on)
-            if self._context.reject_non_finite:
-                refuse_non_finite(prepared.staged.images, prepared.buffers)
-        except Exception as error:  # noqa: BLE001 - the meeting carries it to every rank
-            self._events.append(Failed(failed_in("write", error)))
-        else:
-            late = self._given_up()
-            self._events.append(Written(report) if late is None else Failed(late))
+        own = _own_files(prepared, reference)
+        with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
+            report = write_rank(self._storage, prepared, own, self._memory, beat=self._get_on)
+        if self._context.reject_non_finite:
+            refuse_non_finite(prepared.staged.images, prepared.buffers)
+        return report
 
-    def _meet(self, payload: bytes | BaseException) -> None:
+    def _meet(self, payload: bytes | BaseException) -> CheckpointInfo:
         request, assignment = self._prepared.request, self._prepared.assignment
 
         def commit(reports: list[bytes]) -> bytes:
@@ -258,16 +225,10 @@ class SaveRun:
         self._beat("waiting for the other ranks", self._patience_seconds)
         # The error is left for a coordinator that wakes up; to wait for it as long again is no use.
         deadline = self._deadline_seconds if self._silence is None else 0.0
-        try:
-            with self._telemetry.span("save.commit", **attributes) as details:
-                answer = self._coordinator.meet(name, payload, commit, deadline_seconds=deadline)
-                info = _decoded(answer)
-                details["size_bytes"] = info.size_bytes
-        except CheckpointError as error:
-            self._fail(error)
-        else:
-            self._memory.committed()
-            self._events.append(Committed(info))
+        with self._telemetry.span("save.commit", **attributes) as details:
+            info = _decoded(self._coordinator.meet(name, payload, commit, deadline_seconds=deadline))
+            details["size_bytes"] = info.size_bytes
+        return info
 
     def _commit(self, reports: list[bytes]) -> CheckpointInfo:
         self._begin_committing()
@@ -294,33 +255,33 @@ class SaveRun:
         self._begin_committing()
         return signature
 
-    def _fail(self, error: CheckpointError) -> None:
+    def _failed(self, error: CheckpointError) -> CheckpointError:
+        """Clear up, unless it may be committed all the same; what to tell whoever waits."""
         self._committing = False
         in_doubt = isinstance(error, SaveError | CoordinationError) and error.in_doubt
         if isinstance(error, DivergenceError):
             self._context.diverged()
         if self._coordinator.is_coordinator and self._opened and not in_doubt:
             self._beat("removing what was written")
-            self._abandon()
+            _abandon(self._storage, self._prepared.assignment.working, self._terms)
+        told = error
         if isinstance(error, CoordinationError):
             phase = "open" if self._silence else _phase_of(error, "open" if self._refusal else "commit")
             error = self._silence or error
-            failed = save_error(self._storage.url, self._prepared.request.step, phase, error)
-            failed.__cause__ = error
-            self._events.append(Failed(failed))
-        else:
-            self._events.append(Failed(error))
+            told = save_error(self._storage.url, self._prepared.request.step, phase, error)
+            told.__cause__ = error
         _logger.error("%s", error)
+        return told
 
-    def _abandon(self) -> None:
-        working = self._prepared.assignment.working
-        try:
-            self._terms.check()
-        except (OSError, CheckpointError) as error:
-            # On an object store the job that owns the root now may be writing under the very same name.
-            _logger.warning("what was written to %s/%s is left: %s", self._storage.url, working, error)
-        else:
-            abandon(self._storage, working)
+
+def _abandon(storage: Storage, working: str, terms: Terms) -> None:
+    try:
+        terms.check()
+    except (OSError, CheckpointError) as error:
+        # On an object store the job that owns the root now may be writing under the very same name.
+        _logger.warning("what was written to %s/%s is left: %s", storage.url, working, error)
+    else:
+        abandon(storage, working)
 
 
 def _own_files(prepared: PreparedSave, reference: bytes) -> Mapping[str, bytes]:
