@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import cast
 
 from ckpt_core.disclosure import Redaction
-from ckpt_core.errors import ArchivedError, CheckpointError
+from ckpt_core.errors import ArchivedError
 
 _LIBRARIES = {
     "aiobotocore",
@@ -40,6 +40,8 @@ _DENIED = {401, 403, "401", "403"}
 # Not EIO, which of a local disk means that a block is lost: here it may be gone at the next try.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
+_IN_OUR_WORDS = "_in_our_words"
+"""Attribute of errors that were translated: a short secret, such as "job", may be a word of ours."""
 # What the contract of `Storage` names is left as it is.
 _NAMED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
@@ -60,36 +62,34 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
         yield
     # Told to the caller of the storage: the error is raised on, only its type and words may change.
     except Exception as error:
+        if hasattr(error, _IN_OUR_WORDS):
+            raise  # one of these within another
         secret = redaction.quotes(error)
-        translation = _translation(error, url) or (_plain(error) if secret else None)
+        translation = _translation(error, url, redaction)
+        if translation is None and secret:
+            translation = _plain(error, redaction)
         if translation is None:
             raise
+        setattr(translation, _IN_OUR_WORDS, True)
         if secret:
-            raise _redacted(translation, redaction) from None
+            raise translation from None
         raise translation from error
 
 
-def _plain(error: Exception) -> OSError | None:
+def _plain(error: Exception, redaction: Redaction) -> OSError | None:
     """An error of the operating system as Python itself would raise it; None if it is none."""
     if not isinstance(error, OSError):
         return None
     kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
     if error.errno is None:
-        return cast("OSError", kind(str(error)))
-    return cast("OSError", kind(error.errno, error.strerror, error.filename))
-
-
-def _redacted(error: OSError, redaction: Redaction) -> OSError:
-    if isinstance(error, CheckpointError):
-        return cast("OSError", error.retold(redaction.text(str(error))))
-    if error.errno is None:
-        return type(error)(redaction.text(str(error)))
+        return cast("OSError", kind(redaction.text(str(error))))
     where = None if error.filename is None else redaction.text(str(error.filename))
-    return type(error)(error.errno, redaction.text(str(error.strerror)), where)
+    return cast("OSError", kind(error.errno, redaction.text(str(error.strerror)), where))
 
 
-def _translation(error: Exception, url: str) -> OSError | None:
-    text = f"{type(error).__name__}: {error}"
+def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | None:
+    """The error in our words, with what the library says; None if it says all by itself."""
+    text = redaction.text(f"{type(error).__name__}: {error}")
     if isinstance(error, OSError):
         if type(error).__name__ == "FSTimeoutError":
             return TimeoutError(errno.ETIMEDOUT, "no answer from the object store in time", url)
@@ -97,7 +97,9 @@ def _translation(error: Exception, url: str) -> OSError | None:
         if str(error).startswith("Forbidden"):
             return _denied(text, url)
         answer = _answer_behind(error)
-        return None if answer is None or isinstance(error, _NAMED) else _of_answer(error, answer, url)
+        if answer is None or isinstance(error, _NAMED):
+            return None
+        return _of_answer(error, answer, redaction.text(str(answer)), url)
     if type(error).__module__.partition(".")[0] not in _LIBRARIES:
         return None
     return _of_library(error, text, url)
@@ -119,21 +121,21 @@ def _answer_behind(error: OSError) -> Exception | None:
     return None
 
 
-def _of_answer(error: OSError, answer: Exception, url: str) -> OSError:
+def _of_answer(error: OSError, answer: Exception, text: str, url: str) -> OSError:
     code = _code(answer)
     if code in _ARCHIVED:
-        return _archived(str(answer), url)
+        return _archived(text, url)
     if code in _EXPIRED:
-        return _expired(str(answer), url)
+        return _expired(text, url)
     if code == "400" and getattr(answer, "operation_name", "").startswith("Head"):
         # The reason would be in a body, which the answer to a HEAD has not; of a sound client it is this one.
-        return _expired(f"{answer}; this answer comes without a reason", url)
+        return _expired(f"{text}; this answer comes without a reason", url)
     if isinstance(error, PermissionError):
-        return _denied(str(answer), url)
+        return _denied(text, url)
     if code in {"NotImplemented", "501"}:
         advice = "if it does not know conditional writes: storage_options={'conditional_writes': False}"
-        return OSError(errno.ENOSYS, f"the object store cannot do that ({answer}); {advice}", url)
-    return OSError(_STORE_FAILED, f"the object store failed ({answer})", url)
+        return OSError(errno.ENOSYS, f"the object store cannot do that ({text}); {advice}", url)
+    return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
 
 
 def _code(answer: Exception) -> str:
