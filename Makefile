@@ -32,7 +32,7 @@ demo: setup  ## Kill a training run, resume it, and show that nothing was lost
 	@$(BIN)/python -m examples.demo $(ARGS)
 
 test: setup  ## Run all tests (ARGS="-m 'not slow'" for the quick ones)
-	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup  ## Format, lint, types and layers, without changing anything
 	@$(BIN)/ruff format --check .
