@@ -43,9 +43,12 @@ def test_no_growth_over_many_saves(tmp_path):
 
 
 def test_a_closed_manager_leaves_nothing_behind(tmp_path):
-    before = threading.active_count(), psutil.Process().num_fds()
+    threads, files = set(threading.enumerate()), psutil.Process().num_fds()
     for run in range(20):
         with CheckpointManager(tmp_path / str(run)) as checkpoints:
             checkpoints.save(1, {"x": torch.ones(3)})
-    assert (threading.active_count(), psutil.Process().num_fds()) == before
+    # Others of this process, such as the test runner, may start threads meanwhile.
+    left = [each for each in set(threading.enumerate()) - threads if each.name.startswith("ckpt-")]
+    assert left == []
+    assert psutil.Process().num_fds() <= files
     assert not [path for path in Path(tmp_path).rglob("writer.json") if os.path.lexists(path)]
