@@ -25,6 +25,7 @@ from ckpt_core.dcp import without_pickle
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import load_rng_state, rng_state
 from ckpt_core.storage import Storage
+from ckpt_core.storage import read_small as read_whole
 
 _PATTERNS = ("scheduler*.bin", "scaler.pt", "custom_checkpoint_*.pkl")
 _RANDOM_STATES = "random_states_*.pkl"
@@ -149,7 +150,7 @@ def _contents(storage: Storage, name: str, patterns: Sequence[str], *, committed
         return verified_files(storage, name, wanted)
     # Stock wrote it: there is no manifest to go by.
     return {
-        entry.name: storage.read_bytes(f"{name}/{entry.name}")
+        entry.name: read_whole(storage, f"{name}/{entry.name}")
         for entry in storage.list(name)
         if not entry.is_directory and wanted(entry.name)
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core.dcp import check_stock, load_plain, without_pickle
+from ckpt_core.dcp import check_stock, load_plain, read_linked, without_pickle
 from ckpt_core.errors import UnsafeCheckpointError
 from lightning_ckpt._places import LIGHTNINGS_OWN
 
@@ -31,7 +31,7 @@ def check_stock_checkpoint(path: str) -> None:
     own = Path(path) / LIGHTNINGS_OWN
     if own.is_file():
         check_stock(path)
-        load_plain(own.read_bytes(), str(own))
+        load_plain(read_linked(own), str(own))
 
 
 def load_without_pickle(path: str, strategy: type[Any], load: Callable[..., Any]) -> dict[str, Any]:

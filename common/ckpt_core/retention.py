@@ -315,7 +315,10 @@ def plan_prune(
         wanted = [(info.step, UNRANKED) for info in present]
     for step, reason in (*_guaranteed(present, last), *wanted):
         reasons[step] = (*reasons.get(step, ()), reason)
-    drop = [info for info in usable if info not in left and (info.abandoned or info.step not in reasons)]
+    stays = {info.name for info in left}
+    drop = [
+        info for info in usable if info.name not in stays and (info.abandoned or info.step not in reasons)
+    ]
     return PrunePlan(
         keep=MappingProxyType(dict(sorted(reasons.items()))),
         drop=tuple(drop),

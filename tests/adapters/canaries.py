@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_core.checksums import checksum
-from ckpt_core.commit import Manifest, Marker
 from ckpt_core.names import MANIFEST, MARKER
-
-
-class Canary:
-    """Makes a directory when it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self._trace = trace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.makedirs, (str(self._trace), 0o777, True)
+from tests.canary import Canary, forge
 
 
 def pickled(trace: Path) -> bytes:
-    return pickle.dumps(Canary(trace), protocol=2)
+    return pickle.dumps(Canary(trace.parent, trace.name), protocol=2)
 
 
 def saved(trace: Path, padding: int = 0) -> bytes:
     """What `torch.save` makes of a state with a canary in it."""
     stream = io.BytesIO()
-    torch.save({"value": Canary(trace), "padding": b"." * padding}, stream)
+    torch.save({"value": Canary(trace.parent, trace.name), "padding": b"." * padding}, stream)
     return stream.getvalue()
 
 
@@ -64,24 +52,12 @@ def planted(folder: Path, path: str, content: bytes, *, sealed: bool) -> Iterato
     kept = {each: (folder / each).read_bytes() for each in there}
     (folder / path).write_bytes(content)
     if sealed:
-        seal(folder)
+        forge(folder)
     try:
         yield
     finally:
         for each, before in kept.items():
             (folder / each).write_bytes(before)
-
-
-def seal(folder: Path) -> None:
-    """Make manifest and marker true again, as somebody could who may write to the storage."""
-    manifest = Manifest.from_bytes((folder / MANIFEST).read_bytes())
-    files = []
-    for entry in manifest.files:
-        content = (folder / entry.path).read_bytes()
-        files.append(replace(entry, size_bytes=len(content), checksum=checksum(content)))
-    manifest = replace(manifest, files=tuple(files))
-    (folder / MANIFEST).write_bytes(manifest.to_bytes())
-    (folder / MARKER).write_bytes(Marker.of(manifest, manifest.to_bytes()).to_bytes())
 
 
 def forgeries(folder: Path, path: str, trace: Path) -> Iterator[tuple[bytes, bool]]:

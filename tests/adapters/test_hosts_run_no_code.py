@@ -8,7 +8,7 @@ import io
 import pickle
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ckpt_core import (
     TrainState,
     UnsafeCheckpointError,
 )
-from tests.adapters.accelerate_jobs import Job, accelerator, forget_accelerators, prepare, prepared, step
+from tests.adapters.accelerate_jobs import Job, accelerator, prepare, prepared, step
 from tests.adapters.canaries import (
     files_of,
     forgeries,
@@ -39,6 +39,8 @@ from tests.adapters.canaries import (
     watched_readers,
 )
 from tests.adapters.trainer_jobs import TrainerJob, trainer
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 JOB = Job(strategy="single", world=1)
 STRANGERS = (
@@ -61,15 +63,6 @@ class Holder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
-    forget_accelerators()
-    yield
-    forget_accelerators()
 
 
 @pytest.fixture
@@ -173,11 +166,16 @@ def test_accelerate_runs_nothing_of_a_checkpoint_of_ours(tmp_path: Path, trace: 
     made.end_training()
 
 
-def test_accelerate_runs_nothing_of_a_checkpoint_of_stock(tmp_path: Path, trace: Path) -> None:
+def saved_by_stock(tmp_path: Path) -> tuple[Accelerator, Path]:
+    """An accelerator of stock's, and the checkpoint that it has saved."""
     made, _, net, optimizer, *_ = of_accelerate(tmp_path, stock=True)
     step(made, net, optimizer)
     made.save_state()
-    folder = next(tmp_path.glob("**/checkpoint_0"))
+    return made, next(tmp_path.glob("**/checkpoint_0"))
+
+
+def test_accelerate_runs_nothing_of_a_checkpoint_of_stock(tmp_path: Path, trace: Path) -> None:
+    made, folder = saved_by_stock(tmp_path)
     made.load_state(str(folder))
     accelerate_ckpt.enable(made, folder.parent)
     ends = walk(folder, trace, [{"load_state(path)": refusing(lambda: made.load_state(str(folder)))}])
@@ -193,10 +191,7 @@ def test_accelerate_runs_nothing_of_a_checkpoint_of_stock(tmp_path: Path, trace:
 
 
 def test_stock_accelerate_would_have_run_it(tmp_path: Path, trace: Path) -> None:
-    made, _, net, optimizer, *_ = of_accelerate(tmp_path, stock=True)
-    step(made, net, optimizer)
-    made.save_state()
-    folder = next(tmp_path.glob("**/checkpoint_0"))
+    made, folder = saved_by_stock(tmp_path)
     with planted(folder, "custom_checkpoint_0.pkl", saved(trace), sealed=False), watched_readers() as readers:
         made.load_state(str(folder))
     assert trace.exists()

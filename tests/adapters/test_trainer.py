@@ -6,7 +6,6 @@ import errno
 import inspect
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,7 @@ from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, in_turn, run, trainer
 
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
-    forget_accelerators()
-    yield
-    forget_accelerators()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def committed(root: Path) -> list[str]:

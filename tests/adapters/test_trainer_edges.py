@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,9 @@ from ckpt_core import (
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, run, trainer
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
 METRIC = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
-    forget_accelerators()
-    yield
-    forget_accelerators()
 
 
 def steps(root: Path) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -282,3 +283,31 @@ def on_two_ranks(root: str) -> list[object]:
 def test_the_coordinator_alone_signs_and_judges_and_every_rank_is_told(tmp_path):
     one, two = run_ranks(on_two_ranks, 2, str(tmp_path))
     assert one == two == [2, f"{tmp_path}/step-000000002 is not trusted", 1, 1.0, True, [1, 2]]
+
+
+def link_out(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def sparse(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(40 << 30)
+
+
+@pytest.mark.parametrize("replace", [link_out, pipe, sparse])
+def test_what_is_no_file_of_ours_in_the_place_of_a_signature_blocks_nothing_older(tmp_path, replace):
+    save(tmp_path, 1, 2)
+    replace(directory(tmp_path, 2) / SIGNATURE)
+    state = state_of(-1)
+    with CheckpointManager(tmp_path, **SIGNED) as manager:
+        with pytest.raises(UntrustedCheckpointError, match=SIGNATURE):
+            manager.load(state, step=2)
+        assert untouched(state)
+        assert manager.resume(state) == 1
+        assert float(state["w"][0]) == 1.0

@@ -17,10 +17,16 @@ from typing import Any, Final, TypeAlias
 
 from ckpt_core.commit._catalog import read_manifest
 from ckpt_core.commit._manifest import Manifest
-from ckpt_core.errors import CheckpointNotFoundError, LoadError, SaveError, UntrustedCheckpointError
+from ckpt_core.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+    UntrustedCheckpointError,
+)
 from ckpt_core.names import MARKER, SIGNATURE
 from ckpt_core.options import VerifyManifest
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 
 Sign: TypeAlias = Callable[[bytes], bytes]
 
@@ -96,13 +102,14 @@ def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) 
 
 def _signature(storage: Storage, name: str, place: str) -> bytes:
     try:
-        with storage.open(f"{name}/{SIGNATURE}") as stream:
-            content = stream.read(MAX_SIGNATURE_BYTES + 1)
-    except (FileNotFoundError, IsADirectoryError):
+        return read_small(storage, f"{name}/{SIGNATURE}", MAX_SIGNATURE_BYTES)
+    except FileNotFoundError:
         return b""
-    if len(content) > MAX_SIGNATURE_BYTES:
-        raise _refused(place, f"{SIGNATURE} is too large to be a signature")
-    return content
+    except CorruptCheckpointError as error:
+        told = "; ".join(map(str, error.failures))
+        raise _refused(
+            place, f"what has the name of its signature is too large, or no file of ours: {told}"
+        ) from error
 
 
 def _refused(place: str, why: str) -> UntrustedCheckpointError:

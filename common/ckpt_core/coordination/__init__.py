@@ -7,7 +7,6 @@ from ckpt_core.coordination._base import Coordinator
 from ckpt_core.coordination._job import JobCoordinator, coordinator_for_job, require_same_process
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
-from ckpt_core.errors import failure_text
 
 __all__ = [
     "Coordinator",
@@ -15,6 +14,5 @@ __all__ = [
     "Solo",
     "StoreCoordinator",
     "coordinator_for_job",
-    "failure_text",
     "require_same_process",
 ]

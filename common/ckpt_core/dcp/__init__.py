@@ -15,7 +15,7 @@ from ckpt_core.dcp._numbering import GroupNames
 from ckpt_core.dcp._places import Place, Places
 from ckpt_core.dcp._plan import Decision, Part, Task, decide
 from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_plain, load_value
-from ckpt_core.dcp._stock import check_stock, without_pickle
+from ckpt_core.dcp._stock import check_stock, read_linked, without_pickle
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
 
@@ -53,6 +53,7 @@ __all__ = [
     "load_plain",
     "load_value",
     "places_in",
+    "read_linked",
     "sample",
     "spec_of",
     "without_pickle",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,13 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from ckpt_core.codec import corrupt
 from ckpt_core.consistency import check_metadata
 from ckpt_core.dcp._metadata import load_metadata
 from ckpt_core.dcp._reader import load_plain
-from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
+from ckpt_core.errors import UnsafeCheckpointError
 from ckpt_core.names import METADATA
+from ckpt_core.storage import BIGGEST_SMALL_FILE
 
 
 def check_stock(directory: str | os.PathLike[str]) -> None:
@@ -35,10 +38,9 @@ def check_stock(directory: str | os.PathLike[str]) -> None:
     place = Path(directory)
     source = str(place / METADATA)
     try:
-        content = (place / METADATA).read_bytes()
+        content = read_linked(place / METADATA)
     except FileNotFoundError as error:
-        failure = FileFailure(path=source, problem="missing: the save did not end, DCP cannot load this")
-        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+        raise corrupt(source, "missing: the save did not end, DCP cannot load this") from error
     metadata = _metadata(content, source)
     check_metadata(metadata, source, lambda path: (place / path).stat().st_size)
     for index, info in metadata.storage_data.items():
@@ -46,6 +48,21 @@ def check_stock(directory: str | os.PathLike[str]) -> None:
             with (place / info.relative_path).open("rb") as stream:
                 stream.seek(info.offset)
                 load_plain(stream.read(info.length), f"{place / info.relative_path}: {index.fqn!r:.200}")
+
+
+def read_linked(path: Path) -> bytes:
+    """Read a small file of a host's, links followed, once it is known to be a file and its size to be sane.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CorruptCheckpointError: it is something else, which could be waited for in vain, or is too large.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise corrupt(str(path), "is a directory, pipe or device, where a file should be")
+    if found.st_size > BIGGEST_SMALL_FILE:
+        raise corrupt(str(path), f"has {found.st_size} bytes, and may have {BIGGEST_SMALL_FILE} at most")
+    return path.read_bytes()
 
 
 @contextmanager

@@ -241,8 +241,6 @@ class LocalStorage(Storage):
 def _entry(child: os.DirEntry[str] | Path) -> StorageEntry | None:
     """The child, or None if it vanished during the listing."""
     is_link = child.is_symlink()
-    if not is_link and child.is_dir():
-        return StorageEntry(child.name, is_directory=True, size_bytes=0)
     try:
         is_directory = child.is_dir()
         size = 0 if is_directory else child.stat().st_size

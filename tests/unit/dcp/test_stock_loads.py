@@ -134,3 +134,20 @@ def test_a_directory_of_links_is_read_as_stock_reads_it(tmp_path, folder):
     shutil.rmtree(folder)
     with pytest.raises(CorruptCheckpointError, match="missing"):
         check_stock(links)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _sparse(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(40 << 30)
+
+
+@pytest.mark.parametrize("replace", [_pipe, _sparse])
+def test_an_index_that_could_hang_or_fill_the_memory_is_refused_unread(folder, replace):
+    replace(folder / ".metadata")
+    with pytest.raises(CorruptCheckpointError, match="metadata"):
+        check_stock(folder)
