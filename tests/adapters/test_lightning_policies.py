@@ -201,8 +201,8 @@ class Users(Callback):
             manager = CheckpointManager(self.root)
             while [info.step for info in manager.checkpoints()][-1:] != [trainer.global_step - 1]:
                 Event().wait(0.01)
-            for each in self.root.glob("*.ckpt"):
-                (each / "note.txt").write_text("mine")
+            # Only the newest: an older one may be on its way out.
+            (self.root / f"step={trainer.global_step - 1}.ckpt" / "note.txt").write_text("mine")
         if trainer.global_step == 5:
             manager.pin(4, "for the paper")
 
