@@ -23,9 +23,9 @@ from ckpt_core import (
     CorruptCheckpointError,
     UnsafeCheckpointError,
 )
+from ckpt_core.collective import everywhere
 from ckpt_core.commit import require_trusted
 from ckpt_core.disclosure import logger_of
-from ckpt_core.lifecycle import everywhere
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import LocalStorage, Storage
 

@@ -18,7 +18,7 @@ from ckpt_core.commit import Catalog
 from ckpt_core.dcp import checked_zip, load_value
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, IncompatibleCheckpointError
-from ckpt_core.lifecycle import Files
+from ckpt_core.loading import Files
 from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)

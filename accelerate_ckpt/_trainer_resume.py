@@ -21,11 +21,11 @@ from accelerate_ckpt._trainer_choice import newest_to_resume
 from accelerate_ckpt._trainer_session import TrainerSession
 from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
+from ckpt_core.collective import everywhere
 from ckpt_core.commit import Catalog, require_trusted
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
-from ckpt_core.lifecycle import everywhere
 from ckpt_core.names import METADATA
 from ckpt_core.storage import LocalStorage, Storage, open_storage
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from ckpt_core import CheckpointManager, KeepEvery, KeepLatest
-from ckpt_core.checksums import checksum
 from ckpt_core.commit import Manifest, begin, commit
+from ckpt_core.formats.checksums import checksum
 from ckpt_core.names import step_name
 from ckpt_core.storage import LocalStorage, ObjectStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage

@@ -15,18 +15,18 @@ import torch
 
 from benchmarks.planning import Planning, PlanningCost, Workload
 from benchmarks.stock_planning import COLUMNS, ROWS, Clock, local_plan
-from ckpt_core.chunks import ChunkColumns, TableEntry
 from ckpt_core.commit import begin
 from ckpt_core.dcp import ImageLayout
-from ckpt_core.lifecycle._local import LocalValues
-from ckpt_core.lifecycle._memory import WriteMemory
-from ckpt_core.lifecycle._plans import AgreedPlans, Keeping, Offer, _Proposal
-from ckpt_core.lifecycle._prepare import Assignment, PreparedSave
-from ckpt_core.lifecycle._request import SaveRequest
-from ckpt_core.lifecycle._stage import NOTHING_STAGED
-from ckpt_core.lifecycle._write import commit_all
+from ckpt_core.formats.chunks import ChunkColumns, TableEntry
 from ckpt_core.messages import decode, encode
 from ckpt_core.names import chunks_name, data_name, rank_name
+from ckpt_core.saving._plan_cache import AgreedPlans, Keeping, Offer, _Proposal
+from ckpt_core.saving._prepare import Assignment, PreparedSave
+from ckpt_core.saving._prepared import SaveRequest
+from ckpt_core.saving._reports import WriteMemory
+from ckpt_core.saving._stager import NOTHING_STAGED
+from ckpt_core.saving._write import commit_all
+from ckpt_core.state._rank_buffers import LocalValues
 from ckpt_core.storage import LocalStorage
 from ckpt_core.types import FileEntry
 

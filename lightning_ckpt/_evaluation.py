@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 from ckpt_core.disclosure import logger_of
-from ckpt_core.lifecycle import SaveHandle
 from ckpt_core.retention import KeepBest
+from ckpt_core.saving import SaveHandle
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._metrics import Measured
 from lightning_ckpt._roots import Roots

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from ckpt_core.cadence import PREEMPTION
 from ckpt_core.disclosure import logger_of
-from ckpt_core.lifecycle import SaveHandle
+from ckpt_core.saving import SaveHandle
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._evaluation import Evaluations
 from lightning_ckpt._metrics import Measured

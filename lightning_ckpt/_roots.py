@@ -10,8 +10,8 @@ from ckpt_core.commit import Catalog, Lease, remove
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
-from ckpt_core.lifecycle import SaveHandle
 from ckpt_core.manager import CheckpointManager
+from ckpt_core.saving import SaveHandle
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._options import Settings

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ckpt_core.checksums import Checksum
 from ckpt_core.commit import Manifest, Marker
+from ckpt_core.formats.checksums import Checksum
 from ckpt_core.names import MANIFEST, MARKER
 
 STRANGERS = (

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import IO, Any, Final, Self, cast, final
 
 from benchmarks.crashing.outcome import Outcome
-from ckpt_core.checksums import checksum
 from ckpt_core.commit import Manifest, begin, collect_orphans, commit, quarantine, remove
-from ckpt_core.commit._quarantine import set_aside
+from ckpt_core.commit._occupant import set_aside
 from ckpt_core.errors import CheckpointError
+from ckpt_core.formats.checksums import checksum
 from ckpt_core.names import MANIFEST
 from ckpt_core.storage import LocalStorage
 from ckpt_core.types import CheckpointInfo, FileEntry

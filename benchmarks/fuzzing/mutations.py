@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from ckpt_core.codec import add_checksum
+from ckpt_core.formats.codec import add_checksum
 
 _INTEGERS: Final = (
     0,

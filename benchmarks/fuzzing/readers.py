@@ -17,16 +17,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt_core import CheckpointManager, Counters, TrainState
-from ckpt_core.chunks import ChunkTable
 from ckpt_core.commit import Manifest, Marker, Owner, list_tensors, verify_stock
 from ckpt_core.commit._index import index_failures
-from ckpt_core.commit._marks import read_marks
-from ckpt_core.commit._pins import read_pins
-from ckpt_core.commit._zips import zip_problem
+from ckpt_core.commit._marks import read_marks, read_pins
+from ckpt_core.commit._stock_dcp import zip_problem
 from ckpt_core.dcp import check_metadata, check_stock, entries, load_chunk, load_metadata, load_plain
-from ckpt_core.lifecycle._items import decode_items
-from ckpt_core.lifecycle._local import decode_local, encode_local
+from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.names import DAMAGED, METADATA, PINS, WRITER
+from ckpt_core.state._items import decode_items
+from ckpt_core.state._rank_buffers import decode_local, encode_local
 from ckpt_core.storage import LocalStorage, MemoryStorage
 
 NAME: Final = "step-000000001"

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
         UntrustedCheckpointError,
     )
-    from ckpt_core.lifecycle import SaveHandle
     from ckpt_core.manager import CheckpointManager
     from ckpt_core.options import CheckpointOptions
     from ckpt_core.retention import (
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
         KeepSteps,
         RetentionPolicy,
     )
+    from ckpt_core.saving import SaveHandle
     from ckpt_core.state import Counters, TrainState
     from ckpt_core.types import CheckpointInfo
 
@@ -59,11 +59,11 @@ _HOMES = {
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
     "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError",
-    "lifecycle": "SaveHandle",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions",
     "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLatest KeepNewerThan KeepSteps "
     "RetentionPolicy",
+    "saving": "SaveHandle",
     "state": "Counters TrainState",
     "types": "CheckpointInfo",
 }

@@ -8,25 +8,16 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, final
 
+from ckpt_core.collective import agreed_place, agreed_step, checked_step
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
-from ckpt_core.lifecycle import (
-    CadenceKeeper,
-    Loader,
-    LoadRequest,
-    SaveHandle,
-    Saver,
-    SaveRequest,
-    Selection,
-    agreed_place,
-    agreed_step,
-    checked_step,
-    narrowed,
-)
+from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
+from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.retention import PrunePlan
+from ckpt_core.saving import SaveHandle, Saver, SaveRequest
 from ckpt_core.state import State, as_captured, as_source, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry

@@ -11,7 +11,7 @@ from benchmarks.crashing.outcome import problems
 from ckpt_core import CheckpointManager, KeepLatest, RootBusyError, SaveError, TrainState
 from ckpt_core.commit import Catalog, collect_orphans, remove, verify
 from ckpt_core.errors import CheckpointExistsError
-from ckpt_core.lifecycle import _holdings
+from ckpt_core.root import _holdings
 from ckpt_core.storage import ObjectStorage
 from ckpt_core.testing import ServiceControl, ServiceFault
 

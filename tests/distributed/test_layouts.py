@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt_core.lifecycle._sharing import Boxes, Layouts
+from ckpt_core.loading.sharing import Boxes, Layouts
 from ckpt_core.testing import run_ranks
 from tests.distributed.test_placements import ON_ONE, ON_TWO, SHAPES, sharded
 

@@ -13,9 +13,9 @@ import pytest
 from torch.distributed.tensor import Replicate, Shard
 
 from ckpt_core.coordination import Coordinator, coordinator_for_job
-from ckpt_core.lifecycle._sharing import Cell, StoredTensor, make_schedule, relay_shared
+from ckpt_core.loading.sharing import Cell, StoredTensor, make_schedule, relay_shared
 from ckpt_core.testing import run_ranks
-from tests.unit.lifecycle.sharing import Layout, needed, stored, whole
+from tests.unit.loading.sharing import Layout, needed, stored, whole
 
 pytestmark = pytest.mark.distributed
 

@@ -16,7 +16,7 @@ from ckpt_core import CheckpointManager
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, Manifest, Marker, Owner, begin, commit, verify
 from ckpt_core.commit import _manifest as manifests
-from ckpt_core.commit import _pins as pins
+from ckpt_core.commit import _marks as pins
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
@@ -25,7 +25,7 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     SaveError,
 )
-from ckpt_core.lifecycle import _files as files
+from ckpt_core.loading import _committed_files as files
 from ckpt_core.storage import ForeignFileError, LocalStorage, MemoryStorage, ObjectStorage, read_small
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.commit.checkpoints import bucket_like, manifest_of, posix_like, save

@@ -21,9 +21,9 @@ from ckpt_core import (
     SaveError,
 )
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.lifecycle._room import droppable, saves_that_fit
-from ckpt_core.lifecycle._volume import Free, Need
 from ckpt_core.retention import plan_prune
+from ckpt_core.saving._disk_space import droppable, saves_that_fit
+from ckpt_core.saving._size_estimate import Free, Need
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import FaultyStorage, run_ranks

@@ -27,7 +27,7 @@ from ckpt_core import (
 )
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, Owner, remove, verify
-from ckpt_core.lifecycle import _holdings
+from ckpt_core.root import _holdings
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.guarantees.isolation_jobs import STEPS

@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_core import CheckpointManager
 from ckpt_core.commit import Catalog, collect_orphans, verify
-from ckpt_core.commit._locked import locked
+from ckpt_core.commit._marks import locked
 from ckpt_core.storage import LocalStorage
 from tests.unit.commit.checkpoints import save, save_over
 

@@ -13,7 +13,7 @@ from ckpt_core import CheckpointManager, ConfigError, KeepLatest, RootBusyError
 from ckpt_core.commit import Lease
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from tests.unit.commit.checkpoints import bucket_like, posix_like
-from tests.unit.lifecycle.training import LONG, Gate
+from tests.unit.training import LONG, Gate
 
 
 def state_of(step):

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.fsdp import fully_shard
 
 from ckpt_core import CheckpointManager, TrainState
-from ckpt_core.chunks import ChunkTable
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, begin, commit, verify
 from ckpt_core.coordination import Solo
 from ckpt_core.dcp import check_metadata, load_metadata
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
+from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.state import Counters
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import run_ranks

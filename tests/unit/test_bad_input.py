@@ -34,7 +34,7 @@ from ckpt_core.errors import (
     RootBusyError,
     SaveError,
 )
-from ckpt_core.lifecycle import _holdings
+from ckpt_core.root import _holdings
 from ckpt_core.storage import LocalStorage, ObjectStorage
 from ckpt_core.testing import Fault, FaultyStorage
 

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_core.checksums import CRC32, SHA256, Checksum, checksum, combine_crc32, crc32_text, is_checksum
+from ckpt_core.formats.checksums import (
+    CRC32,
+    SHA256,
+    Checksum,
+    checksum,
+    combine_crc32,
+    crc32_text,
+    is_checksum,
+)
 
 
 @given(st.lists(st.binary(max_size=100), max_size=5))

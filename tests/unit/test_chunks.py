@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_core.chunks import BLOCK_BYTES, ChunkColumns, ChunkTable, TableEntry, encode_table
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkColumns, ChunkTable, TableEntry, encode_table
 from ckpt_core.types import ChunkEntry
 
 SOURCE = "chunks-00000.json"

@@ -23,7 +23,7 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
 )
 from ckpt_core.storage import LocalStorage, MemoryStorage
-from tests.unit.lifecycle.training import LONG, Gate, Run, assert_equal, children, values_of
+from tests.unit.training import LONG, Gate, Run, assert_equal, children, values_of
 
 
 def steps(checkpoints: CheckpointManager) -> list[int]:

@@ -22,10 +22,10 @@ from ckpt_core.errors import (
     RootBusyError,
     SaveError,
 )
-from ckpt_core.lifecycle import _holdings
+from ckpt_core.root import _holdings
 from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import InMemorySink
-from tests.unit.lifecycle.training import LONG, Gate, children, failing
+from tests.unit.training import LONG, Gate, children, failing
 
 
 def steps(checkpoints: CheckpointManager) -> list[int]:

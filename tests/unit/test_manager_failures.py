@@ -20,7 +20,7 @@ from ckpt_core.errors import (
 from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import Fault, FaultyStorage
-from tests.unit.lifecycle.training import LONG, Run, assert_equal, children, damage, failing
+from tests.unit.training import LONG, Run, assert_equal, children, damage, failing
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpt_core import CheckpointManager, TrainState
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
-from tests.unit.lifecycle.training import Run, assert_equal, damage
+from tests.unit.training import Run, assert_equal, damage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -36,8 +36,8 @@ from ckpt_core.errors import (
     SaveError,
     StagingMemoryError,
 )
-from ckpt_core.lifecycle._plans import Keeping, Offer
 from ckpt_core.messages import MessageError, decode, encode
+from ckpt_core.saving._plan_cache import Keeping, Offer
 from ckpt_core.types import CheckpointInfo, Lineage
 
 ERRORS = [

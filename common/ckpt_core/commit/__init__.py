@@ -6,17 +6,15 @@ torch, so that listing and verifying stay fast.
 
 from ckpt_core.commit._catalog import Catalog, Survey, read_manifest
 from ckpt_core.commit._index import TensorEntry, list_tensors
-from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
-from ckpt_core.commit._occupant import Occupant, content_of
+from ckpt_core.commit._occupant import Occupant, content_of, quarantine, replaced
 from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
 from ckpt_core.commit._prune import collect_orphans, remove
-from ckpt_core.commit._quarantine import quarantine, replaced
 from ckpt_core.commit._signature import require_trusted, write_signature
-from ckpt_core.commit._soundness import Soundness
-from ckpt_core.commit._stock import stock_parts, verify_stock
+from ckpt_core.commit._soundness import Inventory, Soundness
+from ckpt_core.commit._stock_dcp import stock_parts, verify_stock
 from ckpt_core.commit._strangers import strangers
 from ckpt_core.commit._surroundings import (
     Surroundings,

@@ -8,12 +8,21 @@ from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from ckpt_core.commit._lineage import on_present_line, present_lineage
-from ckpt_core.commit._locked import locked
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
-from ckpt_core.commit._marks import Mark, Marks, known_marks, marks_to_change, problem_of, replace_marks
+from ckpt_core.commit._marks import (
+    Mark,
+    Marks,
+    is_well,
+    known_marks,
+    locked,
+    marks_to_change,
+    problem_of,
+    read_pins,
+    replace_marks,
+    replace_pins,
+    warn_once,
+)
 from ckpt_core.commit._occupant import holds_torn_save
-from ckpt_core.commit._once import is_well, warn_once
-from ckpt_core.commit._pins import read_pins, replace_pins
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,

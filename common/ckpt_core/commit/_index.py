@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
-from ckpt_core.chunks import ChunkTable
-from ckpt_core.codec import corrupt
-from ckpt_core.consistency import check_metadata
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure
+from ckpt_core.formats.chunks import ChunkTable
+from ckpt_core.formats.codec import corrupt
+from ckpt_core.formats.consistency import check_metadata
+from ckpt_core.formats.pickles import Row, guarded
 from ckpt_core.names import METADATA, chunks_name, data_rank
-from ckpt_core.pickles import Row, guarded
 
 BROKEN_PICKLE: Final = (
     pickle.UnpicklingError,

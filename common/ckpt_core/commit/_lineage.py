@@ -14,7 +14,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final
 
-from ckpt_core import codec
+from ckpt_core.formats import codec
 from ckpt_core.types import CheckpointInfo, Lineage
 
 MAX_ANCESTORS: Final = 1000

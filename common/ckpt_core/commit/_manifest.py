@@ -9,15 +9,52 @@ Both are read as hostile input: whatever they say about paths and sizes is check
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
-from ckpt_core import codec
-from ckpt_core.commit import _entries, _lineage
+from ckpt_core.commit import _lineage
 from ckpt_core.errors import ConfigError
+from ckpt_core.formats import codec
+from ckpt_core.formats.checksums import is_checksum
+from ckpt_core.formats.codec import count, relative_paths
 from ckpt_core.names import FORMAT_VERSION, MANIFEST
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
+
+_COLUMNS: Final = ("path", "size_bytes", "checksum")
+
+
+def to_columns(files: Sequence[FileEntry]) -> dict[str, list[Any]]:
+    """Columns of equal length."""
+    return {name: list(map(attrgetter(name), files)) for name in _COLUMNS}
+
+
+def from_columns(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
+    """The files, each with a safe path and a sane size; ValueError for what is not right."""
+    check_columns(columns)
+    return tuple(
+        FileEntry(path=path, size_bytes=size, checksum=checksum)
+        for path, size, checksum in zip(*(columns[name] for name in _COLUMNS), strict=True)
+    )
+
+
+def check_columns(columns: dict[str, Any]) -> None:
+    """ValueError if one of the files is not right."""
+    lengths = {len(columns[name]) if type(columns.get(name)) is list else -1 for name in _COLUMNS}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError("'files' should hold columns of equal length")
+    paths, sizes, checksums = (columns[name] for name in _COLUMNS)
+    relative_paths(paths)
+    if len(set(paths)) != len(paths):
+        raise ValueError("a file is listed twice")
+    if not {int}.issuperset(map(type, sizes)):
+        raise ValueError("the size of a file should be an integer")
+    count(min(sizes, default=0), "size")
+    count(max(sizes, default=0), "size")
+    if not {str}.issuperset(map(type, checksums)) or not all(map(is_checksum, checksums)):
+        raise ValueError("the checksum of a file should be `<algorithm>:<hex>`")
+
 
 ItemKind: TypeAlias = Literal["sharded", "per_rank", "shared", "files"]
 """How an item is kept: see `state`; "files" are those of a host framework, kept as they are."""
@@ -86,7 +123,7 @@ class Manifest:
                 "producer": dict(self.producer),
                 "num_chunks": self.num_chunks,
                 **_lineage.to_fields(self.lineage),
-                "files": _entries.to_columns(self.files),
+                "files": to_columns(self.files),
             }
         )
         if len(content) > MAX_MANIFEST_BYTES:
@@ -105,13 +142,13 @@ class Manifest:
             CorruptCheckpointError: it is malformed, or promises what no honest manifest does.
         """
         with codec.Fields.parse(content, source=MANIFEST) as fields:
-            return cls._read(fields, _entries.from_columns(fields.get("files", dict)))
+            return cls._read(fields, from_columns(fields.get("files", dict)))
 
     @classmethod
     def check_bytes(cls, content: bytes) -> None:
         """Whether `from_bytes` can read `content`, with the same errors, but without an object per file."""
         with codec.Fields.parse(content, source=MANIFEST) as fields:
-            _entries.check_columns(fields.get("files", dict))
+            check_columns(fields.get("files", dict))
             cls._read(fields, ())
 
     @classmethod

@@ -1,26 +1,127 @@
-"""Which checkpoints nobody should go on from, in `damaged.json`, for people and jobs that come later.
-
-Either they did not verify (`damaged`), or their bytes are as they were written and a person or a check has
-found the training in them bad (`bad`). Nothing is deleted for a mark. One of damage is advice, and losing it
-costs no more than another verification.
-"""
+"""Pins and damage marks: small files of the root, replaced by one process at a time."""
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
+from weakref import WeakKeyDictionary
 
-from ckpt_core import codec
 from ckpt_core.commit._manifest import Marker
-from ckpt_core.commit._once import is_well, warn_once
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, CorruptCheckpointError
-from ckpt_core.names import DAMAGED, FORMAT_VERSION
-from ckpt_core.storage import Storage, read_small
+from ckpt_core.errors import CheckpointError, ConfigError, CorruptCheckpointError, FileFailure
+from ckpt_core.formats import codec
+from ckpt_core.names import DAMAGED, FORMAT_VERSION, PINS
+from ckpt_core.storage import Lock, Storage, read_small
 
 _logger = logger_of(__name__)
+
+_told: Final[WeakKeyDictionary[Storage, dict[str, str]]] = WeakKeyDictionary()
+
+
+def warn_once(storage: Storage, key: str, problem: str, *, so_that: str) -> None:
+    """Log why a file of the root cannot be read, unless that was the last thing told of it.
+
+    Args:
+        storage: the root; one that is opened again is told of again.
+        key: of the file.
+        problem: what is wrong with its present content.
+        so_that: what comes of it, and what to do.
+    """
+    told = _told.setdefault(storage, {})
+    if told.get(key) != problem:
+        told[key] = problem
+        _logger.warning("%s/%s cannot be read, so that %s: %s", storage.url, key, so_that, problem)
+
+
+def is_well(storage: Storage, key: str) -> None:
+    """Note that a file can be read: should it be damaged once more, that is told again."""
+    _told.get(storage, {}).pop(key, None)
+
+
+_PATIENCE_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 0.01
+
+
+@contextmanager
+def locked(storage: Storage, key: str, *, patience_seconds: float = _PATIENCE_SECONDS) -> Generator[None]:
+    """Keep others from changing `key` meanwhile: what one reads and writes here, none writes in between.
+
+    Where storage cannot lock (object stores, some network filesystems) nobody is kept out: of two changes
+    at the same moment one may be lost, but never the file.
+
+    Raises:
+        TimeoutError: somebody else has been changing it for so long; that takes milliseconds.
+    """
+    lock = _claimed(storage, key, patience_seconds)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _holder(storage: Storage, key: str) -> str:
+    pid = storage.lock_holder(key)
+    if pid == os.getpid():
+        return "this very process"
+    return "another process" if pid is None else f"another process (pid {pid})"
+
+
+def _claimed(storage: Storage, key: str, patience_seconds: float) -> Lock:
+    deadline = time.monotonic() + patience_seconds
+    while (lock := storage.try_lock(key)) is None:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"{_holder(storage, key)} has held the lock for {patience_seconds:g} s, which takes "
+                "milliseconds; is it stopped? End it, then try again",
+                f"{storage.url}/{key}",
+            )
+        time.sleep(_PAUSE_SECONDS)
+    return lock
+
+
+MAX_PINS_BYTES: Final = 16 << 20
+
+_REMEDY: Final = "no checkpoint is pruned until the file is repaired or deleted"
+
+
+def read_pins(storage: Storage) -> dict[int, str]:
+    """Step -> reason; empty if nothing was ever pinned.
+
+    Raises:
+        CorruptCheckpointError: the file cannot be read.
+    """
+    try:
+        content = read_small(storage, PINS, MAX_PINS_BYTES)
+    except FileNotFoundError:
+        return {}
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{error}; {_REMEDY}", failures=error.failures) from error
+    try:
+        return {int(step): str(reason) for step, reason in json.loads(content)["pins"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        failure = FileFailure(path=PINS, problem=f"malformed: {error}")
+        raise CorruptCheckpointError(f"{storage.url}/{failure}; {_REMEDY}", failures=(failure,)) from error
+
+
+def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:
+    """Write all pins; a reader sees the old ones or the new ones.
+
+    Raises:
+        ConfigError: they would be too many to be read again.
+    """
+    fields = {"pins": {str(step): pins[step] for step in sorted(pins)}}
+    content = json.dumps(fields, indent=2).encode() + b"\n"
+    if len(content) > MAX_PINS_BYTES:
+        raise ConfigError(f"the reasons of {len(pins)} pins have {len(content)} bytes in all: shorten them")
+    storage.replace(PINS, content)
+
 
 MAX_MARKS: Final = 1000
 """Of either kind."""

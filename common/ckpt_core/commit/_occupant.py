@@ -1,8 +1,9 @@
-"""What has the name that a checkpoint is to have: a checkpoint, or files of the user's."""
+"""The occupant of a name that a checkpoint is to have, and how it makes way without being destroyed."""
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Final
@@ -14,9 +15,12 @@ from ckpt_core.names import (
     MARKER,
     METADATA,
     SIGNATURE,
+    corrupt_name,
     data_rank,
     is_own_json,
+    is_replaced,
     parse_step_name,
+    replaced_name,
 )
 from ckpt_core.storage import Storage, read_small
 
@@ -129,3 +133,37 @@ def _files(storage: Storage, directory: str, *, depth: int) -> Iterator[str]:
         elif depth > 1:
             for path in _files(storage, f"{directory}/{child.name}", depth=depth - 1):
                 yield f"{child.name}/{path}"
+
+
+def quarantine(storage: Storage, name: str) -> str:
+    """Take a damaged checkpoint out of the way; the caller owns the root and has seen it fail to verify.
+
+    Returns:
+        Where it is now: another name on POSIX; on an object store the same place, uncommitted, where the
+        save that needs the name will clear it.
+    """
+    if not storage.supports_rename:
+        storage.delete(f"{name}/{MARKER}")
+        return name
+    return _rename(storage, name, corrupt_name(name, secrets.token_hex(4)))
+
+
+def set_aside(storage: Storage, name: str) -> str:
+    """Take what is not ours out of the way, as it is; POSIX only, and the caller owns the root.
+
+    Returns:
+        Where it is now.
+    """
+    return _rename(storage, name, replaced_name(name, secrets.token_hex(4)))
+
+
+def replaced(storage: Storage) -> list[str]:
+    """What was not ours and had the name of a checkpoint: set aside, and left for a person."""
+    return [entry.name for entry in storage.list("") if is_replaced(entry.name)]
+
+
+def _rename(storage: Storage, name: str, target: str) -> str:
+    storage.rename(name, target)
+    # Durable before anything else takes the name: a power cut that kept only the latter would lose this.
+    storage.sync_directory("")
+    return target

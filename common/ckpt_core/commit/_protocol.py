@@ -39,10 +39,8 @@ from typing import Final, NoReturn
 
 from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
-from ckpt_core.commit._occupant import Occupant, is_link, occupant
-from ckpt_core.commit._quarantine import quarantine, set_aside
-from ckpt_core.commit._strangers import delete_in_place, merge, retire
-from ckpt_core.commit._tree import directories_of, join, unlike
+from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine, set_aside
+from ckpt_core.commit._strangers import delete_in_place, directories_of, join, merge, retire, unlike
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,

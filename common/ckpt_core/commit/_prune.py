@@ -17,15 +17,112 @@ A crash at any point leaves the old set of checkpoints or the new one, and at wo
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from ckpt_core.commit._catalog import Catalog
-from ckpt_core.commit._leftovers import bring_back, remove_drafts, without_others
 from ckpt_core.commit._occupant import is_link
 from ckpt_core.commit._strangers import delete_in_place, finish_merge, has_manifest, retire
-from ckpt_core.names import MARKER, is_trash, original_name, parse_step_name, trash_name
+from ckpt_core.disclosure import logger_of
+from ckpt_core.names import (
+    DAMAGED,
+    MARKER,
+    PINS,
+    WRITER,
+    drafted,
+    is_probe,
+    is_trash,
+    original_name,
+    parse_step_name,
+    set_aside,
+    trash_name,
+)
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
+
+_logger = logger_of(__name__)
+_told: set[tuple[str, str]] = set()
+
+
+def without_others(storage: Storage, names: Iterable[str]) -> list[str]:
+    """Those of the names that are this user's own; of each of the others a warning says so, once."""
+    own: list[str] = []
+    for name in names:
+        owner = storage.other_owner(name)
+        if owner is None:
+            own.append(name)
+        elif (storage.url, name) not in _told:
+            _told.add((storage.url, name))
+            _logger.warning(
+                "%s/%s was left by a crash, or looks so, and belongs to %s: it is not touched; its owner may "
+                "delete it",
+                storage.url,
+                name,
+                owner,
+            )
+    return own
+
+
+def bring_back(storage: Storage) -> list[str]:
+    """Undo or finish a replacement that was cut short between its renames; the caller owns the root.
+
+    Where a filesystem cannot exchange two directories in one step, the old checkpoint is set aside first. If
+    nothing took its name, it gets it back.
+
+    Returns:
+        Directories of old checkpoints whose name the new one has: no longer needed.
+    """
+    names = [entry.name for entry in storage.list("")]
+    superseded: list[str] = []
+    for name in names:
+        original = set_aside(name)
+        if original is None:
+            continue
+        if original not in names:
+            storage.rename(name, original)
+            storage.sync_directory("")
+            _logger.warning("%s/%s: a replacement was cut short, the old one is back", storage.url, original)
+        elif storage.exists(f"{original}/{MARKER}"):
+            superseded.append(name)
+        else:
+            _logger.warning(
+                "%s/%s is a checkpoint that was being replaced; what has its name now is none, so both are "
+                "left: move one of them",
+                storage.url,
+                name,
+            )
+    return superseded
+
+
+def remove_drafts(storage: Storage) -> list[str]:
+    """Remove what a crash left of the replacement of a small file; the caller owns the root."""
+    names = [entry.name for entry in storage.list("") if not entry.is_directory]
+    removed = without_others(storage, [name for name in names if is_probe(name) or drafted(name) == WRITER])
+    _remove(storage, removed)
+    for key in (PINS, DAMAGED):
+        # Without listing anew under the lock, a draft of somebody who is writing just now might go.
+        if any(drafted(name) == key for name in names):
+            removed += _remove_idle(storage, key)
+    return removed
+
+
+def _remove_idle(storage: Storage, key: str) -> list[str]:
+    """Drafts of `key`, if nobody is changing it; else they wait for the next time."""
+    lock = storage.try_lock(key)
+    if lock is None:
+        return []
+    try:
+        found = without_others(
+            storage, [entry.name for entry in storage.list("") if drafted(entry.name) == key]
+        )
+        _remove(storage, found)
+    finally:
+        lock.release()
+    return found
+
+
+def _remove(storage: Storage, names: Iterable[str]) -> None:
+    for name in names:
+        storage.delete(name)
 
 
 def remove(storage: Storage, info: CheckpointInfo) -> None:

@@ -13,11 +13,11 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
-from ckpt_core.commit._tree import directories_of, join, unlike
 from ckpt_core.crew import run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
@@ -31,6 +31,48 @@ from ckpt_core.names import (
     replaced_name,
 )
 from ckpt_core.storage import Storage, read_small
+
+
+def join(directory: str, name: str) -> str:
+    """`directory/name`, where either may be empty."""
+    return f"{directory}/{name}" if directory and name else directory or name
+
+
+def directories_of(manifest: Manifest) -> list[str]:
+    """Every directory that holds a file or a directory of the manifest, "" for the checkpoint's own."""
+    holders = {entry.path.rpartition("/")[0] for entry in manifest.files}
+    parents = {str(parent) for holder in holders for parent in PurePosixPath(holder).parents}
+    return sorted({""} | holders | (parents - {"."}))
+
+
+def unlike(storage: Storage, directory: str, manifest: Manifest) -> list[str]:
+    """Name the files that are not as the manifest says, by their sizes, each with what is there.
+
+    At the price of one listing per directory; other files do not matter.
+    """
+    sizes = {
+        join(inner, child.name): child.size_bytes
+        for inner in directories_of(manifest)
+        for child in storage.list(join(directory, inner))
+        if not child.is_directory
+    }
+    suspects = [entry for entry in manifest.files if sizes.get(entry.path) != entry.size_bytes]
+    # By their names: a listing may not show yet what is there.
+    found = {entry.path: _size(storage, f"{directory}/{entry.path}") for entry in suspects}
+    return [
+        f"{entry.path} has {'no' if found[entry.path] is None else found[entry.path]} bytes, "
+        f"not {entry.size_bytes}"
+        for entry in suspects
+        if found[entry.path] != entry.size_bytes
+    ]
+
+
+def _size(storage: Storage, key: str) -> int | None:
+    try:
+        return storage.size(key)
+    except FileNotFoundError:
+        return None
+
 
 _logger = logger_of(__name__)
 

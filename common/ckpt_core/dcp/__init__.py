@@ -1,23 +1,27 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
-from ckpt_core.consistency import check_metadata
 from ckpt_core.dcp import _plan_message as _plan_message
+from ckpt_core.dcp._chunk_locator import Place, Places
 from ckpt_core.dcp._dedup import Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
-from ckpt_core.dcp._hashing import Hashing
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
-from ckpt_core.dcp._kept import held_by_this_rank, kept_name
-from ckpt_core.dcp._kinds import is_expanded
-from ckpt_core.dcp._landing import Landing
+from ckpt_core.dcp._leaves import is_expanded
 from ckpt_core.dcp._metadata import entries, load_metadata
-from ckpt_core.dcp._needs import Need
-from ckpt_core.dcp._numbering import GroupNames
-from ckpt_core.dcp._places import Place, Places
 from ckpt_core.dcp._plan import Decision, Part, Task, decide
-from ckpt_core.dcp._reader import SafeLoadPlanner, ShardReader, load_plain, load_value
-from ckpt_core.dcp._stock import check_stock, read_linked, without_pickle
+from ckpt_core.dcp._rank_names import GroupNames, held_by_this_rank, kept_name
+from ckpt_core.dcp._reader import (
+    SafeLoadPlanner,
+    ShardReader,
+    check_stock,
+    load_plain,
+    load_value,
+    read_linked,
+    without_pickle,
+)
+from ckpt_core.dcp._tensor_reads import Landing, Need
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
-from ckpt_core.dcp._writer import Pace, ShardWriter, encode_metadata, places_in
+from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter, encode_metadata, places_in
+from ckpt_core.formats.consistency import check_metadata
 
 __all__ = [
     "Decision",

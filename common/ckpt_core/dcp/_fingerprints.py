@@ -14,7 +14,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ckpt_core.checksums import crc32
+from ckpt_core.formats.checksums import crc32
 
 SAMPLE_ELEMENTS: Final = 1024
 _PIECE_WORDS: Final = 1 << 24

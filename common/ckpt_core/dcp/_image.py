@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ckpt_core.checksums import combine_crc32, crc32, crc32_text
-from ckpt_core.chunks import BLOCK_BYTES, ChunkColumns, TableEntry
-from ckpt_core.dcp._archive import ZIP32_LIMIT, build_archive, tensor_pickle
+from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, build_archive, tensor_pickle
+from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text
+from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkColumns, TableEntry
 from ckpt_core.types import FileEntry
 
 PIECE_BYTES = 16 << 20

@@ -6,13 +6,132 @@ tensor or a container; every other value, a tuple included, is one leaf.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+
+from ckpt_core.errors import ConfigError
+
+
+def check_kind(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor whose value the checkpoint format cannot give back bit for bit.
+
+    Raises:
+        ConfigError: with the tensor's name, what it is, and what to do about it.
+    """
+    for plain in _local(tensor, name):
+        problem = _problem(plain)
+        if problem is not None:
+            raise ConfigError(f"{name} is {problem}")
+
+
+def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
+    """What this rank holds of it; the wrappers themselves answer few questions."""
+    if isinstance(tensor, ShardedTensor):
+        yield from (shard.tensor for shard in tensor.local_shards())
+    elif isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ConfigError(
+                f"{name} is placed as {tensor.placements}: ranks hold parts not yet added up, so it "
+                "has no value; redistribute() it to Replicate() or Shard() before saving"
+            )
+        yield tensor.to_local()
+    else:
+        yield tensor
+
+
+def _problem(tensor: torch.Tensor) -> str | None:
+    for find in (_unreadable, _foreign_layout, _foreign_dtype, _without_data, _expanded):
+        problem = find(tensor)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _unreadable(tensor: torch.Tensor) -> str | None:
+    if is_lazy(tensor):
+        return "not initialised and has no shape; run the model once on a batch before saving"
+    if _dispatch_of(tensor) is not _dispatch_of(torch.Tensor):
+        return (
+            f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor with a storage of its own "
+            "kind, which the checkpoint format cannot hold; save the plain tensors that it is made of"
+        )
+    return None
+
+
+def _dispatch_of(tensor: object) -> Any:
+    return getattr(tensor, "__torch_dispatch__", None)
+
+
+def _foreign_layout(tensor: torch.Tensor) -> str | None:
+    if tensor.is_quantized:
+        kind = "quantised"
+    elif tensor.layout != torch.strided:
+        kind = str(tensor.layout)
+    elif tensor.is_nested:
+        kind = "nested"
+    else:
+        return None
+    return (
+        f"a {kind} tensor, which the checkpoint format cannot hold; "
+        "convert it (dequantize(), to_dense(), unbind()) before saving, or leave it out of the state"
+    )
+
+
+def _foreign_dtype(tensor: torch.Tensor) -> str | None:
+    if _has_bytes(tensor.dtype):
+        return None
+    return (
+        f"of dtype {tensor.dtype}, which no checkpoint can hold; view() it as torch.uint8 before saving, "
+        "or leave it out of the state"
+    )
+
+
+def _has_bytes(dtype: torch.dtype) -> bool:
+    name = str(dtype).removeprefix("torch.")
+    if name.startswith(("q", "bits")):
+        return False
+    return dtype in torch.storage._new_dtypes() or dtype in torch.storage._dtype_to_storage_type_map()
+
+
+def _expanded(tensor: torch.Tensor) -> str | None:
+    if not is_expanded(tensor):
+        return None
+    return (
+        f"expanded: strides {tensor.stride()} for shape {tuple(tensor.shape)} make several elements one "
+        "place in memory, into which nothing can be loaded; keep a copy (contiguous() or clone()), or leave "
+        "it out of the state (register_buffer(..., persistent=False))"
+    )
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of a tensor share memory so that torch refuses to write into it.
+
+    Other overlapping views (`as_strided`, `unfold`) take back the values that they had.
+    """
+    if isinstance(tensor, ShardedTensor):
+        return any(is_expanded(shard.tensor) for shard in tensor.local_shards())
+    if isinstance(tensor, DTensor):
+        return is_expanded(tensor.to_local())
+    if tensor.layout != torch.strided or tensor.is_contiguous() or not tensor.numel():
+        return False
+    return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _without_data(tensor: torch.Tensor) -> str | None:
+    if tensor.device.type == "meta":
+        return "on the meta device and has no data; materialise the model before saving"
+    # Reading such memory ends the process, not the save.
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return (
+            "without memory: its storage was freed, as FSDP frees gathered parameters; save the sharded one"
+        )
+    return None
+
 
 _KEY, _INDEX = "\x1e", "\x1f"
 

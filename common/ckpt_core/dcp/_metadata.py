@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from typing_extensions import override
 
-from ckpt_core.codec import MAX_COUNT, relative_paths
-from ckpt_core.consistency import MAX_DIMS
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
-from ckpt_core.pickles import Ordered, Row, Sealed, guarded
+from ckpt_core.formats.codec import MAX_COUNT, relative_paths
+from ckpt_core.formats.consistency import MAX_DIMS
+from ckpt_core.formats.pickles import Ordered, Row, Sealed, guarded
 from ckpt_core.types import SavedEntries, SavedTensor
 
 _MAX_PATH_CHARS: Final = 4096

@@ -15,15 +15,13 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from ckpt_core.checksums import crc32
 from ckpt_core.dcp._dedup import Meshes, Replicas, assign
 from ckpt_core.dcp._fingerprints import Written
-from ckpt_core.dcp._global import describe
 from ckpt_core.dcp._image import ShardSpec
-from ckpt_core.dcp._kept import kept_name, kept_path
-from ckpt_core.dcp._kinds import check_kind
-from ckpt_core.dcp._leaves import PLAIN, Kinds, Leaves
-from ckpt_core.dcp._numbering import GroupNames, renumber
+from ckpt_core.dcp._leaves import PLAIN, Kinds, Leaves, check_kind
+from ckpt_core.dcp._metadata_build import describe
+from ckpt_core.dcp._rank_names import GroupNames, kept_name, kept_path, renumber
+from ckpt_core.formats.checksums import crc32
 from ckpt_core.messages import message
 
 Share: TypeAlias = tuple[int, ...] | None

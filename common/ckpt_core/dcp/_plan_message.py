@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
 
-from ckpt_core.codec import MAX_COUNT
-from ckpt_core.consistency import MAX_DIMS
+from ckpt_core.formats.codec import MAX_COUNT
+from ckpt_core.formats.consistency import MAX_DIMS
 from ckpt_core.messages import message, register
 
 T = TypeVar("T")

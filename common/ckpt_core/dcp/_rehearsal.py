@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from typing_extensions import override
 
-from ckpt_core.pickles import PickleError, guarded
+from ckpt_core.formats.pickles import PickleError, guarded
 
 _MOST_LEVELS: Final = 200
 _SIZES: Final = {

@@ -21,8 +21,8 @@ from ckpt_core.options._options import (
     Verify,
     VerifyManifest,
 )
+from ckpt_core.options._parsing import Headroom, bytes_text
 from ckpt_core.options._policies import policy_from
-from ckpt_core.options._sizes import Headroom, bytes_text
 
 __all__ = [
     "SECTION",

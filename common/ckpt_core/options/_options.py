@@ -11,9 +11,8 @@ from typing import Any, Final, Literal, Self, TypeAlias, cast, final, get_args
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
 from ckpt_core.options._documents import read_document
+from ckpt_core.options._parsing import Headroom, Problems, parse_headroom, parse_size
 from ckpt_core.options._policies import policy_from
-from ckpt_core.options._problems import Problems
-from ckpt_core.options._sizes import Headroom, parse_headroom, parse_size
 from ckpt_core.retention import Abandoned, RetentionPolicy
 from ckpt_core.validation import boolean, function, imported, integer, one_of, positive, require
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, overload
 from ckpt_core import cadence, retention
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
-from ckpt_core.options._problems import Problems
+from ckpt_core.options._parsing import Problems
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.validation import boolean, one_of, require
 

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final, final
 
-from ckpt_core.reading._types import MAX_TAKE_BYTES
+from ckpt_core.reading._payloads import MAX_TAKE_BYTES
 from ckpt_core.storage import ALIGNMENT
 
 REQUEST_BYTES: Final = 4 << 20

@@ -10,13 +10,11 @@ from typing import Final, Self, final
 from ckpt_core.crew import run_all
 from ckpt_core.errors import FileFailure
 from ckpt_core.reading._buffers import Buffers
-from ckpt_core.reading._deliver import deliver
-from ckpt_core.reading._files import Files
-from ckpt_core.reading._pieces import Piece
+from ckpt_core.reading._open_files import Files
+from ckpt_core.reading._passes import Examination, deliver
+from ckpt_core.reading._payloads import Wanted
 from ckpt_core.reading._placing import VerifiedPlan, plan_plainly, refuse_unplaced
-from ckpt_core.reading._requests import MEMORY_LIMITS, NETWORK_LIMITS, Request
-from ckpt_core.reading._types import Wanted
-from ckpt_core.reading._verify import Examination
+from ckpt_core.reading._requests import MEMORY_LIMITS, NETWORK_LIMITS, Piece, Request
 from ckpt_core.storage import Storage
 
 _LOCAL_THREADS: Final = 4

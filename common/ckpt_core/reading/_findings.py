@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
 
 from ckpt_core.errors import FileFailure
-from ckpt_core.reading._pieces import Piece
-from ckpt_core.reading._types import Payload
+from ckpt_core.reading._payloads import Payload
+from ckpt_core.reading._requests import Piece
 
 _MAX_NAMED: Final = 3
 """How many ranges or tensors one problem lists; a lost file has thousands."""

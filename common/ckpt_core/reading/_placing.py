@@ -6,10 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from ckpt_core.reading._files import Files
-from ckpt_core.reading._pieces import Piece, is_verifiable, pieces_around, steps_of
-from ckpt_core.reading._requests import Limits, Order, Request, by_path, joined
-from ckpt_core.reading._types import MAX_TAKE_BYTES, Wanted
+from ckpt_core.reading._open_files import Files
+from ckpt_core.reading._payloads import MAX_TAKE_BYTES, Wanted
+from ckpt_core.reading._requests import (
+    Limits,
+    Order,
+    Piece,
+    Request,
+    by_path,
+    is_verifiable,
+    joined,
+    pieces_around,
+    steps_of,
+)
 
 DIRECT_BYTES: Final = 16 << 20
 """Largest request that is read straight into place."""

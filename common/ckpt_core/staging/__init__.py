@@ -2,7 +2,7 @@
 
 from ckpt_core.staging._arena import Arena, Arenas
 from ckpt_core.staging._available import FreeMemory, free_memory
+from ckpt_core.staging._copies import Copy
 from ckpt_core.staging._overlap import DeferredCopies
-from ckpt_core.staging._pieces import Copy
 
 __all__ = ["Arena", "Arenas", "Copy", "DeferredCopies", "FreeMemory", "free_memory"]

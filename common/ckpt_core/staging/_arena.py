@@ -10,7 +10,7 @@ import torch
 
 from ckpt_core.errors import CheckpointError, StagingMemoryError
 from ckpt_core.staging._available import FreeMemory, free_memory
-from ckpt_core.staging._memory import HostMemory
+from ckpt_core.staging._host_pages import HostMemory
 
 _MIB = 1 << 20
 

@@ -9,8 +9,7 @@ from typing import Any, final
 
 import torch
 
-from ckpt_core.staging._pieces import Copy
-from ckpt_core.staging._versions import Versions
+from ckpt_core.staging._copies import Copy, Versions
 
 
 @final

@@ -7,8 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import final
 
 from ckpt_core.disclosure import logger_of
-from ckpt_core.staging._pieces import Copy, Piece, pieces_of
-from ckpt_core.staging._versions import Versions
+from ckpt_core.staging._copies import Copy, Piece, Versions, pieces_of
 
 _logger = logger_of(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from ckpt_core.errors import CheckpointError
+from ckpt_core.staging._copies import Copy
 from ckpt_core.staging._device_copies import DeviceCopies
 from ckpt_core.staging._host_copies import HostCopies
-from ckpt_core.staging._pieces import Copy
 
 
 @final

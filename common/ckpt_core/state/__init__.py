@@ -1,10 +1,16 @@
 """What a training run is, as items: out as live tensors and plain values, back in bit for bit."""
 
-from ckpt_core.state._as_source import State, as_captured, as_source, takes_all
-from ckpt_core.state._codec import NotEncodableError, decode, encode
-from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
-from ckpt_core.state._dict_state import DictState
-from ckpt_core.state._items import Counters
+from ckpt_core.state._items import (
+    PICKLED,
+    Counters,
+    EncodedItems,
+    check_dataloader,
+    dataloader_state,
+    decode_items,
+    encode_items,
+    load_dataloader_state,
+    pickled_key,
+)
 from ckpt_core.state._model import as_module, load_model_state, local_buffers, model_state, model_target
 from ckpt_core.state._nested import get, leaves, under
 from ckpt_core.state._optimizer import (
@@ -14,16 +20,30 @@ from ckpt_core.state._optimizer import (
     stable_tensors,
     unwrap_optimizer,
 )
+from ckpt_core.state._rank_buffers import LocalKey, LocalValues, decode_local, put_local
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
-from ckpt_core.state._source import CarefulSource, StateSource
+from ckpt_core.state._source import (
+    CarefulSource,
+    DictState,
+    State,
+    StateSource,
+    as_captured,
+    as_source,
+    takes_all,
+)
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import empty_like, template
 from ckpt_core.state._train_state import TrainState
+from ckpt_core.state._value_codec import NotEncodableError, decode, encode
 
 __all__ = [
+    "PICKLED",
     "CarefulSource",
     "Counters",
     "DictState",
+    "EncodedItems",
+    "LocalKey",
+    "LocalValues",
     "NotEncodableError",
     "State",
     "StateSource",
@@ -35,9 +55,12 @@ __all__ = [
     "check_groups",
     "dataloader_state",
     "decode",
+    "decode_items",
+    "decode_local",
     "derive_rng",
     "empty_like",
     "encode",
+    "encode_items",
     "get",
     "leaves",
     "load_dataloader_state",
@@ -49,6 +72,8 @@ __all__ = [
     "model_target",
     "optimizer_state",
     "optimizer_target",
+    "pickled_key",
+    "put_local",
     "rng_seed",
     "rng_state",
     "stable_tensors",

@@ -2,13 +2,68 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import nn
 
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.state._probe import probe
+
+
+def probe(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Mapping[str, Any]:
+    """The state that `optimizer` makes for `parameter` in its first step, found out on a throw-away copy."""
+    copy = nn.Parameter(torch.zeros_like(parameter))
+    copy.grad = torch.zeros_like(parameter)
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.__dict__.update(
+        state=defaultdict(dict),
+        param_groups=[{**optimizer.param_groups[group], "params": [copy]}],
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    # The instance's `step` may be a scheduler's wrapper around the live optimizer.
+    type(optimizer).step(double)
+    state: dict[str, Any] = double.state[copy]
+    return state
+
+
+_STATE = "state."
+_GROUP = "param_groups."
+
+
+def is_flat(state: Mapping[Any, Any]) -> bool:
+    """Whether `state` is in the flattened form."""
+    return any(str(key).startswith((_STATE, _GROUP)) for key in state)
+
+
+def split(key: str, names: Collection[str]) -> tuple[str, str] | None:
+    """`state.<parameter>.<name>` as (parameter, name), or None if no parameter in `names` fits."""
+    parts = key.removeprefix(_STATE).split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:end])
+        if name in names:
+            return name, ".".join(parts[end:])
+    return None
+
+
+def nested(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested form of a flattened state, with one group for every parameter."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        if key.startswith(_GROUP):
+            # Hyperparameters have no dots in their names.
+            name, _, option = key.removeprefix(_GROUP).rpartition(".")
+            groups.setdefault(name, {"params": [name]})[option] = value
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        found = split(key, groups) if key.startswith(_STATE) else None
+        if found is not None:
+            by_name.setdefault(found[0], {})[found[1]] = value
+    return {"state": by_name, "param_groups": list(groups.values())}
+
 
 Fit: TypeAlias = Literal["same", "part", "any"]
 """Whether saved groups must hold the parameters of the live ones and no others, may hold more of them, which

@@ -1,17 +1,59 @@
-"""Objects with a state of their own: `state_dict` out, `load_state_dict` in."""
+"""Items of a training state: objects with a state of their own, out, in, and as files without pickle."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, final
 
 import torch
 
-from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.formats.checksums import crc32
+from ckpt_core.names import FORMAT_VERSION
 from ckpt_core.state._nested import leaves, rekeyed, with_empties
 from ckpt_core.state._packed import PACKED
 from ckpt_core.state._tensors import is_sharded, local_bytes
+from ckpt_core.state._value_codec import NotEncodableError, decode, encode
+
+
+def check_dataloader(name: str, loader: Any) -> None:
+    """Refuse a loader whose position cannot be saved.
+
+    Raises:
+        ConfigError: it lacks `state_dict` or `load_state_dict`.
+    """
+    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+        return
+    raise ConfigError(
+        f"{name} is a {type(loader).__name__}, which cannot tell its position, so a resumed run "
+        "would see other data; use torchdata.stateful_dataloader.StatefulDataLoader (same arguments), "
+        "or leave it out"
+    )
+
+
+def dataloader_state(loader: Any) -> dict[str, Any]:
+    """Where the loader is.
+
+    A torchdata loader that was never iterated starts its iterator here and draws that iterator's seed from
+    the global generator, which its first `iter` does not do again; capture the generators after this.
+    """
+    return dict(loader.state_dict())
+
+
+def load_dataloader_state(loader: Any, state: Mapping[str, Any]) -> None:
+    """Put the loader where it was, with its iterator made.
+
+    Otherwise the next `iter` would make it and draw a seed from the global generator, which the run that was
+    saved did not do at this point. Restore the generators after this.
+    """
+    loader.load_state_dict(dict(state))
+    loader.state_dict()
+
 
 MAX_SHARED_BYTES = 1 << 20
 """Items with more tensor bytes than this go where the model goes, into the sharded data."""
@@ -104,3 +146,81 @@ def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> Non
         raise IncompatibleCheckpointError(
             f"{name} ({type(item).__name__}) refused its saved state: {type(error).__name__}: {error}"
         ) from error
+
+
+PICKLED = "pickled"
+"""Top-level key, in the checkpoint directory's own DCP part, of values that JSON cannot hold."""
+
+_logger = logger_of(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedItems:
+    """Items as JSON can hold them, and what it cannot hold, as `torch.save` bytes by item."""
+
+    plain: Mapping[str, Any]
+    pickled: Mapping[str, bytes]
+
+    @property
+    def content(self) -> bytes:
+        """A file of all items."""
+        return self.content_of({*self.plain, *self.pickled})
+
+    def content_of(self, names: Collection[str]) -> bytes:
+        """A file of some of the items."""
+        document = {
+            "format_version": FORMAT_VERSION,
+            "items": {name: value for name, value in self.plain.items() if name in names},
+            PICKLED: sorted(name for name in self.pickled if name in names),
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    def digest(self, name: str) -> int:
+        """A number by which ranks tell whether they have the same item; 0 of what went through pickle."""
+        if name not in self.plain:
+            return 0
+        return crc32(json.dumps(self.plain[name], sort_keys=True).encode())
+
+
+def encode_items(values: Mapping[str, Any]) -> EncodedItems:
+    """Serialise items now, so that later changes by the training do not reach the checkpoint."""
+    plain: dict[str, Any] = {}
+    pickled: dict[str, bytes] = {}
+    for name, value in values.items():
+        try:
+            plain[name] = encode(value)
+        except NotEncodableError as error:
+            _logger.debug("item %r goes through pickle: %s", name, error)
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            pickled[name] = buffer.getvalue()
+    return EncodedItems(plain=plain, pickled=pickled)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodedItems:
+    """Values read from a file, and the names of those that have to be read from the pickled part."""
+
+    values: Mapping[str, Any]
+    pickled: tuple[str, ...]
+
+
+def decode_items(content: bytes, path: str) -> DecodedItems:
+    """Read what `encode_items` wrote.
+
+    Raises:
+        CorruptCheckpointError: it is not such a file.
+    """
+    try:
+        document = json.loads(content)
+        values = {str(name): decode(value) for name, value in document["items"].items()}
+        names = tuple(str(name) for name in document[PICKLED])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CorruptCheckpointError) as error:
+        failure = FileFailure(path=path, problem=f"not a file of items: {error}")
+        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+    return DecodedItems(values=values, pickled=names)
+
+
+def pickled_key(scope: str, item: str) -> str:
+    """Key under `PICKLED` of an item; `scope`, `shared` or the name of a rank file, keeps ranks apart."""
+    return f"{scope}:{item}"

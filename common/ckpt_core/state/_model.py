@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
-from ckpt_core.state._names import ParameterNames, Prefixes
+from ckpt_core.state._parameter_names import ParameterNames, Prefixes
 from ckpt_core.state._tensors import placeholders, template
 from ckpt_core.types import SavedEntries, SavedState
 

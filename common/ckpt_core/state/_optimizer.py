@@ -14,11 +14,10 @@ from torch import nn
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1, _groups
-from ckpt_core.state._flat import is_flat, nested
-from ckpt_core.state._names import ParameterNames
+from ckpt_core.state._groups import is_flat, nested, probe
 from ckpt_core.state._nested import rekeyed
 from ckpt_core.state._packed import PACKED, packed_state, speaker
-from ckpt_core.state._probe import probe
+from ckpt_core.state._parameter_names import ParameterNames
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.state._codec import encode
+from ckpt_core.state._value_codec import encode
 
 
 def rng_state() -> dict[str, Any]:

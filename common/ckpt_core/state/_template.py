@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.state import _flat, _fsdp1, _groups
+from ckpt_core.state import _fsdp1, _groups
+from ckpt_core.state._groups import probe
 from ckpt_core.state._model import model_state
-from ckpt_core.state._names import ParameterNames
 from ckpt_core.state._nested import Path, leaves, put
 from ckpt_core.state._optimizer import unwrap_optimizer
-from ckpt_core.state._probe import probe
+from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
 from ckpt_core.types import SavedEntries, SavedTensor
 
@@ -122,7 +122,7 @@ class _Template:
         if first == "state" and len(path) > 2:
             return self._of_parameter(str(path[1]), path[2:])
         if first.startswith("state."):
-            found = _flat.split(first, self.references)
+            found = _groups.split(first, self.references)
             return None if found is None else _Place(parameter=found[0], rest=(found[1], *path[1:]))
         return _Place()
 

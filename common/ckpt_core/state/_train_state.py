@@ -12,8 +12,16 @@ from torch import nn
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
-from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
-from ckpt_core.state._items import check_placed, check_stateful, function_free, is_large, load_item
+from ckpt_core.state._items import (
+    check_dataloader,
+    check_placed,
+    check_stateful,
+    dataloader_state,
+    function_free,
+    is_large,
+    load_dataloader_state,
+    load_item,
+)
 from ckpt_core.state._model import (
     Models,
     as_module,
@@ -22,7 +30,6 @@ from ckpt_core.state._model import (
     model_state,
     model_target,
 )
-from ckpt_core.state._names import ParameterNames
 from ckpt_core.state._nested import get, leaves, put, under
 from ckpt_core.state._optimizer import (
     check_groups,
@@ -31,6 +38,7 @@ from ckpt_core.state._optimizer import (
     stable_tensors,
     unwrap_optimizer,
 )
+from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template

@@ -1,12 +1,11 @@
 """Bytes at a place: the `Storage` contract, its backends, and `open_storage` to choose one by URL."""
 
 from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, Storage, StorageEntry
-from ckpt_core.storage._local import LocalStorage
-from ckpt_core.storage._locks import excludes_others
 from ckpt_core.storage._memory import MemoryStorage
-from ckpt_core.storage._object import ObjectStorage
 from ckpt_core.storage._open import open_storage
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_small
+from ckpt_core.storage.local import LocalStorage, excludes_others
+from ckpt_core.storage.object import ObjectStorage
 
 __all__ = [
     "ALIGNMENT",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Final, NamedTuple, Protocol
 
-from ckpt_core.storage._ranges import StreamRanges
+from ckpt_core.storage._keys import StreamRanges
 
 ALIGNMENT: Final = 4096
 """Direct writes need memory, offsets and lengths that are multiples of this, and so do fast direct reads."""

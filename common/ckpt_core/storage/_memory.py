@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import IO, final
 
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
-from ckpt_core.storage._keys import file_key, key_parts, parent_keys
-from ckpt_core.storage._ranges import BytesRanges
+from ckpt_core.storage._keys import BytesRanges, file_key, key_parts, parent_keys
 
 
 @final

@@ -11,8 +11,8 @@ from typing import Any
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage._base import Storage
-from ckpt_core.storage._local import LocalStorage
-from ckpt_core.storage._object import REQUEST_SECONDS, ObjectStorage
+from ckpt_core.storage.local._storage import LocalStorage
+from ckpt_core.storage.object._storage import REQUEST_SECONDS, ObjectStorage
 
 _URL = re.compile(r"(?:\w+::)*(?P<protocol>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _COLLAPSED_URL = re.compile(r"(?:s3a?|gcs|gs|az|abfs|https?|memory|file):/[^/]")

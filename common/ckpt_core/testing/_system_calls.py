@@ -20,8 +20,8 @@ from pathlib import Path
 from threading import local
 from typing import Any, Final, Self, final
 
-from ckpt_core.storage import _rename
-from ckpt_core.storage._places import Place
+from ckpt_core.storage.local import _rename
+from ckpt_core.storage.local._paths import Place
 from ckpt_core.testing._script import Fault, Operation, Script
 from ckpt_core.testing._watched_file import open_watched
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt_core.checksums import checksum
 from ckpt_core.commit import Manifest, begin, commit
+from ckpt_core.formats.checksums import checksum
 from ckpt_core.names import step_name
 from ckpt_core.storage import MemoryStorage, ObjectStorage, Storage
 from ckpt_core.types import CheckpointInfo, FileEntry

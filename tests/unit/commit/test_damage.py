@@ -5,10 +5,10 @@ import zlib
 
 import pytest
 
-from ckpt_core.checksums import checksum
-from ckpt_core.chunks import ChunkColumns, TableEntry, encode_table
 from ckpt_core.commit import begin, commit, verify
 from ckpt_core.errors import FileFailure
+from ckpt_core.formats.checksums import checksum
+from ckpt_core.formats.chunks import ChunkColumns, TableEntry, encode_table
 from tests.unit.commit.checkpoints import bucket_like, manifest_of, posix_like, write_files
 
 NAME = "step-000000001"

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_core import codec
 from ckpt_core.commit import Catalog, begin, commit, quarantine, remove, verify
 from ckpt_core.commit._marks import MAX_MARKS, MAX_MARKS_BYTES, Mark, Marks, read_marks, replace_marks
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from ckpt_core.formats import codec
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import FaultyStorage
 from tests.unit.commit.checkpoints import bucket_like, manifest_of, posix_like, save, write_files

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.checksums import checksum
 from ckpt_core.commit import Catalog, Manifest, begin, commit, verify
 from ckpt_core.errors import CheckpointExistsError, SaveError
+from ckpt_core.formats.checksums import checksum
 from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import FileEntry

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_core.checksums import checksum
 from ckpt_core.commit import begin, commit, share, verify
 from ckpt_core.errors import ConfigError, FileFailure
+from ckpt_core.formats.checksums import checksum
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import FileEntry
 from tests.unit.commit.checkpoints import FILES, bucket_like, manifest_of, posix_like, save

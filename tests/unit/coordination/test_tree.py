@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckpt_core.coordination import Solo
 from ckpt_core.coordination._tree import neighbours
 from ckpt_core.errors import CoordinationError
-from tests.unit.lifecycle.test_plans import Counting
+from tests.unit.saving.test_plan_cache import Counting
 
 groups = st.lists(st.integers(0, 5000), min_size=1, max_size=70, unique=True)
 

@@ -7,8 +7,8 @@ import zlib
 import pytest
 import torch
 
-from ckpt_core.commit._zips import zip_problem
-from ckpt_core.dcp._archive import ALIGNMENT, build_archive, pad_archive, tensor_pickle
+from ckpt_core.commit._stock_dcp import zip_problem
+from ckpt_core.dcp._torch_zip import ALIGNMENT, build_archive, pad_archive, tensor_pickle
 from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled
 
 OFFSETS = [0, 1, 63, 4095, 4096, 5000, (1 << 32) + 17, (1 << 40) - 3]

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_core.checksums import crc32
 from ckpt_core.dcp import Fingerprints, sample
 from ckpt_core.dcp._fingerprints import SAMPLE_ELEMENTS, Written, _of_device
+from ckpt_core.formats.checksums import crc32
 
 
 def prints(*values: object) -> bytes:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ckpt_core.dcp._global import describe
+from ckpt_core.dcp._metadata_build import describe
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

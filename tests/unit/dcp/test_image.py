@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ckpt_core.checksums import checksum
-from ckpt_core.chunks import BLOCK_BYTES, ChunkTable, encode_table
 from ckpt_core.dcp import Image, ImageLayout, spec_of
 from ckpt_core.dcp._image import PIECE_BYTES
+from ckpt_core.formats.checksums import checksum
+from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkTable, encode_table
 from ckpt_core.types import ChunkEntry
 
 VIEWS = {

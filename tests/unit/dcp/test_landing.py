@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from ckpt_core.dcp._landing import Landing, boxes_of_range, bytes_of
+from ckpt_core.dcp._tensor_reads import Landing, boxes_of_range, bytes_of
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

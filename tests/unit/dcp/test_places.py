@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_core.chunks import ChunkTable, encode_table
 from ckpt_core.dcp import Place, Places, ShardWriter, check_metadata, load_chunk, load_metadata
-from ckpt_core.dcp._archive import build_archive, tensor_pickle
+from ckpt_core.dcp._torch_zip import build_archive, tensor_pickle
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from ckpt_core.formats.chunks import ChunkTable, encode_table
+from ckpt_core.formats.zips import read_directory
 from ckpt_core.storage import LocalStorage
-from ckpt_core.zips import read_directory
 from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

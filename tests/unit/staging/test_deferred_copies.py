@@ -12,7 +12,7 @@ import torch
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.staging import Copy, DeferredCopies, _host_copies
-from ckpt_core.staging._pieces import PIECE_BYTES, pieces_of
+from ckpt_core.staging._copies import PIECE_BYTES, pieces_of
 
 LONG = 30.0
 DTYPES = [

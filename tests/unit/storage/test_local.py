@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.storage import LocalStorage, _rename
+from ckpt_core.storage import LocalStorage
+from ckpt_core.storage.local import _rename
 
 
 class Recorder:

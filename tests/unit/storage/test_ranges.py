@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage
-from ckpt_core.storage._ranges import StreamRanges
+from ckpt_core.storage._keys import StreamRanges
 from ckpt_core.testing import Fault, FaultyStorage
 
 

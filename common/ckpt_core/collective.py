@@ -1,0 +1,213 @@
+"""Phases that fail on all ranks or on none, and arguments that all ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast, final
+
+from ckpt_core.coordination import Coordinator
+from ckpt_core.errors import (
+    CheckpointError,
+    ConfigError,
+    CoordinationError,
+    CorruptCheckpointError,
+    DeadlineError,
+    FileFailure,
+    LoadError,
+    failure_text,
+)
+from ckpt_core.formats.codec import MAX_COUNT
+from ckpt_core.messages import message
+from ckpt_core.validation import integer, plain_integer, require, text
+
+T = TypeVar("T")
+N = TypeVar("N")
+_SOON_SECONDS = 5.0
+
+
+@message
+@final
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How one rank fared, as it travels to the others."""
+
+    error: CheckpointError | None
+    text: str
+    note: object = None
+
+
+def everywhere(
+    coordinator: Coordinator, act: Callable[[], T], consequence: str, *, what: str = "loading a checkpoint"
+) -> T:
+    """Run one phase on every rank; if it fails on any, the same error is raised on all. Collective.
+
+    Args:
+        coordinator: of the ranks.
+        act: the phase.
+        consequence: what it means that an error which is none of ours kept it from ending.
+        what: the phase in words, for whoever waits in vain for another rank.
+
+    Raises:
+        DeadlineError: a rank did not come to the end of the phase; `awaited` names it.
+        CorruptCheckpointError: what any rank has found damaged, all of it.
+        CheckpointError: the first rank's.
+        LoadError: a rank failed otherwise.
+    """
+    return everywhere_told(coordinator, lambda: (act(), None), consequence, what=what)[0]
+
+
+def everywhere_told(
+    coordinator: Coordinator, act: Callable[[], tuple[T, N]], consequence: str, *, what: str
+) -> tuple[T, list[N]]:
+    """Run one phase on every rank, as `everywhere`; each also leaves a short note for all. Collective.
+
+    Returns:
+        What this rank's phase gave, and the notes of all ranks, which must be plain.
+    """
+    try:
+        result, note = act()
+    except Exception as error:
+        own = _Outcome(error if isinstance(error, CheckpointError) else None, failure_text(error))
+        # A rank that was waited for in vain just now need not be waited for as long again.
+        soon = _SOON_SECONDS if isinstance(error, DeadlineError) else None
+        outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=soon)
+        _raise_worst(outcomes, consequence, error)
+        raise
+    own = _Outcome(None, "", note)
+    outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=None)
+    _raise_worst(outcomes, consequence, None)
+    return result, [cast("N", outcome.note) for outcome in outcomes]
+
+
+def _gathered(
+    coordinator: Coordinator, own: _Outcome, consequence: str, *, what: str, deadline_seconds: float | None
+) -> list[_Outcome]:
+    try:
+        return coordinator.gather(own, what=what, deadline_seconds=deadline_seconds)
+    except CoordinationError as error:
+        own_part = f"; on this rank {own.text}" if own.text else ""
+        raise error.retold(f"{error}{own_part}. {consequence}") from error
+
+
+def _raise_worst(outcomes: Sequence[_Outcome], consequence: str, cause: Exception | None) -> None:
+    damage = {
+        rank: outcome.error
+        for rank, outcome in enumerate(outcomes)
+        if isinstance(outcome.error, CorruptCheckpointError)
+    }
+    if damage:
+        # Before anything else: whatever kept another rank from ending, an older checkpoint must be tried.
+        raise _joined(damage, len(outcomes)) from cause
+    # What another rank was told of is a CoordinationError; the rank that it happened to knows better.
+    for rank, outcome in sorted(enumerate(outcomes), key=lambda each: _is_hearsay(each[1])):
+        if outcome.error is not None and not _is_hearsay(outcome):
+            raise outcome.error from cause
+        if outcome.text:
+            raise LoadError(f"{consequence} (rank {rank}: {outcome.text})") from cause
+
+
+def _is_hearsay(outcome: _Outcome) -> bool:
+    return isinstance(outcome.error, CoordinationError)
+
+
+def _joined(damage: dict[int, CorruptCheckpointError], world_size: int) -> CorruptCheckpointError:
+    first = next(iter(damage.values()))
+    if world_size == 1:
+        return first
+    found: dict[FileFailure, None] = dict.fromkeys(
+        failure for error in damage.values() for failure in error.failures
+    )
+    more = f" (found by rank {', '.join(map(str, damage))}; {len(found)} place(s) in all)"
+    return CorruptCheckpointError(f"{first}{more}", failures=tuple(found))
+
+
+def _agreed(coordinator: Coordinator, call: str, ask: Callable[[], T]) -> T:
+    """Tell what every rank asks for with `call`; a rank that asks wrongly keeps no other waiting. Collective.
+
+    Args:
+        coordinator: of the ranks.
+        call: the method, as the user calls it.
+        ask: gives what this rank asks for, which must be plain.
+
+    Raises:
+        ConfigError: `ask` raised one on any rank, or ranks ask for different things; the same on all.
+    """
+    said: tuple[T | None, str | None]
+    try:
+        said = ask(), None
+    except ConfigError as error:
+        said = None, str(error)
+
+    def decide(heard: list[tuple[T | None, str | None]]) -> list[T | None]:
+        for rank, (_, problem) in enumerate(heard):
+            if problem is not None:
+                raise ConfigError(problem if len(heard) == 1 else f"rank {rank}: {problem}")
+        asked = [each for each, _ in heard]
+        if any(each != asked[0] for each in asked):
+            different = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked[:8]))
+            raise ConfigError(f"{call}: ranks ask for different things, and must agree: {different}")
+        return asked
+
+    return coordinator.exchange(said, decide, what=f"agreeing on {call}")  # type: ignore[return-value]
+
+
+def agreed_place(
+    coordinator: Coordinator,
+    call: str,
+    step: int | None,
+    name: str | None,
+    *,
+    check: Callable[[], object] = lambda: None,
+) -> tuple[int | None, str | None]:
+    """Tell which checkpoint all ranks ask for; neither step nor name: the newest. Collective.
+
+    `check` raises ConfigError if anything else that this rank asks for is wrong.
+
+    Raises:
+        ConfigError: on any rank it is no step or no name in a root, or they ask for different ones.
+    """
+
+    def ask() -> tuple[int | None, str | None]:
+        require(call, None if name is None else _key("name", name))
+        check()
+        return None if step is None else checked_step(call, step), name
+
+    return _agreed(coordinator, call, ask)
+
+
+def agreed_step(coordinator: Coordinator, call: str, step: int, *reasons: str) -> int:
+    """Tell which step all ranks ask for; of their reasons, the coordinator's counts. Collective.
+
+    Raises:
+        ConfigError: on any rank it is no step, or a reason is none, or they ask for different ones.
+    """
+
+    def ask() -> int:
+        require(call, *(text("reason", reason) for reason in reasons))
+        return checked_step(call, step)
+
+    return _agreed(coordinator, call, ask)
+
+
+def checked_step(owner: str, step: Any) -> int:
+    """The step as an int.
+
+    Raises:
+        ConfigError: it is none, or larger than a checkpoint can say.
+    """
+    plain = plain_integer(step)
+    require(owner, integer("step", plain, minimum=0, maximum=MAX_COUNT))
+    return int(plain)
+
+
+def _key(name: str, value: Any) -> str | None:
+    """Problem of a name that must be of something below the root."""
+    if (problem := text(name, value)) is not None:
+        return problem
+    parts = value.split("/")
+    if "\0" in value or any(part in {"", ".", ".."} for part in parts):
+        return (
+            f"{name} must be the name of a directory in the root, not {value!r}; for another, give its root"
+        )
+    return None

@@ -1,0 +1,129 @@
+"""Verification of what stock DCP wrote: no manifest, but every chunk is a zip, and zips carry CRC32s.
+
+torch computes these checksums on every save and never looks at them again. Where the chunks lie stands in
+`.metadata`, a pickle, which is read without torch and without trust.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import IO, final
+
+from ckpt_core.commit._catalog import can_count
+from ckpt_core.commit._index import BROKEN_PICKLE, read_index
+from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
+from ckpt_core.formats.zips import ZipError, read_directory, verify_records
+from ckpt_core.names import DATA_SUFFIX, METADATA
+from ckpt_core.storage import Storage, read_small
+
+
+def zip_problem(stream: IO[bytes], offset: int, size: int) -> str | None:
+    """Read the zip at `offset` through and say what is wrong with it, or None."""
+
+    def read_at(place: int, count: int) -> bytes:
+        stream.seek(offset + place)
+        return stream.read(max(0, min(count, size - place)))
+
+    try:
+        directory = read_directory(read_at, size)
+        if not directory.has_checksums:
+            return "written with torch's CRC32 switched off, so that nothing can be verified"
+        verify_records(read_at, directory)
+    except ZipError as error:
+        return f"not a whole torch zip: {error}"
+    return None
+
+
+def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
+    """Verify every DCP directory at or below `name` against the CRC32s inside its files.
+
+    Returns:
+        What is wrong, file by file; empty if nothing is.
+
+    Raises:
+        CheckpointNotFoundError: there is no DCP data at or below `name`.
+    """
+    parts = list(stock_parts(storage, name))
+    if not parts:
+        raise CheckpointNotFoundError(
+            f"{storage.url}/{name} holds no DCP checkpoint: there is no {METADATA} and no {DATA_SUFFIX} file"
+        )
+    return [
+        FileFailure(path=str(PurePosixPath(part).relative_to(name) / failure.path), problem=failure.problem)
+        for part in parts
+        for failure in _verify_part(storage, part)
+    ]
+
+
+def stock_parts(storage: Storage, directory: str) -> Iterator[str]:
+    """The directories at or below this one that hold DCP's data."""
+    children = storage.list(directory)
+    files = [child.name for child in children if not child.is_directory]
+    if METADATA in files or any(file.endswith(DATA_SUFFIX) for file in files):
+        yield directory
+    for child in children:
+        if child.is_directory and can_count(child.name):
+            yield from stock_parts(storage, f"{directory}/{child.name}")
+
+
+def _verify_part(storage: Storage, part: str) -> Iterator[FileFailure]:
+    try:
+        chunks = _read_chunks(read_small(storage, f"{part}/{METADATA}"))
+    except FileNotFoundError:
+        yield FileFailure(path=METADATA, problem="missing: the save did not end, DCP cannot load this")
+        return
+    except CorruptCheckpointError as error:
+        yield from error.failures
+        return
+    except BROKEN_PICKLE as error:
+        yield FileFailure(path=METADATA, problem=f"cannot be read: {type(error).__name__}: {error}")
+        return
+    for path, in_file in chunks.items():
+        problem = _file_problem(storage, f"{part}/{path}", in_file)
+        if problem is not None:
+            yield FileFailure(path=path, problem=problem)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    key: str
+    offset: int
+    size_bytes: int
+
+
+def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str | None:
+    """What is wrong with one data file, or None; of several damaged chunks the first is named."""
+    try:
+        size = storage.size(key)
+        end = max(chunk.offset + chunk.size_bytes for chunk in chunks)
+        if size < end:
+            return f"truncated: has {size} bytes, its chunks need {end}"
+        with storage.open(key) as stream:
+            problems = [zip_problem(stream, chunk.offset, chunk.size_bytes) for chunk in chunks]
+    except FileNotFoundError:
+        return "missing"
+    except (OSError, ValueError) as error:
+        return f"cannot be verified: {error}"
+    damaged = [(chunk, p) for chunk, p in zip(chunks, problems, strict=True) if p is not None]
+    if not damaged:
+        return None
+    chunk, problem = damaged[0]
+    first = f"{chunk.key!r} at byte {chunk.offset}: {problem}"
+    return f"{len(damaged)} of {len(chunks)} chunks damaged, first {first}"
+
+
+def _read_chunks(content: bytes) -> Mapping[str, Sequence[_Chunk]]:
+    """File -> its chunks in the order of the file; anything unexpected raises one of `BROKEN_PICKLE`."""
+    chunks: defaultdict[str, list[_Chunk]] = defaultdict(list)
+    for index, where in read_index(content).storage_data.items():
+        path, offset, size = where.relative_path, where.offset, where.length
+        if not (type(path) is str and type(offset) is type(size) is int):
+            raise TypeError(f"the place of chunk {index.fqn!r} is not a path, an offset and a length")
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or min(offset, size) < 0:
+            raise ValueError(f"chunk {index.fqn!r} lies outside the checkpoint, in {path!r}")
+        chunks[path].append(_Chunk(key=index.fqn, offset=offset, size_bytes=size))
+    return {path: sorted(chunks[path], key=lambda chunk: chunk.offset) for path in sorted(chunks)}

@@ -1,0 +1,388 @@
+"""Where the raw bytes of a checkpoint's entries lie: by our chunk tables, or by the zips that DCP wrote."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final, TypeAlias, final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from ckpt_core.dcp._torch_zip import NotPlainError, TensorForm, read_form, read_record, tensor_pickle
+from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.formats.chunks import ChunkTable, FileChunks
+from ckpt_core.formats.zips import (
+    HEAD_BYTES,
+    TAIL_BYTES,
+    Directory,
+    ReadAt,
+    Record,
+    ZipError,
+    payload_offset,
+    read_directory,
+)
+from ckpt_core.names import chunks_name, data_rank
+from ckpt_core.reading import Payload
+
+ReadFile: TypeAlias = Callable[[str, int, int], bytes]
+"""(path, offset, size) -> the bytes; fewer only where the file ends."""
+
+_MAX_GAP_BYTES: Final = 16 << 10
+_MAX_SPAN_BYTES: Final = 4 << 20
+
+
+@final
+class Spans:
+    """Reads windows of a file; neighbours are read together, and the last two reads are kept.
+
+    Args:
+        path: of the file.
+        read: reads it.
+        windows: start and end of what will be asked for, ordered by start. More may be asked for, and is
+            read by itself.
+    """
+
+    def __init__(self, path: str, read: ReadFile, windows: Iterable[tuple[int, int]]) -> None:
+        self._path = path
+        self._read = read
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in windows:
+            self._add(start, end)
+        self._kept: list[tuple[int, bytes]] = []
+
+    def _add(self, start: int, end: int) -> None:
+        if self._ends:
+            close = start - self._ends[-1] <= _MAX_GAP_BYTES
+            if close and max(end, self._ends[-1]) - self._starts[-1] <= _MAX_SPAN_BYTES:
+                self._ends[-1] = max(end, self._ends[-1])
+                return
+        self._starts.append(start)
+        self._ends.append(end)
+
+    def within(self, origin: int, size_bytes: int) -> ReadAt:
+        """Reads the part of the file of that size at `origin`, and nothing outside of it."""
+
+        def read_at(offset: int, size: int) -> bytes:
+            offset, end = max(0, offset), min(size_bytes, offset + size)
+            return self._get(origin + offset, end - offset) if offset < end else b""
+
+        return read_at
+
+    def _get(self, offset: int, size: int) -> bytes:
+        for start, content in self._kept:
+            if start <= offset and offset + size <= start + len(content):
+                return content[offset - start : offset - start + size]
+        place = bisect_right(self._starts, offset) - 1
+        if place < 0 or offset + size > self._ends[place]:
+            return self._read(self._path, offset, size)
+        start, end = self._starts[place], self._ends[place]
+        if any(start == kept for kept, _ in self._kept):  # it was read, and the file ends before it does
+            return self._read(self._path, offset, size)
+        content = self._read(self._path, start, end - start)
+        self._kept = [(start, content), *self._kept[:1]]
+        return content[offset - start : offset - start + size]
+
+
+_BYTE_ORDER: Final = sys.byteorder.encode()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One stored entry: a tensor chunk, or a byte entry.
+
+    Attributes:
+        path: of its file, POSIX-relative to the checkpoint directory.
+        key: DCP's flattened name.
+        offset: where the whole torch zip begins in the file.
+        size_bytes: of the whole torch zip.
+        dtype: of the chunk; None for a byte entry.
+        shape: of the chunk; None for a byte entry.
+        payload: the chunk's raw bytes, of a byte entry the whole zip. None if the chunk's elements are not
+            simply one after another: then read the whole zip and give it to `load_chunk`.
+        reason: why there is no payload.
+    """
+
+    path: str
+    key: str
+    offset: int
+    size_bytes: int
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
+    payload: Payload | None = None
+    reason: str = ""
+
+
+_Entry: TypeAlias = tuple[MetadataIndex, _StorageInfo]
+_Rows: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], int]
+
+
+@final
+class Places:
+    """Finds the entries of one part of a checkpoint; reads nothing before it is asked.
+
+    Args:
+        metadata: of the part, as `load_metadata` gave it.
+        part: its sub-directory, "" for the checkpoint directory itself.
+        directory: of the checkpoint, for errors.
+        read_table: the chunk table of a rank, which the caller has verified and keeps. None for what stock
+            DCP wrote, without tables.
+        read_at: (path relative to the checkpoint directory, offset, size) -> bytes of a data file, fewer
+            where it ends. For what stock DCP wrote; never called where there are tables.
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        *,
+        part: str = "",
+        directory: str = "",
+        read_table: Callable[[int], ChunkTable] | None = None,
+        read_at: ReadFile | None = None,
+    ) -> None:
+        if (read_table is None) == (read_at is None):
+            raise ValueError("exactly one of read_table and read_at must be given")
+        self._metadata = metadata
+        self._infos: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
+        self._part = part
+        self._directory = directory
+        self._read_table = read_table
+        self._read_at = read_at
+        self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
+        self._rows: dict[str, _Rows] = {}
+
+    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, Place]:
+        """Where these entries are.
+
+        Raises:
+            KeyError: the part has no such entry.
+            CorruptCheckpointError: the files contradict one another, or a zip is damaged.
+            IncompatibleCheckpointError: an entry was written through a stream extension of DCP.
+        """
+        by_file: defaultdict[str, list[_Entry]] = defaultdict(list)
+        for index in indices:
+            info = self._infos[index]
+            if info.transform_descriptors:
+                raise IncompatibleCheckpointError(
+                    f"{self._name(self._path(info), index.fqn)} uses the DCP stream extensions "
+                    f"{list(info.transform_descriptors)}, which this version does not read; "
+                    "load it with stock dcp.load"
+                )
+            by_file[self._path(info)].append((index, info))
+        found: dict[MetadataIndex, Place] = {}
+        for path, entries in by_file.items():
+            if self._read_at is None:
+                self._find_by_table(path, entries, found)
+            else:
+                self._find_by_zip(path, entries, found, self._read_at)
+        return found
+
+    def _path(self, info: _StorageInfo) -> str:
+        return f"{self._part}/{info.relative_path}" if self._part else info.relative_path
+
+    def _name(self, path: str, key: str) -> str:
+        place = f"{self._directory}/{path}" if self._directory else path
+        return f"{place}: {key!r:.200}"
+
+    def _shape(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size] | None:
+        """Dtype and shape of a chunk; None for a byte entry."""
+        entry = self._metadata.state_dict_metadata[index.fqn]
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        shapes = self._shapes.get(index.fqn)
+        if shapes is None:
+            shapes = self._shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
+        if index.offset is None:
+            raise KeyError(index)
+        return entry.properties.dtype, shapes[index.offset]
+
+    def _corrupt(self, path: str, key: str, problem: str) -> CorruptCheckpointError:
+        failure = FileFailure(path=path, problem=f"{key!r:.200}: {problem}")
+        return CorruptCheckpointError(f"{self._name(path, key)}: {problem}", failures=(failure,))
+
+    # -- ours
+
+    def _find_by_table(self, path: str, entries: Sequence[_Entry], found: dict[MetadataIndex, Place]) -> None:
+        chunks, rows, table_name = self._table(path, entries[0][0].fqn)
+        for index, info in entries:
+            row = rows.get((index.fqn, index.offset))
+            if row is None:
+                raise self._corrupt(path, index.fqn, f"is in .metadata but not in {table_name}")
+            form = self._shape(index)
+            problem = _contradiction(chunks, row, info, form)
+            if problem:
+                raise self._corrupt(path, index.fqn, f"{problem} (as {table_name} has it)")
+            columns = chunks.columns
+            payload_at, payload_bytes = columns.payload_offset[row], columns.payload_bytes[row]
+            found[index] = Place(
+                path=path,
+                key=index.fqn,
+                offset=info.offset,
+                size_bytes=info.length,
+                dtype=None if form is None else form[0],
+                shape=None if form is None else form[1],
+                payload=Payload(
+                    path=path,
+                    key=index.fqn,
+                    offset=info.offset if payload_at is None else payload_at,
+                    size_bytes=info.length if payload_bytes is None else payload_bytes,
+                    crc32=chunks.crcs[row],
+                    block_bytes=chunks.block_bytes,
+                    block_crcs=chunks.block_crcs[chunks.first_blocks[row] : chunks.first_blocks[row + 1]],
+                ),
+            )
+
+    def _table(self, path: str, key: str) -> tuple[FileChunks, _Rows, str]:
+        rank = data_rank(path)
+        if rank is None or self._read_table is None:
+            raise self._corrupt(path, key, "is in a file that no rank has written")
+        name = chunks_name(rank)
+        table = self._read_table(rank)
+        if path not in table.files:
+            raise self._corrupt(path, key, f"is in a file that {name} does not list")
+        chunks = table.files[path]
+        rows = self._rows.get(path)
+        if rows is None:
+            columns = zip(chunks.columns.key, chunks.columns.shard_offsets, strict=True)
+            rows = self._rows[path] = {
+                (key, None if offsets is None else tuple(offsets)): row
+                for row, (key, offsets) in enumerate(columns)
+            }
+        return chunks, rows, name
+
+    # -- stock DCP's
+
+    def _find_by_zip(
+        self, path: str, entries: list[_Entry], found: dict[MetadataIndex, Place], read: ReadFile
+    ) -> None:
+        entries.sort(key=lambda entry: entry[1].offset)
+        spans = Spans(path, read, [window for _, info in entries for window in _windows(info)])
+        for index, info in entries:
+            form = self._shape(index)
+            place = Place(path=path, key=index.fqn, offset=info.offset, size_bytes=info.length)
+            if form is None:
+                whole = Payload(
+                    path=path, key=index.fqn, offset=info.offset, size_bytes=info.length, crc32=None
+                )
+                found[index] = _filled(place, form, whole)
+                continue
+            try:
+                payload = _payload(place, *form, spans.within(info.offset, info.length))
+                found[index] = _filled(place, form, payload)
+            except NotPlainError as error:
+                found[index] = _filled(place, form, None, str(error))
+            except ZipError as error:
+                raise self._corrupt(path, index.fqn, f"not a whole torch zip: {error}") from error
+            except _ContradictionError as error:
+                raise self._corrupt(path, index.fqn, str(error)) from error
+
+
+class _ContradictionError(ValueError):
+    pass
+
+
+def _contradiction(
+    chunks: FileChunks, row: int, info: _StorageInfo, form: tuple[torch.dtype, torch.Size] | None
+) -> str:
+    """How `.metadata` and the chunk table differ, first the former; empty if they do not."""
+    columns = chunks.columns
+    if (columns.offset[row], columns.size_bytes[row]) != (info.offset, info.length):
+        return (
+            f".metadata says {info.length} bytes at {info.offset}, the table "
+            f"{columns.size_bytes[row]} at {columns.offset[row]}"
+        )
+    said = columns.dtype[row], columns.payload_bytes[row]
+    expected = (None, None) if form is None else (_text(form[0]), prod(form[1]) * form[0].itemsize)
+    if said != expected:
+        return f".metadata says {expected[1]} bytes of {expected[0]}, the table {said[1]} of {said[0]!s:.40}"
+    return ""
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype)[len("torch.") :]
+
+
+def _filled(
+    place: Place, form: tuple[torch.dtype, torch.Size] | None, payload: Payload | None, reason: str = ""
+) -> Place:
+    return Place(
+        path=place.path,
+        key=place.key,
+        offset=place.offset,
+        size_bytes=place.size_bytes,
+        dtype=None if form is None else form[0],
+        shape=None if form is None else form[1],
+        payload=payload,
+        reason=reason,
+    )
+
+
+def _windows(info: _StorageInfo) -> list[tuple[int, int]]:
+    """The parts of a zip that are looked at, if it is as torch mostly writes it."""
+    end = info.offset + info.length
+    return [
+        (info.offset, min(end, info.offset + HEAD_BYTES)),
+        (max(info.offset, end - TAIL_BYTES), end),
+    ]
+
+
+def _payload(place: Place, dtype: torch.dtype, shape: torch.Size, read_at: ReadAt) -> Payload:
+    """Find the raw bytes of a tensor in its zip.
+
+    Raises:
+        NotPlainError: they are not there one after another.
+        ZipError: the zip is damaged.
+        _ContradictionError: it is not the tensor that `.metadata` describes.
+    """
+    directory = read_directory(read_at, place.size_bytes)
+    record = _check_form(directory, dtype, shape, read_at)
+    return Payload(
+        path=place.path,
+        key=place.key,
+        offset=place.offset + payload_offset(read_at, directory, record),
+        size_bytes=record.size_bytes,
+        crc32=record.crc32 if directory.has_checksums else None,
+    )
+
+
+def _check_form(directory: Directory, dtype: torch.dtype, shape: torch.Size, read_at: ReadAt) -> Record:
+    """The record with the tensor's bytes, once it is known that it has nothing else."""
+    order = read_record(read_at, directory, "byteorder")
+    data_pickle = read_record(read_at, directory, "data.pkl")
+    record = directory.find("data/0")
+    if data_pickle is None or record is None:
+        raise ZipError("it has no 'data.pkl' or no 'data/0'")
+    expected = prod(shape) * dtype.itemsize
+    if data_pickle != _usual_pickle(dtype, shape):
+        form = read_form(data_pickle)
+        _compare(form, dtype, shape)
+        if not form.is_raw:
+            raise NotPlainError("its elements do not lie one after another")
+    if record.size_bytes != expected:
+        raise _ContradictionError(f"has {record.size_bytes} bytes, its shape and dtype need {expected}")
+    if (order or b"little") != _BYTE_ORDER:
+        raise NotPlainError("it was written on a machine with another byte order")
+    return record
+
+
+def _usual_pickle(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    """What torch writes for such a tensor, nearly always; comparing is quicker than reading it."""
+    try:
+        return tensor_pickle(dtype, shape)
+    except KeyError:  # a dtype that torch.save does not write
+        return b""
+
+
+def _compare(form: TensorForm, dtype: torch.dtype, shape: torch.Size) -> None:
+    if (form.dtype, form.shape) != (dtype, tuple(shape)):
+        raise _ContradictionError(
+            f".metadata says {_text(dtype)} {tuple(shape)}, "
+            f"its own pickle {_text(form.dtype)} {form.shape!s:.200}"
+        )

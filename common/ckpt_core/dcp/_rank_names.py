@@ -1,0 +1,89 @@
+"""Names for values that differ between ranks: buffers that every rank keeps, and parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.tensor import DTensor
+
+from ckpt_core.names import KEPT
+
+
+def kept_name(rank: int, name: str) -> str:
+    """Flattened name under which `rank` keeps its own value of the entry `name`."""
+    return ".".join(kept_path(rank, name))
+
+
+def kept_path(rank: int, name: str) -> tuple[str, str, str]:
+    """The same as a path in the nested state."""
+    return KEPT, f"{rank:05d}", name
+
+
+def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a live tensor on this rank; empty if it has no part of it, or several."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().detach()
+    if isinstance(tensor, ShardedTensor):
+        shards = tensor.local_shards()
+        return shards[0].tensor if len(shards) == 1 else torch.empty(0)
+    return tensor
+
+
+GroupNames: TypeAlias = Mapping[tuple[str | int, ...], Sequence[tuple[str, ...]]]
+"""Path of a list of parameter groups in the nested state -> the names in each group."""
+
+_Path: TypeAlias = tuple[str | int, ...]
+
+
+def renumber(
+    plans: Sequence[SavePlan], groups: Sequence[GroupNames]
+) -> tuple[list[SavePlan], list[dict[str, str]]]:
+    """Give every parameter group of all ranks a number.
+
+    Args:
+        plans: every rank's local plan, by rank; they are not changed.
+        groups: every rank's parameter groups.
+
+    Returns:
+        The plans under the names of the checkpoint; for each rank its own names -> those, where they differ.
+    """
+    moved: list[dict[str, _Path]] = [{} for _ in plans]
+    for path in dict.fromkeys(path for of_rank in groups for path in of_rank):
+        lists = [of_rank.get(path, ()) for of_rank in groups]
+        if len({tuple(each) for each in lists if each}) < 2:
+            continue
+        numbers: dict[tuple[object, ...], int] = {}
+        for rank, own in enumerate(lists):
+            new = [numbers.setdefault(tuple(names) or (at,), len(numbers)) for at, names in enumerate(own)]
+            moved[rank] |= _moved(plans[rank], path, new)
+    renamed = [{old: ".".join(map(str, path)) for old, path in of_rank.items()} for of_rank in moved]
+    return [_under(*each) for each in zip(plans, renamed, moved, strict=True)], renamed
+
+
+def _moved(plan: SavePlan, path: _Path, new: Sequence[int]) -> dict[str, _Path]:
+    depth = len(path)
+    paths: Mapping[str, _Path] = plan.planner_data or {}
+    return {
+        key: (*path, new[at], *each[depth + 1 :])
+        for key, each in paths.items()
+        if each[:depth] == path and len(each) > depth and isinstance(at := each[depth], int) and new[at] != at
+    }
+
+
+def _under(plan: SavePlan, renamed: Mapping[str, str], moved: Mapping[str, _Path]) -> SavePlan:
+    if not renamed:
+        return plan
+    items = [
+        replace(item, index=replace(item.index, fqn=renamed[item.index.fqn]))
+        if item.index.fqn in renamed
+        else item
+        for item in plan.items
+    ]
+    paths: Mapping[str, _Path] = plan.planner_data or {}
+    data = {renamed.get(key, key): moved.get(key, path) for key, path in paths.items()}
+    return replace(plan, items=items, planner_data=data)

@@ -1,0 +1,235 @@
+"""The chunk table of a rank: where every chunk lies in its data files, and the checksums of their bytes.
+
+Each rank writes its own, as a file like any other, so that nothing per tensor travels to the coordinator.
+What stays from save to save, which is all but the checksums, is encoded once per layout and kept as bytes;
+the checksums follow as hex digits of little-endian 32-bit numbers, so that a save makes no object per chunk.
+The table is read as hostile input: what it says is checked before anyone acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from struct import iter_unpack
+from typing import Any, Final, final
+
+from ckpt_core.formats.codec import Fields, count, relative_paths
+from ckpt_core.names import FORMAT_VERSION
+from ckpt_core.types import ChunkEntry
+
+BLOCK_BYTES: Final = 1 << 20
+"""Payloads larger than this have a checksum for every block of this size, so that a part can be verified."""
+
+_INT: Final = frozenset({int})
+_TEXT: Final = frozenset({str})
+_NONE: Final = frozenset({type(None)})
+_COLUMNS: Final = {
+    "key": _TEXT,
+    "shard_offsets": frozenset({list}) | _NONE,
+    "offset": _INT,
+    "size_bytes": _INT,
+    "payload_offset": _INT | _NONE,
+    "payload_bytes": _INT | _NONE,
+    "dtype": _TEXT | _NONE,
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkColumns:
+    """Where the chunks of one data file lie, in the order of the file; `ChunkEntry` says what is what."""
+
+    key: Sequence[str]
+    shard_offsets: Sequence[Sequence[int] | None]
+    offset: Sequence[int]
+    size_bytes: Sequence[int]
+    payload_offset: Sequence[int | None]
+    payload_bytes: Sequence[int | None]
+    dtype: Sequence[str | None]
+
+    def encode(self) -> bytes:
+        """The columns as they stand in the table; to be kept for as long as the layout stays."""
+        return _encode({name: getattr(self, name) for name in _COLUMNS})
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableEntry:
+    """What the table says of one data file.
+
+    Attributes:
+        path: POSIX-relative to the checkpoint directory.
+        size_bytes: of the whole file.
+        num_chunks: how many the columns have.
+        columns: what `ChunkColumns.encode` gave.
+        crcs: one CRC-32 per chunk, little-endian uint32.
+        block_crcs: CRC-32s of the blocks of payloads larger than `BLOCK_BYTES`, chunk after chunk, likewise.
+    """
+
+    path: str
+    size_bytes: int
+    num_chunks: int
+    columns: bytes
+    crcs: bytes
+    block_crcs: bytes = b""
+
+    def encode(self) -> bytes:
+        """This entry as it stands in the table."""
+        return b'{"path":%b,"size_bytes":%d,"chunks":%b,"crc32":"%b","block_crc32":"%b"}' % (
+            _encode(self.path),
+            self.size_bytes,
+            self.columns,
+            self.crcs.hex().encode(),
+            self.block_crcs.hex().encode(),
+        )
+
+
+def encode_table(entries: Iterable[TableEntry], *, beside: Collection[str] = ()) -> bytes:
+    """The content of a chunk table.
+
+    Args:
+        entries: the data files.
+        beside: paths of the rank's other files whose names do not tell that they are ours. Written before
+            them, the table tells whose they are if the save does not end, where nothing else does.
+    """
+    files = b",".join(entry.encode() for entry in entries)
+    others = b',"beside":%b' % _encode(sorted(beside)) if beside else b""
+    return b'{"format_version":%d,"block_bytes":%d%b,"files":[%b]}' % (
+        FORMAT_VERSION,
+        BLOCK_BYTES,
+        others,
+        files,
+    )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileChunks:
+    """The chunks of one data file, in the order of the file; each is made when it is asked for."""
+
+    path: str
+    size_bytes: int
+    columns: ChunkColumns
+    crcs: Sequence[int]
+    block_bytes: int
+    block_crcs: Sequence[int]
+    first_blocks: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.crcs)
+
+    def __getitem__(self, place: int) -> ChunkEntry:
+        columns, shard_offsets = self.columns, self.columns.shard_offsets[place]
+        return ChunkEntry(
+            path=self.path,
+            key=columns.key[place],
+            shard_offsets=None if shard_offsets is None else tuple(shard_offsets),
+            offset=columns.offset[place],
+            size_bytes=columns.size_bytes[place],
+            crc32=self.crcs[place],
+            payload_offset=columns.payload_offset[place],
+            payload_bytes=columns.payload_bytes[place],
+            dtype=columns.dtype[place],
+            block_bytes=self.block_bytes,
+            block_crcs=self.block_crcs[self.first_blocks[place] : self.first_blocks[place + 1]],
+        )
+
+    def __iter__(self) -> Iterator[ChunkEntry]:
+        return map(self.__getitem__, range(len(self)))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkTable:
+    """A chunk table that has been read: path of a data file -> its chunks."""
+
+    files: Mapping[str, FileChunks]
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, source: str) -> ChunkTable:
+        """Read the content of the table that is called `source` in errors.
+
+        Raises:
+            IncompatibleCheckpointError: it was written by a newer version.
+            CorruptCheckpointError: it is malformed, or says what no honest table does.
+        """
+        with Fields.parse(content, source=source) as fields:
+            block_bytes = fields.count("block_bytes", least=1)
+            files = [_file(each, block_bytes) for each in fields.objects("files")]
+            relative_paths([file.path for file in files])
+            if len({file.path for file in files}) != len(files):
+                raise ValueError("a file is listed twice")
+            return cls(files={file.path: file for file in files})
+
+    def __iter__(self) -> Iterator[ChunkEntry]:
+        return chain.from_iterable(self.files.values())
+
+
+def _file(fields: Fields, block_bytes: int) -> FileChunks:
+    size = fields.count("size_bytes")
+    columns = _columns(fields.get("chunks", dict))
+    _check_places(columns, size)
+    num_blocks = [_num_blocks(payload, block_bytes) for payload in columns.payload_bytes]
+    return FileChunks(
+        path=fields.get("path", str),
+        size_bytes=size,
+        columns=columns,
+        crcs=_crcs(fields.get("crc32", str), len(num_blocks)),
+        block_bytes=block_bytes,
+        block_crcs=_crcs(fields.get("block_crc32", str), sum(num_blocks)),
+        first_blocks=tuple(accumulate(num_blocks, initial=0)),
+    )
+
+
+def _num_blocks(payload_bytes: int | None, block_bytes: int) -> int:
+    if payload_bytes is None or payload_bytes <= block_bytes:
+        return 0
+    return -(-payload_bytes // block_bytes)
+
+
+def _columns(columns: dict[str, Any]) -> ChunkColumns:
+    """Check types by column, which costs a tenth of a check by row."""
+    lengths = {len(columns[name]) if type(columns.get(name)) is list else -1 for name in _COLUMNS}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError("'chunks' should hold columns of equal length")
+    for name, kinds in _COLUMNS.items():
+        if not kinds.issuperset(map(type, columns[name])):
+            raise ValueError(f"'chunks.{name}' holds values of the wrong type")
+    if not _INT.issuperset(map(type, chain.from_iterable(filter(None, columns["shard_offsets"])))):
+        raise ValueError("'chunks.shard_offsets' should hold lists of integers")
+    return ChunkColumns(**{name: columns[name] for name in _COLUMNS})
+
+
+def _check_places(columns: ChunkColumns, file_bytes: int) -> None:
+    """Whether chunks lie inside their file, and payloads inside their chunks."""
+    places = zip(
+        columns.offset, columns.size_bytes, columns.payload_offset, columns.payload_bytes, strict=True
+    )
+    for place, (offset, size, payload_offset, payload_bytes) in enumerate(places):
+        end = offset + size
+        if not 0 <= offset <= end <= file_bytes:
+            raise ValueError(f"the chunk of {columns.key[place]!r:.80} does not lie inside its file")
+        if payload_offset is None and payload_bytes is None:
+            continue
+        if payload_offset is None or payload_bytes is None:
+            raise ValueError(
+                f"of the payload of {columns.key[place]!r:.80} only one of place and size is given"
+            )
+        if not offset <= payload_offset <= payload_offset + payload_bytes <= end:
+            raise ValueError(f"the payload of {columns.key[place]!r:.80} does not lie inside its chunk")
+    for shard_offsets in filter(None, columns.shard_offsets):
+        count(min(shard_offsets), "shard_offsets")
+        count(max(shard_offsets), "shard_offsets")
+
+
+def _crcs(text: str, expected: int) -> tuple[int, ...]:
+    content = bytes.fromhex(text)
+    if len(content) != 4 * expected:
+        raise ValueError(f"there should be {expected} checksums of 8 hex digits each")
+    return tuple(value for (value,) in iter_unpack("<I", content))
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

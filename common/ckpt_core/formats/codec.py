@@ -1,0 +1,187 @@
+"""Strict JSON in and out: what is written reads everywhere, what is read is believed only after a check."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar, final
+
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.formats.checksums import checksum
+from ckpt_core.names import FORMAT_VERSION, MANIFEST, MARKER
+
+T = TypeVar("T")
+
+# The largest integer that every JSON reader holds exactly; 8 PiB as a size in bytes.
+MAX_COUNT: Final = 2**53
+
+_CHECKSUM: Final = b',"checksum":"'
+_MAX_PATH_BYTES: Final = 1024
+_RESERVED: Final = frozenset({MANIFEST, MARKER})
+_SEGMENT: Final = r"(?!\.{1,2}(?:/|\Z))[^\x00-\x1f\x7f\\/\ud800-\udfff]+"
+_PATH: Final = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """Compact JSON, the same bytes for the same fields.
+
+    Raises:
+        ConfigError: a value is not plain JSON.
+    """
+    try:
+        text = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        return text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"annotations and metrics must be plain JSON values (and NaN only in metrics): {error}"
+        ) from error
+
+
+def add_checksum(content: bytes) -> bytes:
+    """An encoded object with one more field, last: the checksum of what it was without."""
+    return b"".join((content[:-1], _CHECKSUM, checksum(content).encode(), b'"}'))
+
+
+def has_checksum(content: bytes, *, source: str) -> bool:
+    """Whether the object names its checksum; a wrong one is damage, whatever else the content says.
+
+    Raises:
+        CorruptCheckpointError: the content is not what `add_checksum` made.
+    """
+    body, found, rest = content.rpartition(_CHECKSUM)
+    if found and rest != checksum(body + b"}").encode() + b'"}':
+        raise corrupt(source, "does not have the checksum that it names")
+    return bool(found)
+
+
+def corrupt(source: str, problem: str) -> CorruptCheckpointError:
+    """The error for a file that is not as it was written."""
+    return CorruptCheckpointError(
+        f"{source} {problem}", failures=(FileFailure(path=source, problem=problem),)
+    )
+
+
+def numbers(values: Mapping[str, float]) -> dict[str, float | str]:
+    """Numbers as JSON knows them; NaN and infinities, which it does not know, become text.
+
+    A loss that diverged must not keep a checkpoint from being written.
+    """
+    return {name: float(v) if math.isfinite(v) else str(float(v)) for name, v in values.items()}
+
+
+@final
+class Fields:
+    """The fields of a JSON object of unknown origin; every getter raises ValueError for what is not right."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    @classmethod
+    @contextmanager
+    def parse(cls, content: bytes, *, source: str) -> Generator[Fields]:
+        """Read one object; whatever turns out wrong with it inside the block becomes one of our errors.
+
+        Raises:
+            IncompatibleCheckpointError: it was written by a newer version.
+            CorruptCheckpointError: it is malformed.
+        """
+        try:
+            fields = cls(_object(content))
+            fields._check_version(source)
+            yield fields
+        except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
+            raise corrupt(source, f"is malformed: {error}") from error
+
+    @property
+    def format_version(self) -> int:
+        """The version of the format that the object says it is in."""
+        return self.count("format_version", least=1)
+
+    def _check_version(self, source: str) -> None:
+        if self.format_version > FORMAT_VERSION:
+            raise IncompatibleCheckpointError(
+                f"{source} was written by a newer ckpt-suite (format {self.format_version}), "
+                f"this one reads up to {FORMAT_VERSION}: upgrade ckpt-suite"
+            )
+
+    def get(self, name: str, kind: type[T]) -> T:
+        """A field of exactly that type."""
+        value = self._fields.get(name)
+        if type(value) is not kind:
+            raise ValueError(f"{name!r} should be {kind.__name__}, not {type(value).__name__}")
+        return value
+
+    def optional(self, name: str) -> Fields | None:
+        """A field that is a JSON object, or is not there."""
+        return Fields(self.get(name, dict)) if name in self._fields else None
+
+    def count(self, name: str, *, least: int = 0) -> int:
+        """A field that is an integer of sane size."""
+        return count(self._fields.get(name), name, least=least)
+
+    def number(self, name: str) -> float:
+        """A field that is a finite number."""
+        value: Any = self._fields.get(name)
+        if type(value) not in {int, float} or not math.isfinite(value):
+            raise ValueError(f"{name!r} should be a finite number, not {value!r:.80}")
+        return float(value)
+
+    def objects(self, name: str) -> list[Fields]:
+        """A field that is a list of JSON objects."""
+        values = self.get(name, list)
+        if not {dict}.issuperset(map(type, values)):
+            raise ValueError(f"{name!r} should hold only objects")
+        return [Fields(value) for value in values]
+
+    def mapping(self, name: str, kind: type[T]) -> dict[str, T]:
+        """A field that maps text to values of exactly that type."""
+        values = self.get(name, dict)
+        if any(type(value) is not kind for value in values.values()):
+            raise ValueError(f"{name!r} should hold only {kind.__name__} values")
+        return values
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """A field as `numbers` encodes it."""
+        values = self.get(name, dict)
+        if any(type(value) not in {int, float, str} for value in values.values()):
+            raise ValueError(f"{name!r} should hold only numbers")
+        return {key: float(value) for key, value in values.items()}
+
+
+def count(value: object, name: str, *, least: int = 0) -> int:
+    """`value` if it is an integer between `least` and `MAX_COUNT`, else ValueError."""
+    if type(value) is not int or not least <= value <= MAX_COUNT:
+        raise ValueError(f"{name!r} should be an integer from {least} to 2**53, not {value!r:.80}")
+    return value
+
+
+def relative_paths(values: Sequence[Any]) -> Sequence[str]:
+    """`values` if all are paths that stay inside the checkpoint directory on every platform and storage.
+
+    They are looked at as a whole first: a checkpoint of a large run has tens of thousands of files.
+
+    Raises:
+        ValueError: one is not, or is the name of the manifest or the marker.
+    """
+    if {str}.issuperset(map(type, values)) and all(map(_PATH.fullmatch, values)):
+        longest = max(map(len, map(str.encode, values)), default=0)
+        if longest <= _MAX_PATH_BYTES and _RESERVED.isdisjoint(values):
+            return values
+    bad = next(value for value in values if not _is_relative_path(value))
+    raise ValueError(f"file path {bad!r:.80} is not a relative path inside the checkpoint directory")
+
+
+def _is_relative_path(value: object) -> bool:
+    if type(value) is not str or not _PATH.fullmatch(value) or value in _RESERVED:
+        return False
+    return len(value.encode()) <= _MAX_PATH_BYTES
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    value = json.loads(content)
+    if type(value) is not dict:
+        raise ValueError("not a JSON object")
+    return value

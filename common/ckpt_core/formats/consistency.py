@@ -1,0 +1,195 @@
+"""Whether what `.metadata` says can be true of the files beside it, before anyone acts on it.
+
+A save asks before it commits, a load before it reads, and a verification; the last without torch, so that
+nothing here needs DCP's classes: whatever has their attributes will do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from operator import itemgetter
+from typing import Any, Final, TypeAlias
+
+from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.formats.codec import MAX_COUNT
+
+MAX_DIMS: Final = 64
+"""What torch itself allows."""
+
+_MOST_PAIRS: Final = 20_000_000
+# Of DCP, or what stands for it: `Metadata`, `TensorStorageMetadata`, `ChunkStorageMetadata`, `_StorageInfo`.
+_Metadata: TypeAlias = Any
+_Tensor: TypeAlias = Any
+_Chunk: TypeAlias = Any
+_Place: TypeAlias = Any
+
+_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Place]
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class _ImpossibleError(ValueError):
+    pass
+
+
+def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) -> None:
+    """Check that metadata describes whole tensors in files that can hold them.
+
+    Every entry lies inside its file; every tensor's chunks lie inside its shape and cover each element of
+    it exactly once; every chunk has a place, large enough for it, and every place has a chunk.
+
+    Args:
+        metadata: as `load_metadata` gave it.
+        path: of `.metadata`, for errors.
+        sizes: relative path of a data file, as in `metadata` -> its size in bytes; FileNotFoundError if
+            there is none.
+
+    Raises:
+        CorruptCheckpointError: something is impossible; the message says what, and of which entry.
+    """
+    places: _Places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    try:
+        _check_files(places, sizes)
+        num_chunks = 0
+        for key, entry in metadata.state_dict_metadata.items():
+            if _is_tensor(entry):
+                num_chunks += _check_tensor(key, entry, places)
+            elif (key, None) not in places:
+                raise _ImpossibleError(f"{key!r:.200} is nowhere")
+            else:
+                num_chunks += 1
+        if num_chunks != len(places):
+            raise _ImpossibleError(
+                f"{_unexplained(metadata, places)!r:.200} has a place but is not described"
+            )
+    except _ImpossibleError as error:
+        failure = FileFailure(path=path, problem=f"says what cannot be: {error}")
+        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+
+
+def _is_tensor(entry: object) -> bool:
+    return hasattr(entry, "chunks")
+
+
+def _check_files(places: _Places, sizes: Callable[[str], int]) -> None:
+    ends: defaultdict[str, int] = defaultdict(int)
+    for info in places.values():
+        end = info.offset + info.length
+        if end > ends[info.relative_path]:
+            ends[info.relative_path] = end
+    for file, end in ends.items():
+        try:
+            size = sizes(file)
+        except FileNotFoundError as error:
+            raise _ImpossibleError(f"{file!r} is missing") from error
+        if end > size:
+            key = next(
+                key
+                for (key, _), info in places.items()
+                if info.relative_path == file and info.offset + info.length == end
+            )
+            raise _ImpossibleError(f"{key!r:.200} ends at byte {end} of {file!r}, which has {size}")
+
+
+def _unexplained(metadata: _Metadata, places: _Places) -> str:
+    described = {
+        (key, None if chunk is None else chunk.offsets)
+        for key, entry in metadata.state_dict_metadata.items()
+        for chunk in (entry.chunks if _is_tensor(entry) else [None])
+    }
+    return next(key for key, offset in places if (key, offset) not in described)
+
+
+def _check_tensor(key: str, entry: _Tensor, places: _Places) -> int:
+    """Check one tensor; how many places it accounts for."""
+    shape, itemsize = entry.size, entry.properties.dtype.itemsize
+    if len(shape) > MAX_DIMS or any(not 0 <= length <= MAX_COUNT for length in shape):
+        raise _ImpossibleError(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
+    boxes: list[_Box] = []
+    empty: set[tuple[int, ...]] = set()
+    volume = 0
+    for chunk in entry.chunks:
+        own = _volume(key, chunk, shape)
+        info = places.get((key, chunk.offsets))
+        if info is None:
+            raise _ImpossibleError(f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} is nowhere")
+        if own * itemsize > info.length and not info.transform_descriptors:
+            raise _ImpossibleError(
+                f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} has {own * itemsize} bytes, its place "
+                f"in {info.relative_path!r} {info.length}"
+            )
+        if own:
+            volume += own
+            boxes.append((chunk.offsets, chunk.sizes))
+        else:
+            empty.add(chunk.offsets)
+    if volume != prod(shape):
+        raise _ImpossibleError(f"the chunks of {key!r:.200} have {volume} of its {prod(shape)} elements")
+    if len(boxes) > 1:
+        _check_disjoint(key, boxes)
+    # Of several ranks without elements of a tensor each may describe the same empty chunk.
+    return len(boxes) + len(empty.difference(map(itemgetter(0), boxes)))
+
+
+def _volume(key: str, chunk: _Chunk, shape: Sequence[int]) -> int:
+    """Number of elements; they must lie inside the tensor."""
+    offsets: tuple[int, ...] = chunk.offsets
+    lengths: tuple[int, ...] = chunk.sizes
+    if not len(offsets) == len(lengths) == len(shape):
+        raise _ImpossibleError(f"a chunk of {key!r:.200} has other dimensions than its shape {tuple(shape)}")
+    volume = prod(lengths)
+    for offset, length, whole in zip(offsets, lengths, shape, strict=True):
+        if offset < 0 or length < 0 or (volume and offset + length > whole):
+            raise _ImpossibleError(
+                f"the chunk of {key!r:.200} at {tuple(offsets)!s:.200} of shape {tuple(lengths)!s:.200} is "
+                f"not inside the tensor's {tuple(shape)!s:.200}"
+            )
+    return volume
+
+
+def _check_disjoint(key: str, boxes: Sequence[_Box]) -> None:
+    if _is_grid(boxes):
+        return
+    ordered = sorted(boxes, key=itemgetter(0))
+    pairs = 0
+    active: list[_Box] = []
+    for box in ordered:
+        start = box[0][0]
+        active = [other for other in active if other[0][0] + other[1][0] > start]
+        pairs += len(active)
+        if pairs > _MOST_PAIRS:
+            raise _ImpossibleError(f"{key!r:.200} is cut up so irregularly that nobody can check it")
+        for other in active:
+            if _overlap(box, other):
+                raise _ImpossibleError(
+                    f"the chunks of {key!r:.200} at {tuple(other[0])} and {tuple(box[0])} overlap"
+                )
+        active.append(box)
+
+
+def _is_grid(boxes: Sequence[_Box]) -> bool:
+    """Whether the chunks are different cells of one grid, and so lie apart; nearly all shardings do."""
+    if len({offsets for offsets, _ in boxes}) != len(boxes):
+        return False
+    for dim in range(len(boxes[0][0])):
+        cuts = {(offsets[dim], offsets[dim] + lengths[dim]) for offsets, lengths in boxes}
+        if not _apart(cuts):
+            return False
+    return True
+
+
+def _apart(intervals: Iterable[tuple[int, int]]) -> bool:
+    end = 0
+    for start, stop in sorted(intervals):
+        if start < end:
+            return False
+        end = stop
+    return True
+
+
+def _overlap(first: _Box, second: _Box) -> bool:
+    return all(
+        a < b + b_length and b < a + a_length
+        for a, a_length, b, b_length in zip(*first, *second, strict=True)
+    )

@@ -1,0 +1,287 @@
+"""What a checkpoint directory holds, before anything large is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from ckpt_core.commit import Catalog
+from ckpt_core.coordination import Coordinator
+from ckpt_core.dcp import (
+    Place,
+    Places,
+    check_metadata,
+    checked_zip,
+    entries,
+    load_chunk,
+    load_metadata,
+    load_value,
+)
+from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
+from ckpt_core.formats.checksums import crc32
+from ckpt_core.loading._committed_files import Files
+from ckpt_core.loading._selection import Narrowed, Selection
+from ckpt_core.names import (
+    KEPT,
+    MANIFEST,
+    MARKER,
+    METADATA,
+    SHARED,
+    local_name,
+    rank_name,
+    shared_name,
+    shared_rank,
+)
+from ckpt_core.state import PICKLED, LocalKey, decode_items, decode_local, pickled_key
+from ckpt_core.storage import Storage
+from ckpt_core.types import SavedState
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """One part of a checkpoint: what it holds, and where.
+
+    Attributes:
+        metadata: DCP's, as far as it is wanted, under the names of the live state.
+    """
+
+    metadata: Metadata
+    _original: Mapping[str, str]
+    _places: Places
+    _storage: Storage
+    _directory: str
+    _allow_pickle: bool
+
+    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, Place]:
+        """Where these entries are; errors as by `Places.find`."""
+        saved = {MetadataIndex(self._original.get(i.fqn, i.fqn), i.offset): i for i in indices}
+        return {saved[index]: place for index, place in self._places.find(saved).items()}
+
+    def read_entry(self, place: Place) -> bytes:
+        """The stored bytes of a byte entry, verified.
+
+        Raises:
+            CorruptCheckpointError: they are not those that were saved, or nothing that torch would write.
+        """
+        content = self._read(place)
+        expected = None if place.payload is None else place.payload.crc32
+        if expected is not None and crc32(content) != expected:
+            raise self._damaged(place, "its checksum differs from that in the chunk table")
+        checked_zip(content, self._name(place), trusted=self._allow_pickle)
+        return content
+
+    def read_chunk(self, place: Place) -> torch.Tensor:
+        """A tensor chunk whose elements do not lie simply one after another, verified and rebuilt."""
+        return load_chunk(self._read(place), self._name(place))
+
+    def _read(self, place: Place) -> bytes:
+        try:
+            content = _read_at(
+                self._storage, f"{self._directory}/{place.path}", place.offset, place.size_bytes
+            )
+        except FileNotFoundError:
+            raise self._damaged(place, "missing") from None
+        if len(content) != place.size_bytes:
+            raise self._damaged(place, f"ends {place.size_bytes - len(content)} bytes too early")
+        return content
+
+    def _name(self, place: Place) -> str:
+        return f"{self._storage.url}/{self._directory}/{place.path}: {place.key!r:.200}"
+
+    def _damaged(self, place: Place, problem: str) -> CorruptCheckpointError:
+        failure = FileFailure(path=place.path, problem=f"{place.key!r:.200}: {problem}")
+        return CorruptCheckpointError(f"{self._name(place)}: {problem}", failures=(failure,))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """An opened checkpoint: where everything large is, and everything small.
+
+    Attributes:
+        local: buffers in which this rank differed.
+        keeps: whether values that this rank kept for itself are to be loaded.
+        forgoes: whether ranks kept values for themselves, and there are not as many ranks now.
+    """
+
+    files: Files
+    contents: Mapping[str, Contents]
+    saved: SavedState
+    local: Mapping[LocalKey, Any]
+    keeps: bool = False
+    forgoes: bool = False
+
+
+def open_checkpoint(
+    storage: Storage,
+    directory: str,
+    coordinator: Coordinator,
+    *,
+    selection: Selection,
+    allow_pickle: bool,
+    committed: bool | str = False,
+) -> Opened:
+    """Open a checkpoint of ours, or, unless it is known to be `committed`, what stock DCP wrote.
+
+    If `committed` is a SHA-256, only the checkpoint with that manifest will do.
+
+    Raises:
+        CheckpointNotFoundError: there is neither.
+        ConfigError: the selection names what is not there.
+        CorruptCheckpointError: a file is damaged.
+        UnsafeCheckpointError: it needs pickle and that was not allowed.
+    """
+    ours = bool(committed) or storage.exists(f"{directory}/{MARKER}")
+    digest = committed if isinstance(committed, str) else None
+    manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
+    files = Files(storage, directory, manifest)
+    parts = _committed_parts(files) if ours else _parts(storage, directory)
+    if not parts:
+        raise CheckpointNotFoundError(
+            f"{files.url} holds neither a committed checkpoint ({MARKER}) "
+            f"nor one that torch.distributed.checkpoint wrote ({METADATA})"
+        )
+    metadata = {part: _read_metadata(files, part) for part in parts}
+
+    def contents(part: str, narrowed: Narrowed) -> Contents:
+        places = _places(storage, files, part, narrowed.whole)
+        return Contents(
+            metadata=narrowed.metadata,
+            _original=narrowed.original,
+            _places=places,
+            _storage=storage,
+            _directory=directory,
+            _allow_pickle=allow_pickle,
+        )
+
+    whole = contents("", Narrowed.everything(metadata[""])) if "" in metadata else None
+    items = _Items(files, whole, allow_pickle=allow_pickle)
+    same_ranks = manifest is not None and manifest.world_size == coordinator.world_size
+    wanted = selection.of_metadata(metadata, files.url)
+    saved = SavedState(
+        sharded={
+            part: {
+                path: entry
+                for path, entry in entries(of_part.metadata).items()
+                if path[0] not in {PICKLED, KEPT}
+            }
+            for part, of_part in wanted.items()
+        },
+        per_rank=items.read(rank_name(coordinator.rank)),
+        shared=_shared(files, items, coordinator.rank if same_ranks else None),
+        world_size=None if manifest is None else manifest.world_size,
+        step=None if manifest is None else manifest.step,
+        name=directory,
+    )
+    return Opened(
+        files=files,
+        contents={part: contents(part, of_part) for part, of_part in wanted.items()},
+        saved=selection.of_state(saved),
+        local=_local(files, coordinator.rank) if same_ranks else {},
+        keeps=same_ranks,
+        forgoes=not same_ranks and any(map(_has_kept, metadata.values())),
+    )
+
+
+def _local(files: Files, rank: int) -> dict[LocalKey, Any]:
+    name = local_name(rank)
+    return decode_local(files.read(name), name) if files.has(name) else {}
+
+
+def _shared(files: Files, items: _Items, rank: int | None) -> dict[str, Any]:
+    """Shared items: the coordinator's, what only other ranks had, and first what `rank` kept for itself."""
+    ranks = sorted(found for path in files.paths if (found := shared_rank(path)) is not None)
+    shared: dict[str, Any] = items.read(shared_name(rank)) if rank in ranks and rank is not None else {}
+    for name in (SHARED, *map(shared_name, ranks)):
+        shared = {**items.read(name), **shared}
+    return shared
+
+
+def _has_kept(metadata: Metadata) -> bool:
+    return any(name.startswith(f"{KEPT}.") for name in metadata.state_dict_metadata)
+
+
+def _read_metadata(files: Files, part: str) -> Metadata:
+    path = _join(part, METADATA)
+    name = f"{files.url}/{path}"
+    metadata = load_metadata(files.read(path), name)
+
+    def size(data: str) -> int:
+        return files.size(_join(part, data))
+
+    check_metadata(metadata, name, size)
+    return metadata
+
+
+def _places(storage: Storage, files: Files, part: str, metadata: Metadata) -> Places:
+    if files.is_ours:
+        return Places(metadata, part=part, directory=files.url, read_table=files.table)
+
+    def read_at(path: str, offset: int, size: int) -> bytes:
+        return _read_at(storage, f"{files.directory}/{path}", offset, size)
+
+    return Places(metadata, part=part, directory=files.url, read_at=read_at)
+
+
+def _read_at(storage: Storage, key: str, offset: int, size: int) -> bytes:
+    with storage.open(key) as stream:
+        stream.seek(offset)
+        return stream.read(size)
+
+
+def _committed_parts(files: Files) -> list[str]:
+    """The parts that were committed; what else lies there does not count."""
+    found = [path for path in files.paths if path.rpartition("/")[2] == METADATA]
+    if not found:
+        raise files.damaged(METADATA, f"not among the files that {MANIFEST} lists")
+    return sorted(path.removesuffix(METADATA).rstrip("/") for path in found)
+
+
+def _parts(storage: Storage, directory: str) -> list[str]:
+    children = storage.list(directory)
+    own = [""] if any(child.name == METADATA for child in children) else []
+    inner = [
+        child.name
+        for child in children
+        if child.is_directory and storage.exists(f"{directory}/{child.name}/{METADATA}")
+    ]
+    return own + inner
+
+
+def is_stock(storage: Storage, directory: str) -> bool:
+    """Whether the directory, or one right below it, has DCP's metadata."""
+    return bool(_parts(storage, directory))
+
+
+class _Items:
+    """Reads the small files, and behind them the values that only pickle could hold."""
+
+    def __init__(self, files: Files, contents: Contents | None, *, allow_pickle: bool) -> None:
+        self._files = files
+        self._contents = contents
+        self._allow_pickle = allow_pickle
+
+    def read(self, name: str) -> dict[str, Any]:
+        if not self._files.has(name):
+            return {}
+        items = decode_items(self._files.read(name), f"{self._files.url}/{name}")
+        scope = "shared" if name == SHARED or shared_rank(name) is not None else name
+        return {**items.values, **{item: self._unpickle(scope, item) for item in items.pickled}}
+
+    def _unpickle(self, scope: str, item: str) -> Any:
+        key = f"{PICKLED}.{pickled_key(scope, item)}"
+        contents = self._contents
+        if contents is None or key not in contents.metadata.state_dict_metadata:
+            raise self._files.damaged(METADATA, f"lacks {key}")
+        index = MetadataIndex(key)
+        entry = load_value(contents.read_entry(contents.find([index])[index]), key, allow_pickle=False)
+        return load_value(entry, f"item {item!r}", allow_pickle=self._allow_pickle)
+
+
+def _join(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name

@@ -1,0 +1,387 @@
+"""One load, in phases that every rank goes through together.
+
+1. open and plan: what the checkpoint holds against what the live state needs; byte entries are read.
+2. verify: every byte that will be used is compared with its checksum. Nothing live has changed.
+3. begin: what is small and may refuse its state is put back, and taken back if anything refuses anywhere.
+4. fetch: the same bytes again, this time into the live tensors.
+5. apply: what needs the tensors, and the random number generators last.
+
+A load that fails before 4 leaves everything as it was. After that only storage can fail that answered a
+moment before, or an object without a `begin` that refuses its state; the error says that the state is partly
+overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self, final
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt_core.collective import everywhere, everywhere_told
+from ckpt_core.commit import verify, verify_stock
+from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    FileFailure,
+    IncompatibleCheckpointError,
+    LoadError,
+)
+from ckpt_core.loading._checkpoint import Opened, open_checkpoint
+from ckpt_core.loading._committed_files import Files
+from ckpt_core.loading._framing import frame_failures
+from ckpt_core.loading._reads import Reads
+from ckpt_core.loading._selection import Selection
+from ckpt_core.loading._targets import Misfits, PartLoad
+from ckpt_core.options import CheckpointOptions, Verify
+from ckpt_core.reading import Engine
+from ckpt_core.staging import free_memory
+from ckpt_core.state import CarefulSource, StateSource, leaves, put_local
+from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Telemetry
+from ckpt_core.types import CheckpointInfo, SavedState, StateDict
+
+_logger = logger_of(__name__)
+_KEEP_BYTES: Final = 256 << 20
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRequest:
+    """Which checkpoint directory to load, and how.
+
+    Attributes:
+        directory: key of the checkpoint directory.
+        selection: what of it is wanted.
+        allow_pickle: whether pickles may be executed.
+        verification: what is verified before anything live changes.
+        read_once: whether ranks read for one another.
+        committed: what was found there; None if it may be a directory that stock DCP wrote.
+        manifest_sha256: of the manifest that was accepted; None if nobody had to accept it.
+    """
+
+    directory: str
+    selection: Selection = field(default_factory=Selection)
+    allow_pickle: bool = False
+    verification: Verify = "read"
+    read_once: bool = True
+    committed: CheckpointInfo | None = None
+    manifest_sha256: str | None = None
+
+    @classmethod
+    def of(cls, options: CheckpointOptions, selection: Selection) -> Self:
+        """What the options of a manager say about any load; the directory is still to be chosen."""
+        return cls(
+            directory="",
+            selection=selection,
+            allow_pickle=options.allow_pickle,
+            verification=options.verification,
+            read_once=options.read_once,
+        )
+
+
+def load(
+    request: LoadRequest,
+    source: StateSource,
+    *,
+    storage: Storage,
+    coordinator: Coordinator,
+    telemetry: Telemetry,
+) -> SavedState:
+    """Load a checkpoint directory, ours or one that stock DCP wrote, into `source`. Collective.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: it is damaged; nothing was touched.
+        IncompatibleCheckpointError: it does not fit the live state; nothing was touched.
+        UnsafeCheckpointError: it needs pickle and that was not allowed; nothing was touched.
+        LoadError: a rank failed otherwise; the message says whether the live state was touched.
+    """
+    with Engine(storage, request.directory, keep_bytes=_keep_bytes()) as engine:
+        return _Load(
+            request=request,
+            source=source,
+            storage=storage,
+            coordinator=coordinator,
+            telemetry=telemetry,
+            engine=engine,
+        ).run()
+
+
+def _keep_bytes() -> int:
+    """What this rank may keep of what came over a network until it is used: half of what is free."""
+    free = free_memory()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+    return _KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks))
+
+
+@final
+class _Load:
+    """The state of one load on one rank."""
+
+    def __init__(
+        self,
+        *,
+        request: LoadRequest,
+        source: StateSource,
+        storage: Storage,
+        coordinator: Coordinator,
+        telemetry: Telemetry,
+        engine: Engine,
+    ) -> None:
+        self._request = request
+        self._source = source
+        self._storage = storage
+        self._coordinator = coordinator
+        self._telemetry = telemetry
+        self._engine = engine
+        self._place = f"{storage.url}/{request.directory}"
+
+    def run(self) -> SavedState:
+        """Go through all phases; see the module."""
+        untouched = (
+            f"{self._place} could not be read. That is no damage, so no older checkpoint was tried and "
+            "nothing was loaded; see to the storage, try again"
+        )
+        half_way = (
+            f"{self._place}: reading failed half-way and the live state is partly overwritten; "
+            "load another checkpoint before training goes on"
+        )
+        opened, parts = self._opened(untouched)
+        reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
+        with self._span("load.verify"):
+            everywhere(
+                self._coordinator,
+                lambda: self._verify(opened, parts, reads),
+                untouched,
+                what="verifying a checkpoint",
+            )
+        self._begin(opened, parts, untouched)
+        with self._span("load.read"):
+            everywhere(
+                self._coordinator,
+                lambda: self._fetch_and_apply(opened, parts, reads, half_way),
+                half_way,
+                what="reading a checkpoint",
+            )
+        if opened.forgoes:
+            _logger.warning(
+                "%s: each of its %s ranks had values of its own; loaded were the lowest rank's",
+                self._place,
+                opened.saved.world_size,
+            )
+        for line in opened.saved.left:
+            _logger.warning("%s: left as it is: %s", self._place, line)
+        return opened.saved
+
+    def _opened(self, untouched: str) -> tuple[Opened, Mapping[str, PartLoad]]:
+        (opened, parts, misfits), foreign = everywhere_told(
+            self._coordinator, self._open_and_plan, untouched, what="opening a checkpoint"
+        )
+        if any(foreign):
+            misfits.settle(self._coordinator)
+        strict = self._request.selection.strict
+        if strict:
+            misfits.raise_if_any(self._place)  # of the same names on every rank
+        left = misfits.lines if strict else [*_if_nothing_fits(opened, parts), *misfits.lines]
+        saved = replace(opened.saved, left=left, partial=misfits.partial)
+        return replace(opened, saved=saved), parts
+
+    def _span(self, name: str) -> AbstractContextManager[object]:
+        attributes = {"name": self._request.directory, "rank": self._coordinator.rank}
+        return self._telemetry.span(name, **attributes)
+
+    def _open_and_plan(self) -> tuple[tuple[Opened, Mapping[str, PartLoad], Misfits], bool]:
+        """What is planned here, and whether the checkpoint has names that this rank does not have."""
+        request = self._request
+        opened = open_checkpoint(
+            self._storage,
+            request.directory,
+            self._coordinator,
+            selection=request.selection,
+            allow_pickle=request.allow_pickle,
+            committed=request.manifest_sha256 or request.committed is not None,
+        )
+        parts, misfits = self._targets(opened)
+        if request.selection.strict and (misfits.missing or misfits.mismatched):
+            misfits.raise_if_any(self._place)
+        for part, load in parts.items():
+            if part in opened.contents:  # of others nothing fits, which was told if the load is strict
+                load.plan(opened.contents[part], request.selection)
+        return (opened, parts, misfits), bool(misfits.unexpected)
+
+    def _targets(self, opened: Opened) -> tuple[dict[str, PartLoad], Misfits]:
+        selection, misfits = self._request.selection, Misfits()
+        parts: dict[str, PartLoad] = {}
+        # What is made here, such as optimizer state, must be usable outside of `torch.inference_mode`.
+        with _inference_mode(wanted=False):
+            targets = self._target(opened.saved)
+        for part, tree in targets.items():
+            target = {
+                item: v for item, v in tree.items() if selection.items is None or item in selection.items
+            }
+            if not target:
+                continue
+            _check_memory(target)
+            metadata = opened.contents[part].metadata if part in opened.contents else Metadata({})
+            load = PartLoad.of(part, target, metadata, allow_pickle=self._request.allow_pickle)
+            misfit = misfits.compare(load.entries, metadata, part=part, paths=load.paths, cast=selection.cast)
+            load.leave(misfit)
+            if opened.keeps and not (selection.include or selection.rename):
+                load.prefer_kept(self._coordinator.rank)
+            parts[part] = load
+        return parts, misfits
+
+    def _target(self, saved: SavedState) -> Mapping[str, StateDict]:
+        try:
+            return self._source.target(saved)
+        except IncompatibleCheckpointError as error:
+            raise self._misfit(error) from error
+
+    def _misfit(self, error: IncompatibleCheckpointError) -> IncompatibleCheckpointError:
+        """The error of a state that refuses a checkpoint, saying which one, and what to do."""
+        return IncompatibleCheckpointError(
+            f"{self._place} does not fit the training state, and nothing was loaded: {error}. "
+            "Check the configuration, or load only what fits, with CheckpointManager.load(items=)",
+            missing=error.missing,
+            unexpected=error.unexpected,
+            mismatched=error.mismatched,
+        )
+
+    def _verify(self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads) -> None:
+        failures: Sequence[FileFailure] = opened.files.misplaced(
+            self._coordinator.rank, self._coordinator.world_size
+        )
+        if not failures and self._request.verification == "read":
+            failures = self._engine.verify(reads.checked()) or frame_failures(
+                self._storage,
+                opened.files,
+                rank=self._coordinator.rank,
+                world_size=self._coordinator.world_size,
+            )
+        if not failures and self._request.verification == "full":
+            failures = self._verify_all(opened.files)
+        if failures:
+            raise _damaged(self._place, failures)
+        for load in parts.values():
+            load.try_odd_chunks()
+
+    def _verify_all(self, files: Files) -> Sequence[FileFailure]:
+        """Compare every byte of this rank's share of the files."""
+        if not files.is_ours:
+            # Without a manifest there is nothing by which to share the work.
+            coordinator = self._coordinator.is_coordinator
+            return verify_stock(self._storage, files.directory) if coordinator else []
+        whole, others = files.whole(self._coordinator.rank, self._coordinator.world_size)
+        damaged = {failure.path for failure in self._engine.verify(whole)}
+        # Again, for the names of the tensors that are lost.
+        again = damaged | others
+        if not again:
+            return []
+        accepted = self._request.manifest_sha256
+        return verify(self._storage, files.directory, paths=again, sha256=accepted)
+
+    def _begin(self, opened: Opened, parts: Mapping[str, PartLoad], untouched: str) -> None:
+        source = self._source
+        if not isinstance(source, CarefulSource):
+            return
+        begun: list[Callable[[], None]] = []
+
+        def begin() -> None:
+            with _inference_mode(wanted=_any_inference(parts)):
+                try:
+                    begun.append(source.begin(_loaded(parts), opened.saved))
+                except IncompatibleCheckpointError as error:
+                    raise self._misfit(error) from error
+
+        try:
+            everywhere(self._coordinator, begin, untouched, what="putting back what is small")
+        except BaseException:
+            for take_back in begun:
+                take_back()
+            raise
+
+    def _fetch_and_apply(
+        self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads, half_way: str
+    ) -> None:
+        with _inference_mode(wanted=_any_inference(parts)):
+            try:
+                self._fetch(parts, reads)
+            except CorruptCheckpointError as error:
+                # It verified a moment ago. As damage it would be told with "nothing was loaded".
+                raise LoadError(f"{half_way} ({error})") from error
+            for part, load in parts.items():
+                put_local(opened.local, part, load.entries)
+            self._source.apply(_loaded(parts), opened.saved)
+
+    def _fetch(self, parts: Mapping[str, PartLoad], reads: Reads) -> None:
+        # First what others wait for: a rank that cannot read still passes on what it is to pass on.
+        reads.relay(self._coordinator, self._engine)
+        self._engine.fetch(reads.private())
+        for load in parts.values():
+            load.read_odd_chunks()
+
+
+def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointError:
+    told = "; ".join(map(str, failures[:5]))
+    return CorruptCheckpointError(
+        f"{place} is damaged in {len(failures)} place(s): {told}. "
+        "Nothing was loaded; load another step, or resume the newest that verifies",
+        failures=tuple(failures),
+    )
+
+
+def _if_nothing_fits(opened: Opened, parts: Mapping[str, PartLoad]) -> list[str]:
+    """What to tell of a load that is not strict, and changes nothing large."""
+    saved = sum(map(len, opened.saved.sharded.values()))
+    if not saved or any(load.entries for load in parts.values()):
+        return []
+    return [f"nothing was loaded of the checkpoint's {saved} entries, for none fits the training state"]
+
+
+def _check_memory(target: StateDict) -> None:
+    """Refuse to load into tensors without memory, which a load in place cannot give them.
+
+    Raises:
+        ConfigError: some are on the meta device; nothing was touched.
+    """
+    unmade = [".".join(map(str, path)) for path, value in leaves(target) if _is_meta(value)]
+    if unmade:
+        raise ConfigError(
+            f"{len(unmade)} tensor(s) to load into are on the meta device and have no memory, first "
+            f"{unmade[0]}. Nothing was loaded: make them first, as by `model.to_empty(device=...)`, and the "
+            "optimizer after that"
+        )
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+def _any_inference(parts: Mapping[str, PartLoad]) -> bool:
+    """Whether live tensors were made inside `torch.inference_mode`, where alone they can be written."""
+    entries = (value for load in parts.values() for value in load.entries.values())
+    return any(each.is_inference() for value in entries for each in _held(value))
+
+
+def _held(value: Any) -> Iterable[torch.Tensor]:
+    """The plain tensors in which this rank holds an entry; a ShardedTensor answers no question itself."""
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _inference_mode(*, wanted: bool) -> AbstractContextManager[object]:
+    """The mode; where it is on or off already, as wanted, the caller's modes stay as they are."""
+    return nullcontext() if torch.is_inference_mode_enabled() == wanted else torch.inference_mode(mode=wanted)
+
+
+def _loaded(parts: Mapping[str, PartLoad]) -> dict[str, StateDict]:
+    return {part: load.target for part, load in parts.items()}

@@ -1,0 +1,336 @@
+"""One part of a checkpoint against one part of the live state: what goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeAlias, cast, final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from ckpt_core.coordination import Coordinator
+from ckpt_core.dcp import Landing, Need, Place, SafeLoadPlanner, held_by_this_rank, is_expanded, kept_name
+from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.loading._checkpoint import Contents
+from ckpt_core.loading._selection import Selection
+from ckpt_core.loading.sharing import Boxes, Layouts, StoredTensor
+from ckpt_core.reading import Payload
+from ckpt_core.types import StateDict
+
+_SHOWN = 8
+_Item: TypeAlias = tuple[str, str]
+Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
+
+
+@final
+@dataclass(slots=True)
+class Misfits:
+    """Everything that does not fit, over all parts of a checkpoint.
+
+    Attributes:
+        missing: live names that the checkpoint lacks.
+        mismatched: names that differ in shape or dtype, and how.
+        foreign: (part, item) that is loaded -> names in the checkpoint that this rank does not have; after
+            `settle`, that no rank has.
+        partial: whether other ranks have some of the names that this one lacks.
+    """
+
+    missing: list[str] = field(default_factory=list[str])
+    mismatched: list[str] = field(default_factory=list[str])
+    foreign: dict[_Item, list[str]] = field(default_factory=dict[_Item, list[str]])
+    partial: bool = False
+
+    def compare(
+        self,
+        target: Mapping[str, Any],
+        metadata: Metadata,
+        *,
+        part: str = "",
+        paths: Paths = MappingProxyType({}),
+        cast: bool = False,
+    ) -> list[str]:
+        """Note what differs between flattened live entries and what one part of the checkpoint holds.
+
+        Args:
+            target: the live entries.
+            metadata: of the part.
+            part: its name.
+            paths: of the live entries in the nested state, for those that the checkpoint lacks.
+            cast: whether another dtype is no misfit.
+
+        Returns:
+            The live entries that cannot be loaded.
+        """
+        saved = metadata.state_dict_metadata
+        missing = [key for key in target if key not in saved]
+        problems = {
+            key: _mismatch(value, saved[key], cast=cast) for key, value in target.items() if key in saved
+        }
+        mismatched = {key: problem for key, problem in problems.items() if problem is not None}
+        self.missing += missing
+        self.mismatched += [f"{key}: {problem}" for key, problem in mismatched.items()]
+        known: Paths = metadata.planner_data or {}
+        loaded = {str((known.get(key) or paths.get(key, (key,)))[0]) for key in target}
+        self.foreign |= {(part, item): names for item, names in _foreign(target, loaded, metadata).items()}
+        return [*missing, *mismatched]
+
+    @property
+    def unexpected(self) -> list[str]:
+        """Names in the checkpoint, of items that are loaded, which are not in the live state."""
+        return [name for names in self.foreign.values() for name in names]
+
+    def settle(self, coordinator: Coordinator) -> None:
+        """Keep of the foreign names those that no rank has. Collective."""
+        nobody = coordinator.exchange(self.foreign, _nobodys, what="comparing the names of all ranks")
+        self.partial = len(self.unexpected) > sum(map(len, nobody.values()))
+        self.foreign = nobody
+
+    @property
+    def lines(self) -> list[str]:
+        """Everything that does not fit, a line each."""
+        return [
+            *(f"the checkpoint lacks {key}" for key in self.missing),
+            *(f"the training state lacks {key}" for key in self.unexpected),
+            *self.mismatched,
+        ]
+
+    def raise_if_any(self, place: str) -> None:
+        """Raise one error that lists everything.
+
+        Raises:
+            IncompatibleCheckpointError: something does not fit.
+        """
+        kinds = {
+            "the checkpoint lacks": self.missing,
+            "the training state lacks": self.unexpected,
+            "differ": self.mismatched,
+        }
+        if not any(kinds.values()):
+            return
+        told = "; ".join(f"{len(keys)} {verb}: {_shorten(keys)}" for verb, keys in kinds.items() if keys)
+        raise IncompatibleCheckpointError(
+            f"{place} does not fit the training state, and nothing was loaded. {told}. "
+            "It is probably another model's: check the configuration; or load only what fits, by "
+            "CheckpointManager.load with items=, include= or strict=False, under other names with rename=, "
+            "in another dtype with cast=True",
+            missing=tuple(self.missing),
+            unexpected=tuple(self.unexpected),
+            mismatched=tuple(self.mismatched),
+        )
+
+
+def _nobodys(foreign: list[dict[_Item, list[str]]]) -> list[dict[_Item, list[str]]]:
+    """For every rank, what all ranks that load an item find foreign in it."""
+    found: dict[_Item, list[str]] = {}
+    for own in foreign:
+        for item, names in own.items():
+            known = set(names)
+            found[item] = [name for name in found.get(item, names) if name in known]
+    return [found] * len(foreign)
+
+
+def _mismatch(value: Any, saved: object, *, cast: bool) -> str | None:
+    tensor_like = hasattr(value, "size") and hasattr(value, "dtype")
+    if not isinstance(saved, TensorStorageMetadata):
+        return "a tensor here, a plain value in the checkpoint" if tensor_like else None
+    if not tensor_like:
+        return "a plain value here, a tensor in the checkpoint"
+    if torch.Size(value.size()) != saved.size:
+        return f"shape {tuple(value.size())} here, {tuple(saved.size)} in the checkpoint"
+    if value.dtype != saved.properties.dtype and not cast:
+        return f"{value.dtype} here, {saved.properties.dtype} in the checkpoint"
+    if isinstance(value, torch.Tensor) and is_expanded(value):
+        return "expanded here (elements share memory), so that nothing can be loaded into it; clone() it"
+    return None
+
+
+def _foreign(target: Mapping[str, Any], items: Collection[str], metadata: Metadata) -> dict[str, list[str]]:
+    """Saved entries of items that are being loaded; items not asked for at all are nobody's business."""
+    paths: Paths = metadata.planner_data or {}
+    found: dict[str, list[str]] = {item: [] for item in items}
+    for key in metadata.state_dict_metadata:
+        names = found.get(str(paths.get(key, (key,))[0]))
+        if names is not None and key not in target:
+            names.append(key)
+    return found
+
+
+def _shorten(keys: Sequence[str]) -> str:
+    more = f", … and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(keys[:_SHOWN]) + more
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _OddChunk:
+    """A chunk whose elements do not lie simply one after another: it is rebuilt by torch, as a whole."""
+
+    read: Callable[[], torch.Tensor]
+    item: ReadItem
+    target: torch.Tensor
+
+    def load(self) -> None:
+        source = self.read()
+        for dim, (offset, length) in enumerate(
+            zip(self.item.storage_offsets, self.item.lengths, strict=True)
+        ):
+            source = source.narrow(dim, offset, length)
+        self.target.copy_(source)
+
+
+@final
+class PartLoad:
+    """What is loaded into one part of the live state.
+
+    Attributes:
+        target: nested: tensors to fill, plain values, which are put in by `plan`.
+        needs: what to read of the tensors, after `plan`.
+    """
+
+    def __init__(self, part: str, target: StateDict, planner: SafeLoadPlanner, metadata: Metadata) -> None:
+        self.target = target
+        self.needs: list[Need] = []
+        self._part = part
+        self._planner = planner
+        self._metadata = metadata
+        self._contents: Contents | None = None
+        self._places: dict[MetadataIndex, Place] = {}
+        self._odd: list[_OddChunk] = []
+        self._kept: set[str] = set()
+
+    @classmethod
+    def of(cls, part: str, target: StateDict, metadata: Metadata, *, allow_pickle: bool) -> PartLoad:
+        """Flatten the target as DCP does."""
+        planner = SafeLoadPlanner(allow_pickle=allow_pickle)
+        target = dict(target)
+        planner.set_up_planner(target, metadata, is_coordinator=False)
+        return cls(part, target, planner, metadata)
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """The live entries by DCP's flattened names."""
+        return self._planner.state_dict
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Where the live entries are in the target."""
+        return self._planner.mappings
+
+    def leave(self, keys: Collection[str]) -> None:
+        """Do not load these entries; plain values among them are taken out of the target."""
+        for key in keys:
+            if not isinstance(self._planner.state_dict.pop(key), torch.Tensor):
+                _remove(self.target, self._planner.mappings[key])
+
+    def prefer_kept(self, rank: int) -> None:
+        """Load what `rank` kept for itself where it did, instead of what the lowest rank had."""
+        saved, live = self._metadata.state_dict_metadata, self._planner.state_dict
+        for key in list(live):
+            own = kept_name(rank, key)
+            if own not in saved:
+                continue
+            value = live[key]
+            if isinstance(value, torch.Tensor):
+                value = held_by_this_rank(value)
+                if value.shape != cast("TensorStorageMetadata", saved[own]).size:
+                    continue  # this rank holds another part now
+            del live[key]
+            live[own] = value
+            self._planner.mappings[own] = self._planner.mappings[key]
+            self._kept.add(own)
+
+    def plan(self, contents: Contents, selection: Selection) -> None:
+        """Find what is needed, and read the plain values.
+
+        Raises:
+            CorruptCheckpointError: the checkpoint contradicts itself, or a plain value is damaged.
+            UnsafeCheckpointError: a plain value needs pickle, and that was not allowed.
+        """
+        self._contents = contents
+        items = self._planner.create_local_plan().items
+        self._places = contents.find({item.storage_index for item in items})
+        for item in items:
+            place = self._places[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                self._plan_value(item, place, contents, selection)
+            else:
+                self._plan_tensor(item, place, contents)
+
+    def _plan_value(self, item: ReadItem, place: Place, contents: Contents, selection: Selection) -> None:
+        def renamed(path: tuple[str | int, ...], value: Any) -> Any:
+            lists_parameters = "param_groups" in path and path[-1] == "params"
+            return selection.renamed(value) if lists_parameters else value
+
+        self._planner.put_value(item.dest_index.fqn, contents.read_entry(place), renamed)
+
+    def _plan_tensor(self, item: ReadItem, place: Place, contents: Contents) -> None:
+        target = self._planner.resolve_tensor(item).detach()
+        if place.payload is None or place.dtype is None or place.shape is None:
+            self._odd.append(_OddChunk(partial(contents.read_chunk, place), item, target))
+            return
+        landing = Landing(
+            shape=place.shape, dtype=place.dtype, offsets=tuple(item.storage_offsets), target=target
+        )
+        name = f"{self._part}/{item.dest_index.fqn}"
+        self.needs.append(Need(name=name, payload=place.payload, landing=landing))
+
+    def stored(self, layouts: Layouts) -> Iterator[StoredTensor]:
+        """The tensors that ranks may read for one another."""
+        by_key: dict[str, list[MetadataIndex]] = {}
+        for index, place in self._places.items():
+            if place.dtype is not None and index.fqn not in self._kept:
+                by_key.setdefault(index.fqn, []).append(index)
+        for key, indices in by_key.items():
+            boxes = layouts.boxes_of(self.entries[key])
+            whole = all(self._places[index].payload is not None for index in indices)
+            if boxes is not None and whole:
+                yield self._stored(key, boxes)
+
+    def _stored(self, key: str, boxes: Boxes) -> StoredTensor:
+        entry = cast("TensorStorageMetadata", self._metadata.state_dict_metadata[key])
+        shape = (len(entry.chunks), len(entry.size))
+        lo = np.array([chunk.offsets for chunk in entry.chunks], dtype=np.int64).reshape(shape)
+        sizes = np.array([chunk.sizes for chunk in entry.chunks], dtype=np.int64).reshape(shape)
+
+        def payload(row: int) -> Payload:
+            index = MetadataIndex(key, entry.chunks[row].offsets)
+            if index not in self._places and self._contents is not None:
+                self._places |= self._contents.find([index])
+            found = self._places[index].payload
+            if found is None:
+                raise ValueError(f"{key}: a chunk that is not plain cannot be shared")
+            return found
+
+        return StoredTensor(
+            name=f"{self._part}/{key}",
+            boxes=boxes,
+            lo=lo,
+            hi=lo + sizes,
+            itemsize=entry.properties.dtype.itemsize,
+            payload=payload,
+        )
+
+    def try_odd_chunks(self) -> None:
+        """Read and verify what `read_odd_chunks` will, and change nothing."""
+        for each in self._odd:
+            each.read()
+
+    def read_odd_chunks(self) -> None:
+        """Read the chunks that are no plain run of bytes into their places."""
+        for each in self._odd:
+            each.load()
+
+
+def _remove(container: Any, path: Sequence[str | int]) -> None:
+    """Take a leaf out of a nested target; in a list, it becomes None."""
+    for step in path[:-1]:
+        container = container[step]
+    if isinstance(container, dict):
+        del container[path[-1]]
+    else:
+        container[path[-1]] = None

@@ -1,0 +1,148 @@
+"""Parsing of options: problems gathered for one report, and amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from ckpt_core.errors import ConfigError
+
+
+@final
+class Problems:
+    """Collects what is wrong; used by one reader at a time."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def add(self, problem: str) -> None:
+        """Note one problem."""
+        self._found.append(problem)
+
+    def collect(self, build: Callable[..., Any], *arguments: Any, prefix: str = "") -> Any:
+        """What `build(*arguments)` returns, or None with its error noted."""
+        try:
+            return build(*arguments)
+        except ConfigError as error:
+            self.add(f"{prefix}{error}")
+            return None
+
+    def unknown(self, where: str, keys: Iterable[Any], allowed: Collection[str]) -> None:
+        """Note every key that is not allowed, with the nearest one that is."""
+        wrong = [key for key in keys if key not in allowed]
+        if wrong:
+            named = ", ".join(f"{key!r}{_hint(key, allowed)}" for key in wrong)
+            self.add(f"{where}: unknown {named}; allowed are {', '.join(sorted(allowed))}")
+
+    def raise_if_any(self, separator: str = "\n") -> None:
+        """Raise one error with all problems noted.
+
+        Raises:
+            ConfigError: there is at least one.
+        """
+        if self._found:
+            raise ConfigError(separator.join(self._found))
+
+
+def _hint(key: Any, allowed: Collection[str]) -> str:
+    close = difflib.get_close_matches(str(key), allowed, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+_UNITS: dict[str, int] = {
+    "": 1,
+    "B": 1,
+    **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), start=1)},
+    **{unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), start=1)},
+}
+_WRITTEN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*(/\s*s)?\s*")
+
+_SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
+
+
+def bytes_text(size: float) -> str:
+    """A size for people: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} PiB"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Headroom:
+    """What saves leave free of a filesystem.
+
+    Attributes:
+        most_bytes: so many bytes; None for no such bound.
+        share: or this part of the filesystem, below 1; None for no such bound.
+    """
+
+    most_bytes: int | None = None
+    share: float | None = None
+
+    def of(self, total_bytes: int | None) -> int:
+        """In bytes: the smaller of the two, and nothing where it would depend on a size nobody knows."""
+        bounds = [] if self.most_bytes is None else [self.most_bytes]
+        if self.share is not None:
+            bounds.append(int(self.share * (total_bytes or 0)))
+        return min(bounds, default=0)
+
+
+DEFAULT_HEADROOM: Final = Headroom(most_bytes=1 << 30, share=0.01)
+
+
+def parse_headroom(value: Any) -> Headroom:
+    """A headroom from a number of bytes, from text such as "2 GiB" or "5 %"; None is 1 %, at most 1 GiB.
+
+    Raises:
+        ConfigError: it is none of these, or below 0, or 100 % and more.
+    """
+    if value is None:
+        return DEFAULT_HEADROOM
+    share = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    if share is not None and float(share[1]) < 100:
+        return Headroom(share=float(share[1]) / 100)
+    size = None if share is not None else _number(value, rate=False)
+    if size is None or not math.isfinite(size) or size < 0:
+        raise ConfigError(
+            f'headroom must be a number of bytes, 0 or more, or text like "2 GiB" or "5 %", not {value!r}'
+        )
+    return Headroom(most_bytes=int(size))
+
+
+def parse_size(name: str, value: Any, *, rate: bool = False) -> int | None:
+    """A number of bytes from a number, or from text such as "512 MiB" or "1.5 GB"; None stays None.
+
+    Args:
+        name: of the option, for messages.
+        value: what was written; KB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
+        rate: whether it is bytes per second; "/s" may then follow the unit.
+
+    Raises:
+        ConfigError: it is none of these, or not above 0.
+    """
+    if value is None:
+        return None
+    size = _number(value, rate=rate)
+    if size is None or not math.isfinite(size) or size < 1:
+        example, unit = ("500 MB/s", "bytes per second") if rate else ("512 MiB", "bytes")
+        raise ConfigError(
+            f'{name} must be a number of {unit} above 0 or text like "{example}", not {value!r}'
+        )
+    return int(size)
+
+
+def _number(value: Any, *, rate: bool) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    found = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
+    if found is None or (found[3] and not rate) or found[2].upper() not in _UNITS:
+        return None
+    number, unit = str(found[1]), str(found[2])
+    return float(number) * _UNITS[unit.upper()]

@@ -1,0 +1,153 @@
+"""The two passes of a read: verify every piece against its checksum, then deliver the bytes."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.formats.checksums import combine_crc32, crc32
+from ckpt_core.reading._buffers import Buffers
+from ckpt_core.reading._findings import Findings
+from ckpt_core.reading._open_files import Files
+from ckpt_core.reading._payloads import Wanted
+from ckpt_core.reading._requests import Limits, Order, Piece, Request, plan_verify, steps_of
+from ckpt_core.storage import ForeignFileError
+
+
+def deliver(request: Request, files: Files, buffers: Buffers) -> None:
+    """Serve one request; called from several threads at once.
+
+    Raises:
+        CorruptCheckpointError: the bytes are not what their checksum promises; none of them were delivered.
+    """
+    file = files.at(request.path)
+    if request.direct:
+        (order,) = request.orders
+        assert order.into is not None
+        file.read_into(order.first, order.into)
+        return
+    with buffers.lend(request.start, request.stop - request.start) as buffer:
+        file.read_into(request.start, buffer)
+        _compare(request, buffer)
+        for order in request.orders:
+            _hand_over(order, buffer[order.first - request.start : order.last - request.start])
+
+
+def _compare(request: Request, buffer: memoryview) -> None:
+    findings = Findings()
+    for order in request.orders:
+        for piece in order.pieces:
+            start = piece.file_start - request.start
+            found = crc32(buffer[start : start + piece.stop - piece.start])
+            if piece.crc32 not in {None, found}:
+                findings.add_changed(piece, found)
+    if failures := findings.report():
+        raise CorruptCheckpointError(
+            f"{failures[0]}; it was whole when it was verified a moment ago, so something else writes to "
+            "this checkpoint, or the storage is failing",
+            failures=failures,
+        )
+
+
+def _hand_over(order: Order, content: memoryview) -> None:
+    if order.into is not None:
+        order.into[:] = content
+    elif order.take is not None:
+        order.take(content)
+
+
+@final
+class Examination:
+    """One verification, in the order `plan`, `serve` of every request, `report`.
+
+    Concurrency: `serve` may be called from several threads at once.
+    """
+
+    def __init__(self, files: Files, buffers: Buffers, steps: dict[tuple[str, int, int], int]) -> None:
+        """`steps` receives the checksums of steps of pieces that are too large for a buffer."""
+        self._files = files
+        self._buffers = buffers
+        self._steps = steps
+        self._findings = Findings()
+        self._large: Sequence[Piece] = ()
+
+    def plan(self, wanted: Iterable[Wanted], limits: Limits) -> Sequence[Request]:
+        """What has to be read."""
+        requests, self._large, unverifiable = plan_verify(wanted, limits)
+        for payload in unverifiable:
+            self._findings.add_unverifiable(payload)
+        for piece in self._large:
+            for step in steps_of(piece):
+                self._steps.pop(step.place, None)
+        return requests
+
+    def serve(self, request: Request) -> None:
+        """Read and compare; damage is noted, any other error raised."""
+        if self._findings.is_missing(request.path):
+            return
+        try:
+            self._compare(request)
+        except FileNotFoundError:
+            self._findings.add_missing(request.path)
+        except ForeignFileError as error:
+            self._findings.add_missing(request.path, str(error.strerror))
+        except (EOFError, OSError) as error:
+            # A block that the device cannot read is lost; any other error may be gone at the next try.
+            if isinstance(error, OSError) and error.errno != errno.EIO:
+                raise
+            self._narrow_down(request, error)
+
+    def report(self) -> list[FileFailure]:
+        """What is wrong, once every request has been served."""
+        for piece in self._large:
+            self._compare_steps(piece)
+        return self._findings.report()
+
+    def _compare(self, request: Request) -> None:
+        with self._buffers.lend(request.start, request.stop - request.start) as buffer:
+            self._files.at(request.path).read_into(request.start, buffer)
+            parts = [
+                (order, buffer[order.start - request.start : order.stop - request.start])
+                for order in request.orders
+            ]
+            changed = [
+                piece for order, part in parts for piece in order.pieces if not self._is_intact(piece, part)
+            ]
+            kept = self._files.kept(request.path)
+            if kept is not None and not changed:
+                kept.keep(request.start, buffer)
+
+    def _is_intact(self, piece: Piece, content: memoryview) -> bool:
+        """Whether the piece is what was saved; of a step it is only known later."""
+        found = crc32(content)
+        if piece.crc32 is None:
+            self._steps[piece.place] = found
+        elif found != piece.crc32:
+            self._findings.add_changed(piece, found)
+            return False
+        return True
+
+    def _narrow_down(self, request: Request, error: EOFError | OSError) -> None:
+        """Each piece by itself, so that those which can be read are not blamed."""
+        if len(request.orders) > 1:
+            for order in request.orders:
+                self.serve(Request(request.path, order.start, order.stop, [order]))
+            return
+        (piece,) = request.orders[0].pieces
+        if isinstance(error, OSError):
+            self._findings.add_unreadable(piece, error)
+        else:
+            self._findings.add_cut(piece, self._files.at(request.path).size_bytes)
+
+    def _compare_steps(self, piece: Piece) -> None:
+        """Join the checksums of the steps; without all of them the reason is known already."""
+        found = 0
+        for step in steps_of(piece):
+            crc = self._steps.get(step.place)
+            if crc is None:
+                return
+            found = combine_crc32(found, crc, step.stop - step.start)
+        if found != piece.crc32:
+            self._findings.add_changed(piece, found)

@@ -1,0 +1,89 @@
+"""Whether all ranks mean the same directory, where they do not call it by the same name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from ckpt_core.commit import Lease, Owner
+from ckpt_core.coordination import Coordinator
+from ckpt_core.errors import ConfigError
+from ckpt_core.storage import Storage
+
+TAKING: Final = threading.RLock()
+"""Held while a manager takes a root."""
+
+_held: dict[str, Holding] = {}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A root that a manager of this process holds.
+
+    Attributes:
+        lease: of the root.
+        until_idle: returns when no save of that manager is in flight.
+        supersede: tells that manager that the root is not its own any more.
+        pid: a forked child inherits this table, but none of the roots.
+    """
+
+    lease: Lease
+    until_idle: Callable[[], None]
+    supersede: Callable[[], None]
+    pid: int
+
+
+def hold(lease: Lease, *, until_idle: Callable[[], None], supersede: Callable[[], None]) -> None:
+    """Remember who holds a root; nothing given here may keep a manager from being collected."""
+    _held[lease.owner.id] = Holding(lease, until_idle, supersede, os.getpid())
+
+
+def let_go(lease: Lease) -> None:
+    """Forget a root that was given back."""
+    _held.pop(lease.owner.id, None)
+
+
+def take_from_earlier_manager(storage: Storage) -> bool:
+    """Wait for the saves of a manager of this process that holds the root, then take it away from it.
+
+    Returns:
+        Whether there was one.
+    """
+    owner = Owner.of(storage)
+    holding = None if owner is None else _held.get(owner.id)
+    if holding is None or holding.pid != os.getpid():
+        return False
+    holding.until_idle()
+    holding.supersede()
+    let_go(holding.lease)
+    holding.lease.release()
+    return True
+
+
+def require_same_root(storage: Storage, coordinator: Coordinator, owner_id: str, urls: Sequence[str]) -> None:
+    """Compare what each rank sees in its root. Collective; costs nothing if all have the same URL.
+
+    Args:
+        storage: this rank's root.
+        coordinator: of the ranks.
+        owner_id: of the claim that the coordinator has just written to its root.
+        urls: of every rank's root.
+
+    Raises:
+        ConfigError: a rank does not see the claim, so its root is another; the same on every rank.
+    """
+    if len(set(urls)) == 1:
+        return
+    owner = Owner.of(storage)
+    sees = coordinator.gather(owner is not None and owner.id == owner_id, what="comparing the roots")
+    strays = [rank for rank, seen in enumerate(sees) if not seen]
+    if strays:
+        told = "; ".join(f"rank {rank} to {urls[rank]}" for rank in strays[:4])
+        raise ConfigError(
+            f"ranks would write to different places: rank 0 to {urls[0]}, {told}. Give every rank the same "
+            "root, on storage that all of them reach; nothing was saved"
+        )

@@ -1,0 +1,125 @@
+"""Retention applied: which committed checkpoints go, and in what order. Coordinator only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, final
+
+from ckpt_core.commit import Catalog, Inventory, remove
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import ConfigError
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.retention import (
+    Abandoned,
+    KeepAll,
+    PrunePlan,
+    plan_prune,
+    unknown_metrics,
+    withheld,
+)
+from ckpt_core.root._ownership import Ownership
+from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Telemetry
+from ckpt_core.types import CheckpointInfo
+
+_logger = logger_of(__name__)
+
+_ENOUGH: Final = 2
+"""The first checkpoint of a run may well come before the first evaluation."""
+
+
+@final
+class Pruner:
+    """Removes what the retention policy of a manager does not keep.
+
+    Concurrency: one thread at a time.
+    """
+
+    def __init__(
+        self, storage: Storage, options: CheckpointOptions, *, ownership: Ownership, telemetry: Telemetry
+    ) -> None:
+        self._storage = storage
+        self._policy = options.keep or KeepAll()
+        self._abandoned: Abandoned = options.abandoned
+        self._ownership = ownership
+        self._told = False
+        self._telemetry = telemetry
+
+    def plan(
+        self, history: Sequence[CheckpointInfo] | None = None, *, newest: int | None = None
+    ) -> PrunePlan:
+        """What the policy says of a history, by default of what is in the root now.
+
+        Args:
+            history: every committed checkpoint.
+            newest: the step committed last. Clocks would tell, too, but after one was put back only we know.
+        """
+        history = Inventory(self._storage).history() if history is None else history
+        self._check_metrics([info for info in history if not info.abandoned])
+        return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest)
+
+    def apply(self, *, newest: int | None = None, go_on: Callable[[], bool] = lambda: True) -> PrunePlan:
+        """Remove what the policy does not keep, oldest first, once something that stays is known to be whole.
+
+        The root is looked at anew, so that pins and marks set meanwhile are seen. What is marked is neither
+        counted nor removed.
+
+        Args:
+            newest: see `plan`.
+            go_on: asked while checkpoints are verified; see `Soundness.droppable`.
+
+        Returns:
+            What was done.
+
+        Raises:
+            RootBusyError: another job has taken the root.
+        """
+        ownership, plans = self._ownership, list[PrunePlan]()
+        ownership.check()
+
+        def choose(history: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+            plans.append(self.plan(history, newest=newest))
+            return plans[-1].drop
+
+        drop = ownership.soundness.droppable(ownership.inventory, choose, go_on=go_on)
+        for info in drop:
+            ownership.check()
+            # Whoever deleted it, or put another in its place, has been quicker.
+            if ownership.inventory.still_there(info):
+                with self._telemetry.span("prune.remove", step=info.step, name=info.name):
+                    remove(self._storage, info)
+                ownership.inventory.forget(info.name)
+        return withheld(plans[-1], drop)
+
+    def remove(self, name: str) -> None:
+        """Remove one committed checkpoint that its host no longer wants, whatever the policy says of it.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            ConfigError: it is pinned.
+            RootBusyError: another job has taken the root.
+        """
+        self._ownership.check()
+        info = Catalog(self._storage).find(name=name)
+        if info.pinned is not None:
+            raise ConfigError(f"it is pinned ({info.pinned}); unpin it first")
+        with self._telemetry.span("prune.remove", step=info.step, name=info.name):
+            remove(self._storage, info)
+        self._ownership.inventory.forget(info.name)
+
+    def _check_metrics(self, history: Sequence[CheckpointInfo]) -> None:
+        """Tell once if checkpoints are to be ranked by what none of them has, such as a misspelt name."""
+        unknown = () if self._told or len(history) < _ENOUGH else unknown_metrics(self._policy, history)
+        if unknown:
+            self._told = True
+            there = sorted({metric for info in history for metric in info.metrics})
+            _logger.warning(
+                "none of the %d checkpoints in %s has a number for the metric %s, so that none is kept as "
+                "the best, and all stay where nothing else in keep= keeps any; metrics there: %s. Measure "
+                "it where checkpoints are saved, or correct keep=",
+                len(history),
+                self._storage.url,
+                " or ".join(map(repr, unknown)),
+                ", ".join(there) or "none",
+            )

@@ -1,0 +1,7 @@
+"""One save: captured, agreed and staged on the main thread, written and committed in the background."""
+
+from ckpt_core.saving._handle import SaveHandle
+from ckpt_core.saving._prepared import SaveRequest
+from ckpt_core.saving._saver import Saver
+
+__all__ = ["SaveHandle", "SaveRequest", "Saver"]

@@ -1,0 +1,167 @@
+"""Checks of a state to be saved: finite numbers, and values that a load gives back otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any, Final, final
+
+import torch
+
+from ckpt_core.dcp import Image, checked_zip, load_value
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import SaveError
+from ckpt_core.saving._plan_cache import AgreedPlans
+from ckpt_core.saving._stager import StagedParts
+from ckpt_core.state import PICKLED
+from ckpt_core.types import CapturedState
+
+_logger = logger_of(__name__)
+_TOLD: Final = 8
+_RESTORED: Final = (OrderedDict, Counter, defaultdict)
+"""What a load makes of a dict again where the live state has one."""
+
+
+@final
+class LoadNotes:
+    """What a person should know of what is saved, said once however many saves there are.
+
+    Args:
+        allow_pickle: whether loads may use pickle, so that what needs it need not be told.
+    """
+
+    def __init__(self, *, allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
+        self._generation = 0
+        self._told: set[str] = set()
+
+    def tell(self, state: CapturedState, plans: AgreedPlans, staged: StagedParts, url: str) -> None:
+        """Log what this rank writes and a load would not give back as it is; nothing for unchanged plans."""
+        if plans.generation == self._generation:
+            return
+        self._generation = plans.generation
+        pickles = () if self._allow_pickle else self._new(_pickles(state, plans, staged))
+        if pickles:
+            _logger.warning(
+                "%s: what is saved as %s can be rebuilt only by pickle, which could run any code: load it "
+                "with CheckpointManager(..., allow_pickle=True), or keep plain values instead",
+                url,
+                _listed(pickles),
+            )
+        if changes := self._new(_changes(state)):
+            _logger.warning("%s: types change with a checkpoint: %s", url, _listed(changes))
+
+    def _new(self, notes: Iterable[str]) -> list[str]:
+        fresh = sorted(set(notes) - self._told)
+        self._told.update(fresh)
+        return fresh
+
+
+def _listed(notes: list[str]) -> str:
+    more = f", and {len(notes) - _TOLD} more" if len(notes) > _TOLD else ""
+    return ", ".join(notes[:_TOLD]) + more
+
+
+def _pickles(state: CapturedState, plans: AgreedPlans, staged: StagedParts) -> Iterator[str]:
+    """The values of this rank that a load refuses unless it may use pickle."""
+    own = state.per_rank.keys() | state.shared.keys()
+    for part, tree in plans.trees():
+        for key, content in (tree.get(PICKLED) or {}).items():
+            name = key.partition(":")[2]
+            if name in own and not _is_plain(content):
+                yield repr(name)
+        values = staged.values.get(part, {})
+        for index in plans.parts[part].odd_values():
+            if not _is_plain(values[index]):
+                yield repr(index.fqn)
+
+
+def _is_plain(content: bytes) -> bool:
+    try:
+        checked_zip(content, "a value", trusted=False)
+        load_value(content, "a value", allow_pickle=False)
+    except Exception:  # noqa: BLE001 - whatever it is, a load would meet it too; the caller tells the user
+        return False
+    return True
+
+
+def _changes(state: CapturedState) -> Iterator[str]:
+    for items in (state.per_rank, state.shared):
+        for name, value in items.items():
+            yield from _changed_types(_inside(value), name)
+    for tree in state.sharded.values():
+        for name, value in tree.items():
+            yield from _changed_types(_inside(value), name)
+
+
+def _inside(value: Any) -> Any:
+    """A whole state is always given back as a dict, as `load_state_dict` takes it."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _changed_types(value: Any, path: str) -> Iterator[str]:
+    kind = type(value)
+    if isinstance(value, Mapping):
+        if kind is not dict and kind not in _RESTORED:
+            yield f"{path} from {kind.__name__} to dict"
+        for key, each in value.items():
+            yield from _changed_types(each, f"{path}.{key}")
+    elif kind is list or kind is tuple:
+        for index, each in enumerate(value):
+            if not isinstance(each, int | float | str):
+                yield from _changed_types(each, f"{path}.{index}")
+    elif isinstance(value, PurePath) and not isinstance(value, Path):
+        yield f"{path} from {kind.__name__} to Path"
+
+
+LOSS: Final = "loss"
+_MOST_NAMED: Final = 5
+
+
+def refuse_non_finite_loss(metrics: Mapping[str, float]) -> None:
+    """Refuse a save whose metric `loss` is NaN or infinite.
+
+    Raises:
+        SaveError: it is.
+    """
+    loss = metrics.get(LOSS, 0.0)
+    if not math.isfinite(loss):
+        raise SaveError(f"the metric {LOSS!r} is {loss}, and reject_non_finite is on")
+
+
+def refuse_non_finite(images: Mapping[str, Image], ignored: Collection[tuple[str, str]]) -> None:
+    """Refuse a save whose staged tensors hold NaN or infinities; all copies must have been made.
+
+    Args:
+        images: part -> the staged tensors of this rank.
+        ignored: (part, key) of module buffers, in which infinities are usual, as in attention masks.
+
+    Raises:
+        SaveError: some tensor does; the message names the first.
+    """
+    found = list(_non_finite(images, ignored))
+    if found:
+        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        raise SaveError(
+            f"while staging: NaN or infinity in {', '.join(found[:_MOST_NAMED])}{more}, and "
+            "reject_non_finite is on; go back to an earlier checkpoint"
+        )
+
+
+def _non_finite(images: Mapping[str, Image], ignored: Collection[tuple[str, str]]) -> Iterator[str]:
+    for part, image in images.items():
+        for slot, tensor in zip(image.layout.slots, image.targets, strict=True):
+            if (part, slot.index.fqn) not in ignored and not _is_finite(tensor):
+                yield slot.index.fqn
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    if values.dtype.itemsize == 1:
+        values = values.float()  # torch finds no extremes of 8-bit floats
+    # Without a mask of the tensor's size: NaN goes through to both, an infinity is one of them.
+    return all(map(math.isfinite, (extreme.item() for extreme in torch.aminmax(values))))

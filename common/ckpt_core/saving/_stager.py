@@ -1,0 +1,248 @@
+"""Staging: this rank's shards copied into the image of its data files, in one arena."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, TypeAlias, final
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from ckpt_core.dcp import Image, ImageLayout, Part
+from ckpt_core.errors import ConfigError
+from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
+
+
+@final
+class StepGuard:
+    """Makes steps of optimizers wait for copies that are still being made. Main thread only."""
+
+    def __init__(self) -> None:
+        self._pending: list[DeferredCopies] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, deferred: DeferredCopies, optimizers: Sequence[Any]) -> None:
+        """From now on steps of `optimizers` wait for `deferred`, and for those before that are not done."""
+        self._pending = [each for each in self._pending if not each.done] + [deferred]
+        self._unhook()
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
+
+    def wait(self) -> None:
+        """Let what this thread does next come after every copy.
+
+        On CUDA, what it enqueues next on the current streams.
+        """
+        for deferred in self._pending:
+            deferred.wait()
+        self._pending = [each for each in self._pending if not each.done]
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._unhook()
+        self._pending = []
+
+    def _before_step(self, *_: Any) -> None:
+        self.wait()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+_Layouts: TypeAlias = Mapping[str, ImageLayout]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedParts:
+    """What a rank is about to write, out of the training's reach; valid until `release`.
+
+    Attributes:
+        images: part -> image of its data file.
+        values: part -> byte entries.
+        arena: the memory behind the images; None if nothing was staged.
+        deferred: copies still to be made; until then the images are not whole, and before `finish` of these
+            has returned nothing that was written may count.
+    """
+
+    images: Mapping[str, Image]
+    values: Mapping[str, Mapping[MetadataIndex, bytes]]
+    arena: Arena | None
+    deferred: DeferredCopies | None = None
+
+    def wait_for(self, part: str, slot: int) -> None:
+        """Return when the slots of a part up to this one are filled; see `DeferredCopies.wait_for`."""
+        if self.deferred is not None:
+            before = takewhile(lambda each: each[0] != part, self.images.items())
+            self.deferred.wait_for(sum(len(image.layout.slots) for _, image in before) + slot)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all images."""
+        return sum(image.layout.size_bytes for image in self.images.values())
+
+    def release(self) -> None:
+        """Give the memory back to the next save, when nothing is copied into it any more."""
+        if self.deferred is not None:
+            self.deferred.settle()
+        if self.arena is not None:
+            self.arena.release()
+
+
+NOTHING_STAGED = StagedParts(images={}, values={}, arena=None)
+
+
+@final
+class Stager:
+    """Copies shards on the main thread. Layouts and memory are kept for as long as the plans are the same."""
+
+    def __init__(self, arenas: Arenas) -> None:
+        self.arenas = arenas
+        self._generation = -1
+        self._layouts: _Layouts = {}
+
+    def stage(
+        self, parts: Mapping[str, Part], generation: int, *, stable: Sequence[Any] | None = None
+    ) -> StagedParts:
+        """Copy every shard of the parts but those that share memory with `stable` tensors.
+
+        When it returns, the training may change what was copied; the rest is in `deferred`.
+
+        Args:
+            parts: what this rank writes.
+            generation: of the plans; parts of one generation are laid out alike.
+            stable: tensors that change only in optimizer steps; None if everything is to be copied now.
+
+        Raises:
+            CheckpointError: every arena is still being written.
+            StagingMemoryError: there is no host memory for the copy.
+        """
+        values = {
+            name: dict(zip(part.value_indices, part.values(), strict=True)) for name, part in parts.items()
+        }
+        sources = [shard for part in parts.values() for shard in part.shards()]
+        names = [index.fqn for part in parts.values() for index, _, _ in part.specs]
+        devices = {source.device for source in sources if source.is_cuda}
+        arena, images = self._reserve(parts, generation, pinned=bool(devices))
+        try:
+            addresses = [_address(source) for source in sources]
+            _check_memory(names, sources, addresses)
+            targets = [target for image in images.values() for target in image.targets]
+            if stable is None:
+                _copy(targets, sources)
+                deferred = None
+            else:
+                frozen = frozenset(map(_address, stable))
+                deferred = _copy_unstable(
+                    zip(names, sources, targets, (address in frozen for address in addresses), strict=True)
+                )
+            for device in devices if stable is None else ():
+                torch.cuda.current_stream(device).synchronize()
+        except BaseException:
+            arena.release()
+            raise
+        return StagedParts(images=images, values=values, arena=arena, deferred=deferred)
+
+    def prewarm(self, parts: Mapping[str, Part], generation: int) -> int:
+        """Make the arenas for these parts, headers in place; returns the bytes that all arenas take."""
+        pinned = any(shard.is_cuda for part in parts.values() for shard in part.shards())
+        total = _total(self._laid_out(parts, generation))
+        size_bytes = self.arenas.prewarm(total, pinned=pinned)
+        arena, _ = self._reserve(parts, generation, pinned=pinned)
+        arena.release()
+        return size_bytes
+
+    def close(self) -> None:
+        """Give the memory back to the system."""
+        self._layouts, self._generation = {}, -1
+        self.arenas.close()
+
+    def _reserve(
+        self, parts: Mapping[str, Part], generation: int, *, pinned: bool
+    ) -> tuple[Arena, Mapping[str, Image]]:
+        layouts = self._laid_out(parts, generation)
+        # Made inside `torch.inference_mode`, neither memory nor views could be filled outside of it.
+        with torch.inference_mode(mode=False):
+            arena = self.arenas.reserve(_total(layouts), pinned=pinned)
+            attached = arena.attached
+            if attached is not None and attached[0] is layouts:
+                return arena, attached[1]
+            images: dict[str, Image] = {}
+            offset = 0
+            for name, layout in layouts.items():
+                images[name] = Image(layout, arena.memory[offset : offset + layout.size_bytes])
+                offset += _whole_pages(layout.size_bytes)
+            arena.attach((layouts, images))
+            return arena, images
+
+    def _laid_out(self, parts: Mapping[str, Part], generation: int) -> _Layouts:
+        if generation != self._generation:
+            self._layouts = {name: ImageLayout(part.specs) for name, part in parts.items()}
+            self._generation = generation
+        return self._layouts
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if sources:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _copy_unstable(
+    copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]],
+) -> DeferredCopies | None:
+    """Copy what may change at any moment, and leave the rest, which is stable, for later.
+
+    On CUDA what may change is cloned on its device, so that the host need not wait for the device.
+
+    Args:
+        copies: name, source, target, and whether the source is stable.
+    """
+    left: list[Copy] = []
+    now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for slot, (name, source, target, is_stable) in enumerate(copies):
+        if is_stable:
+            left.append(Copy(name, source, target, slot))
+        elif source.is_cuda:
+            left.append(Copy(name, source.detach().clone(), target, slot))
+        else:
+            now[0].append(target)
+            now[1].append(source)
+    _copy(*now)
+    return DeferredCopies(left) if left else None
+
+
+def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    """Refuse what has lost its memory since it was planned: a copy of it would end the process."""
+    if 0 not in addresses:
+        return
+    freed = [
+        name
+        for name, source, address in zip(names, sources, addresses, strict=True)
+        if not address and source.numel()
+    ]
+    if freed:
+        raise ConfigError(
+            f"{len(freed)} tensor(s) have no memory any more, first {freed[0]}: freed, or on the meta "
+            "device; save at a moment when the parameters are materialised"
+        )
+
+
+def _address(tensor: Any) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage().data_ptr())
+
+
+def _total(layouts: _Layouts) -> int:
+    return sum(_whole_pages(layout.size_bytes) for layout in layouts.values())
+
+
+def _whole_pages(size_bytes: int) -> int:
+    """Every image starts on a page, as direct writes need it."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,229 @@
+"""The second half of a save, on the background thread: one rank's files, then the commit of all of them."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from typing import Any, cast, final
+
+import torch
+
+from ckpt_core._version import __version__
+from ckpt_core.commit import ItemKind, Manifest, commit, write_signature
+from ckpt_core.dcp import Hashing, ShardWriter
+from ckpt_core.errors import SaveError
+from ckpt_core.formats.checksums import checksum
+from ckpt_core.formats.chunks import TableEntry, encode_table
+from ckpt_core.names import METADATA, chunks_name, is_own_file
+from ckpt_core.options import SignManifest
+from ckpt_core.saving._prepare import Assignment, PreparedSave, failed_in
+from ckpt_core.saving._replicas import Judge
+from ckpt_core.saving._reports import RankReport, WriteMemory
+from ckpt_core.saving._stager import StagedParts
+from ckpt_core.storage import Storage
+from ckpt_core.types import CheckpointInfo, FileEntry
+
+
+@final
+class Throttle:
+    """Holds pieces back so that on average no more than so many bytes per second go by.
+
+    A bucket that is as large as one piece: after a pause of any length only one goes by at once.
+
+    Concurrency: one file at a time, on one thread; several files in turn share the cap.
+
+    Args:
+        bytes_per_second: the cap, greater than 0.
+        clock: seconds that never go back.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at = clock()
+
+    def __call__(self, pieces: Iterable[memoryview]) -> Generator[memoryview]:
+        """Give `pieces` on, each when what went by before it is paid for."""
+        for piece in pieces:
+            pause = self._free_at - self._clock()
+            if pause > 0:
+                self._sleep(pause)
+            self._free_at = max(self._free_at, self._clock()) + len(piece) / self._bytes_per_second
+            yield piece
+
+
+def write_rank(
+    storage: Storage,
+    prepared: PreparedSave,
+    small: Mapping[str, bytes],
+    memory: WriteMemory,
+    *,
+    beat: Callable[[str], None],
+) -> bytes:
+    """Write this rank's files durably and report them, as a message to the coordinator.
+
+    What is copied is written while the rest is still being copied; when this returns, all of it was. `beat`
+    is told whenever the writing gets on, and with what.
+
+    Raises:
+        SaveError: a tensor could not be copied, or was changed meanwhile.
+        OSError: storage failed.
+    """
+    working, staged = prepared.assignment.working, prepared.staged
+    files: list[FileEntry] = []
+    entries: list[TableEntry] = []
+    with Hashing(memory.algorithm) as hashing:
+        for part, image in staged.images.items():
+            writer = ShardWriter(
+                storage, working, part=part, rank=prepared.rank, pace=memory.pace, hashing=hashing
+            )
+            writer.write_image(image, partial(_next_slot, staged, part, beat))
+            beat(f"writing the values in {working}")
+            writer.write_values(staged.values[part])
+            files += writer.files
+            entries += writer.tables
+        _finish_copies(staged)
+        for name, content in {**_table(storage, prepared.rank, entries, small), **small}.items():
+            beat(f"writing {working}/{name}")
+            files.append(_write_file(storage, working, name, content, algorithm=memory.algorithm))
+        hashed = hashing.checksums(beat)
+    files = [replace(entry, checksum=hashed.get(entry.path, entry.checksum)) for entry in files]
+    for directory in _directories(prepared.assignment, files):
+        beat(f"writing {directory}")
+        storage.sync_directory(directory)
+    report = replace(memory.report(files, entries), place=(storage.url, platform.node()))
+    if prepared.evidence is not None:
+        written = {part: image.chunk_crcs for part, image in staged.images.items()}
+        report = replace(report, evidence=prepared.evidence.message(written))
+    return report.encode()
+
+
+def _table(
+    storage: Storage, rank: int, entries: Sequence[TableEntry], small: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """The chunk table, which goes first: in place, what a torn save leaves must be known to be ours."""
+    beside = [] if storage.supports_rename else [path for path in small if not is_own_file(path)]
+    return {chunks_name(rank): encode_table(entries, beside=beside)} if entries or beside else {}
+
+
+def _next_slot(staged: StagedParts, part: str, beat: Callable[[str], None], slot: int) -> None:
+    beat("writing the tensors")
+    staged.wait_for(part, slot)
+
+
+def _finish_copies(staged: StagedParts) -> None:
+    if staged.deferred is None:
+        return
+    try:
+        staged.deferred.finish()
+    except Exception as error:
+        raise failed_in("stage", error) from error
+
+
+def _write_file(storage: Storage, working: str, path: str, content: bytes, *, algorithm: str) -> FileEntry:
+    storage.write_bytes(f"{working}/{path}", content)
+    return FileEntry(path=path, size_bytes=len(content), checksum=checksum(content, algorithm))
+
+
+def _directories(assignment: Assignment, files: Sequence[FileEntry]) -> list[str]:
+    inner = {entry.path.rpartition("/")[0] for entry in files}
+    return sorted(f"{assignment.working}/{path}" if path else assignment.working for path in inner)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What the commits of one manager depend on.
+
+    Attributes:
+        check: see `commit`.
+        judge: compares what ranks hold under one name.
+        sign: signs the manifest, if it is to be signed.
+    """
+
+    check: Callable[[], None] = lambda: None
+    judge: Judge | None = None
+    sign: SignManifest | None = None
+
+
+def commit_all(
+    storage: Storage,
+    prepared: PreparedSave,
+    messages: Sequence[bytes],
+    memory: WriteMemory,
+    *,
+    terms: Terms | None = None,
+) -> CheckpointInfo:
+    """Turn the ranks' files into a checkpoint; on the coordinator only, when all ranks have reported.
+
+    Raises:
+        DivergenceError: ranks hold different values under one name, and that is refused.
+        SaveError: the manifest could not be signed.
+        CheckpointError: see `commit`.
+    """
+    terms = terms or Terms()
+    reports = [RankReport.decode(message) for message in messages]
+    shown = [report.evidence for report in reports if report.evidence is not None]
+    if terms.judge is not None and len(shown) == len(reports):
+        terms.judge.judge(
+            shown, prepared.replicas, generation=prepared.extras.generation, step=prepared.request.step
+        )
+    memory.take(reports)
+    working, request = prepared.assignment.working, prepared.request
+    files = [entry for report in reports for entry in report.entries()]
+    for part, content in memory.metadata(prepared.metadata).items():
+        path = f"{part}/{METADATA}" if part else METADATA
+        storage.write_pieces(f"{working}/{path}", content.pieces())
+        files.append(FileEntry(path=path, size_bytes=len(content.memory), checksum=content.checksum))
+    manifest = Manifest(
+        save_id=prepared.assignment.save_id,
+        step=request.step,
+        created=prepared.assignment.created,
+        world_size=len(reports),
+        items=cast("Mapping[str, ItemKind]", prepared.items),
+        metrics=request.metrics,
+        annotations=request.annotations,
+        producer=_producer(),
+        num_chunks=sum(report.num_chunks for report in reports),
+        lineage=prepared.lineage,
+        files=tuple(sorted(files, key=lambda entry: entry.path)),
+    )
+    if terms.sign is not None:
+        write_signature(storage, working, manifest, partial(terms.sign, request.name))
+    try:
+        return commit(storage, working, request.name, manifest, replace=request.replace, check=terms.check)
+    except SaveError as error:
+        if error.in_doubt or not (hint := _apart([report.place for report in reports])):
+            raise
+        raise error.retold(f"{error}. {hint}") from error
+
+
+def _apart(places: Sequence[tuple[str, str]]) -> str:
+    """What may have kept the coordinator from seeing the files of other ranks; empty if nothing is known."""
+    roots = {root: rank for rank, (root, _) in reversed(list(enumerate(places)))}
+    if len(roots) > 1:
+        told = ", ".join(f"rank {rank} to {root}" for root, rank in sorted(roots.items(), key=itemgetter(1)))
+        return f"The ranks do not write to the same root: {told}; give all of them one that all can see"
+    machines = {machine for _, machine in places}
+    if len(machines) > 1:
+        return (
+            f"The ranks run on {len(machines)} machines: {places[0][0]} must be the same directory on all of "
+            "them, not one on a disk of each"
+        )
+    return ""
+
+
+def _producer() -> dict[str, Any]:
+    return {"ckpt_suite": __version__, "torch": torch.__version__, "python": platform.python_version()}

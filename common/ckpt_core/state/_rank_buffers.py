@@ -1,0 +1,129 @@
+"""Tensors that should be equal on all ranks and are not: batch-norm statistics, and other module buffers.
+
+The checkpoint holds the lowest rank's. A rank whose value differs keeps its own in a small file beside it, so
+that a resume on the same ranks is exact; on other ranks everybody starts from the lowest rank's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias, final
+
+import torch
+
+from ckpt_core.formats.codec import corrupt
+from ckpt_core.names import local_name
+from ckpt_core.state._items import decode_items, encode_items
+
+LocalKey: TypeAlias = tuple[str, str]
+_PIECE_BYTES = 8 << 20
+_DIGEST_BYTES = 8
+_TOLD_SINGLY = 64  # keys; beyond, the message would grow with the model
+
+
+@final
+class LocalValues:
+    """Copies of such tensors, taken on the main thread; read on the background thread.
+
+    On CUDA the copies are enqueued on the current stream, so that the host need not wait for the device.
+    """
+
+    def __init__(self, live: Mapping[LocalKey, torch.Tensor]) -> None:
+        self._copies = {key: _to_host(tensor.detach()) for key, tensor in live.items()}
+        devices = {tensor.device for tensor in live.values() if tensor.is_cuda}
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def digests(self) -> bytes:
+        """A few bytes by which ranks with the same keys tell which values differ, or whether any does."""
+        values = self._whole()
+        each = [_digest(values[key]) for key in sorted(values)]
+        if len(each) <= _TOLD_SINGLY:
+            return b"".join(each)
+        return hashlib.blake2b(b"".join(each), digest_size=_DIGEST_BYTES).digest()
+
+    def differing(self, reference: bytes) -> frozenset[LocalKey]:
+        """The keys whose values are not those of `reference`, which is another rank's `digests()`."""
+        keys, own = sorted(self._copies), self.digests()
+        if len(own) != _DIGEST_BYTES * len(keys) or len(own) != len(reference):
+            return frozenset() if own == reference else frozenset(keys)
+        places = range(0, len(own), _DIGEST_BYTES)
+        return frozenset(
+            key
+            for key, at in zip(keys, places, strict=True)
+            if own[at : at + _DIGEST_BYTES] != reference[at : at + _DIGEST_BYTES]
+        )
+
+    def encode(self, rank: int, keys: Collection[LocalKey] | None = None) -> dict[str, bytes]:
+        """The file of a rank's own values, all or those of some keys; no file if there are none."""
+        values = self._whole()
+        return encode_local(rank, values, values.keys() if keys is None else keys)
+
+    def _whole(self) -> Mapping[LocalKey, torch.Tensor]:
+        for event in self._events:
+            event.synchronize()
+        return self._copies
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    array: Any = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+    return hashlib.blake2b(array, digest_size=_DIGEST_BYTES).digest()
+
+
+def encode_local(
+    rank: int, local: Mapping[LocalKey, torch.Tensor], keys: Collection[LocalKey]
+) -> dict[str, bytes]:
+    """The file of a rank's own values, by name; no file if it has none."""
+    if not keys:
+        return {}
+    values = {json.dumps(key): _split(local[key].detach().cpu()) for key in sorted(keys)}
+    return {local_name(rank): encode_items(values).content}
+
+
+def decode_local(content: bytes, path: str) -> dict[LocalKey, torch.Tensor]:
+    """Read a rank's own values from the content of its file at `path`.
+
+    Raises:
+        CorruptCheckpointError: it is not what `encode_local` wrote.
+    """
+    values = decode_items(content, path).values
+    try:
+        return {_key(name): _joined(value) for name, value in values.items()}
+    except (ValueError, LookupError, TypeError, RuntimeError, RecursionError) as error:
+        raise corrupt(path, f"is malformed: {error}") from error
+
+
+def _split(tensor: torch.Tensor) -> Any:
+    """The tensor, or, if it is large, pieces of it: JSON takes no large ones."""
+    if tensor.nbytes <= _PIECE_BYTES:
+        return tensor
+    pieces = torch.split(tensor.reshape(-1), _PIECE_BYTES // tensor.dtype.itemsize)
+    return {"shape": tensor.shape, "pieces": list(pieces)}
+
+
+def _joined(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.cat(value["pieces"]).reshape(value["shape"])
+
+
+def _key(name: str) -> LocalKey:
+    part, key = json.loads(name)
+    return part, key
+
+
+def put_local(local: Mapping[LocalKey, torch.Tensor], part: str, loaded: Mapping[str, Any]) -> None:
+    """Replace the checkpoint's values by this rank's own, where it had some and they were asked for."""
+    for (of_part, key), value in local.items():
+        target = loaded.get(key)
+        if of_part == part and isinstance(target, torch.Tensor) and target.shape == value.shape:
+            target.detach().copy_(value)

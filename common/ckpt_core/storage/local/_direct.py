@@ -1,0 +1,149 @@
+"""Large files straight to the device, past the page cache.
+
+Buffered writes of gigabytes are several times slower than the disk, evict what the training reads, and make
+fsync wait for all of it at once. Direct writes need aligned memory, offsets and lengths; where a filesystem
+refuses them, which only a real write tells, the same bytes go through the page cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable
+from queue import Queue
+from typing import final
+
+from ckpt_core.storage._base import ALIGNMENT
+from ckpt_core.storage.local._paths import Place
+
+_THREADS = 2
+_REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+def write_direct(place: Place, pieces: Iterable[memoryview]) -> None:
+    """Create a file from aligned pieces and fsync it; on an error a partial file is left.
+
+    Raises:
+        FileExistsError: it exists already.
+        OSError: a write or the fsync failed.
+    """
+    with place.create_stream(buffering=0) as file, _DirectFile(place, file.fileno()) as direct:
+        _write_concurrently(direct, pieces)
+        os.fsync(file.fileno())
+
+
+def _write_concurrently(direct: _DirectFile, pieces: Iterable[memoryview]) -> None:
+    crew = _Crew(direct)
+    offset = 0
+    try:
+        for piece in pieces:
+            crew.take(piece, offset)
+            offset += len(piece)
+    finally:
+        crew.finish()
+    crew.raise_first()
+
+
+@final
+class _Crew:
+    """Threads that write one piece each while the next is being prepared.
+
+    Plain threads: an executor takes no work while the interpreter ends, when a last save may still run. Where
+    no thread can be begun then (Python 3.12), whoever asks writes by itself.
+    """
+
+    def __init__(self, direct: _DirectFile) -> None:
+        self._direct = direct
+        self._work: Queue[tuple[memoryview, int] | None] = Queue(maxsize=_THREADS)
+        self._failures: list[BaseException] = []
+        # Daemons: a write that hangs must not keep the process from ending.
+        self._threads: list[threading.Thread] = []
+        for number in range(_THREADS):
+            thread = threading.Thread(target=self._run, name=f"ckpt-write-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            self._threads.append(thread)
+
+    def take(self, piece: memoryview, offset: int) -> None:
+        """Write `piece` soon; raises what went wrong with one before."""
+        self.raise_first()
+        if self._threads:
+            self._work.put((piece, offset))
+        else:
+            self._direct.write(piece, offset)
+
+    def finish(self) -> None:
+        """Wait until everything is written, or has failed."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def raise_first(self) -> None:
+        """Raise the first failure, if there is one."""
+        if self._failures:
+            raise self._failures[0]
+
+    def _run(self) -> None:
+        while (task := self._work.get()) is not None:
+            try:
+                if not self._failures:
+                    self._direct.write(*task)
+            except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
+                self._failures.append(error)
+
+
+@final
+class _DirectFile:
+    """A file opened twice: directly, and through the page cache for what cannot be direct."""
+
+    def __init__(self, place: Place, buffered: int) -> None:
+        self._buffered = buffered
+        self._direct = self._open(place, buffered)
+
+    def __enter__(self) -> _DirectFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def write(self, piece: memoryview, offset: int) -> None:
+        """Write all of `piece` at `offset`; called from several threads at once."""
+        while len(piece):
+            written = self._write_some(piece, offset)
+            piece = piece[written:]
+            offset += written
+
+    def _write_some(self, piece: memoryview, offset: int) -> int:
+        direct = self._direct
+        whole = len(piece) - len(piece) % ALIGNMENT
+        # The end of the file is rarely a whole block; after a short write nothing may be aligned.
+        if direct is None or offset % ALIGNMENT or not whole:
+            return os.pwrite(self._buffered, piece, offset)
+        try:
+            return os.pwrite(direct, piece[:whole], offset)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            return os.pwrite(self._buffered, piece, offset)
+
+    @staticmethod
+    def _open(place: Place, buffered: int) -> int | None:
+        flag = getattr(os, "O_DIRECT", 0)  # Linux only
+        if not flag:
+            return None
+        try:
+            direct = place.open_existing(os.O_WRONLY | flag)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            return None
+        if os.path.samestat(os.fstat(direct), os.fstat(buffered)):
+            return direct
+        # Somebody has put another file there: ours is the one that was created.
+        os.close(direct)
+        return None

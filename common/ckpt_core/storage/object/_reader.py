@@ -1,0 +1,88 @@
+"""Reads of one object: by ranges, and as a seekable stream over them."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any, cast, final
+
+from ckpt_core.storage._keys import ends_early
+from ckpt_core.storage.object._service import ObjectService
+
+_BUFFER_BYTES = 4 * 2**20
+
+
+def open_object(service: ObjectService, path: str, size_bytes: int) -> io.BufferedReader:
+    """A buffered stream over an object: small reads are served from blocks, large ones go out as one range.
+
+    fsspec's own files are not used because some of them share their position between readers, and others
+    read tens of megabytes ahead of what was asked for.
+    """
+    raw = _ObjectReader(service, path, size_bytes)
+    return io.BufferedReader(raw, min(_BUFFER_BYTES, max(size_bytes, 1)))
+
+
+@final
+class ObjectRanges:
+    """Ranges of an object: one request each, so that several threads are as many requests at once."""
+
+    def __init__(self, service: ObjectService, path: str, size_bytes: int) -> None:
+        self._service = service
+        self._path = path
+        self.size_bytes = size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer with what follows `offset`."""
+        if not buffer:
+            return
+        end = offset + len(buffer)
+        # Asked for bytes past the end, every store answers in its own way.
+        if end > self.size_bytes:
+            raise ends_early(self._service.shown(self._path), end, self.size_bytes)
+        content = cast("bytes", self._service.call("cat_file", self._path, start=offset, end=end))
+        if len(content) != len(buffer):
+            raise ends_early(self._service.shown(self._path), end, offset + len(content))
+        buffer[:] = content
+
+
+@final
+class _ObjectReader(io.RawIOBase):
+    def __init__(self, service: ObjectService, path: str, size_bytes: int) -> None:
+        super().__init__()
+        self._service = service
+        self._path = path
+        self._size_bytes = size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
+        if start + offset < 0:
+            raise ValueError(f"negative position {start + offset} in {self._service.shown(self._path)}")
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        content = self._fetch(len(view))
+        view[: len(content)] = content
+        return len(content)
+
+    def readall(self) -> bytes:
+        return self._fetch(self._size_bytes)
+
+    def _fetch(self, count: int) -> bytes:
+        end = min(self._position + count, self._size_bytes)
+        if end <= self._position:
+            return b""
+        content = cast("bytes", self._service.call("cat_file", self._path, start=self._position, end=end))
+        self._position += len(content)
+        return content

@@ -1,0 +1,186 @@
+"""The filesystem behind a URL: every call bounded in time, its errors translated."""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, final
+
+from ckpt_core.disclosure import Redaction, public_url
+from ckpt_core.errors import ConfigError
+from ckpt_core.storage._keys import key_parts
+from ckpt_core.storage.object._errors import translated_errors
+
+_EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_UPLOAD: Final = "ckpt-upload"
+# How each service is told what to keep with an object. These, and no others, create objects all at once and
+# can be told to create them only if there is none.
+_TOKEN_ARGUMENT: Final = {"s3": "Metadata", "gs": "metadata"}
+# Made by fsspec from coroutines, and called by its file objects, so without a limit unless they get one here.
+_CALLED_BY_STREAMS: Final = ("call_s3", "call", "abort_mpu")
+_CLEANING_SHARE: Final = 0.25
+_MOST_ATTEMPTS: Final = 6
+# What s3fs tries anew itself, besides what botocore does: throttling, and answers that end too early.
+_S3FS_ATTEMPTS: Final = 2
+
+
+@final
+class ObjectService:
+    """An object store, as fsspec reaches it.
+
+    Args:
+        url: of the root.
+        storage_options: for the filesystem.
+        request_seconds: how long one request may take, with all that the client does to try it anew.
+        conditional_writes: whether the service may be told to create an object only if there is none.
+
+    Raises:
+        ConfigError: the protocol is unknown or its extra is not installed.
+    """
+
+    def __init__(
+        self, url: str, storage_options: dict[str, Any], *, request_seconds: float, conditional_writes: bool
+    ) -> None:
+        self.url = public_url(url).rstrip("/")
+        self.redaction = Redaction.of(url, storage_options)
+        self._options = tuple(sorted(storage_options))
+        options = _with_time_limits(url, storage_options, request_seconds)
+        self.filesystem, path = _connect(url, options, self.redaction)
+        self.base = path.rstrip("/")
+        self._request_seconds = request_seconds
+        names = self.filesystem.protocol
+        self._token_argument = _TOKEN_ARGUMENT.get(names if isinstance(names, str) else names[0])
+        self._conditional_writes = conditional_writes and self.is_atomic
+        self._takes_limit = _takes_limit(self.filesystem)
+        self._limit_streams()
+
+    @property
+    def is_atomic(self) -> bool:
+        """Whether it is known that an object appears at once and whole, and can be marked as ours."""
+        return self._token_argument is not None
+
+    @property
+    def is_s3(self) -> bool:
+        """Whether it speaks S3."""
+        return self._token_argument == _TOKEN_ARGUMENT["s3"]
+
+    def shown(self, text: object) -> str:
+        """A path or an error of the filesystem's, for people."""
+        return self.redaction.text(str(text))
+
+    def path(self, key: str) -> str:
+        """What the filesystem calls the object of that key."""
+        return "/".join([self.base, *key_parts(key)])
+
+    def call(self, method: str, *args: Any, cleaning: bool = False, **kwargs: Any) -> Any:
+        """Call a method of the filesystem; `cleaning` after a failure gets less time.
+
+        Raises:
+            ConfigError: the library behind the URL does not take what it was given.
+            TimeoutError: it took too long.
+            OSError: see `translated_errors`.
+        """
+        seconds = self._request_seconds * (_CLEANING_SHARE if cleaning else 1)
+        act = getattr(self.filesystem, method)
+        with translated_errors(self.url, self.redaction):
+            try:
+                if not self._takes_limit or method in _CALLED_BY_STREAMS:
+                    return act(*args, **kwargs)
+                return self._limited(act, seconds, *args, **kwargs)
+            except (ValueError, TypeError) as error:
+                raise _refused(self.url, error, self.redaction, self._options) from None
+
+    def new_object(self, path: str, token: str, block_bytes: int) -> Any:
+        """A stream that makes an object, only if there is none where the service can be told so."""
+        options: dict[str, Any] = {}
+        if self._token_argument is not None:
+            known = getattr(self.filesystem, "s3_additional_kwargs", {}).get(self._token_argument, {})
+            options[self._token_argument] = {**known, _UPLOAD: token}
+        if self.is_atomic and not self.is_s3:
+            options["timeout"] = (
+                self._request_seconds
+            )  # gcsfs does not go through `call` for all that it sends
+        mode = "xb" if self._conditional_writes else "wb"
+        return self.filesystem.open(path, mode, block_size=block_bytes, **options)
+
+    def holds(self, path: str, token: str) -> bool:
+        """Whether the object is known to be there and to be the one made with that token."""
+        # Whatever went wrong: it is not known then.
+        with suppress(Exception):
+            return bool(self.call("getxattr", path, _UPLOAD, cleaning=True) == token)
+        return False
+
+    def remove(self, path: str, *, cleaning: bool = False) -> None:
+        """Delete an object by its name; nothing happens if there is none."""
+        with suppress(FileNotFoundError):
+            self.call("rm_file", path, cleaning=cleaning)
+
+    def _limit_streams(self) -> None:
+        for name in _CALLED_BY_STREAMS:
+            act = getattr(self.filesystem, name, None)
+            if self._takes_limit and act is not None:
+                seconds = self._request_seconds * (_CLEANING_SHARE if name == "abort_mpu" else 1)
+                setattr(self.filesystem, name, partial(self._limited, act, seconds))
+
+    def _limited(self, act: Callable[..., Any], seconds: float, *args: Any, **kwargs: Any) -> Any:
+        from fsspec.exceptions import FSTimeoutError
+
+        try:
+            return act(*args, timeout=seconds, **kwargs)
+        except FSTimeoutError as error:
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"no answer from the object store within {seconds:g} s, further tries included; check the "
+                "network, or allow more with storage_options={'request_seconds': …}",
+                self.url,
+            ) from error
+
+
+def _refused(url: str, error: Exception, redaction: Redaction, options: tuple[str, ...]) -> ConfigError:
+    given = f", and storage_options ({', '.join(options)})" if options else ""
+    told = redaction.text(f"{type(error).__name__}: {error}")
+    return ConfigError(f"{url}: not what fsspec can open ({told}); check the URL{given}")
+
+
+def _takes_limit(filesystem: Any) -> bool:
+    from fsspec.asyn import AsyncFileSystem
+
+    return isinstance(filesystem, AsyncFileSystem) and not filesystem.asynchronous
+
+
+def _connect(url: str, options: dict[str, Any], redaction: Redaction) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    protocol, place = url.partition("://")[0], public_url(url)
+    try:
+        with translated_errors(place, redaction):
+            # Listings are never cached: other ranks and other jobs write to the same prefix.
+            filesystem, path = url_to_fs(  # type: ignore[no-untyped-call]
+                url, **{"use_listings_cache": False, "skip_instance_cache": True, **options}
+            )
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        fix = redaction.text(str(error)) if extra is None else f'pip install "ckpt-suite[{extra}]"'
+        raise ConfigError(f"{place}: storage for {protocol}:// is not installed; {fix}") from None
+    except (ValueError, TypeError) as error:
+        raise _refused(place, error, redaction, tuple(options)) from None
+    if _EXTRAS.get(protocol) == "s3":
+        filesystem.retries = _S3FS_ATTEMPTS
+    return filesystem, str(path)
+
+
+def _with_time_limits(url: str, options: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The options, with time-outs and tries that fit into `seconds`; what the user has set stays."""
+    if _EXTRAS.get(url.partition("://")[0]) != "s3":
+        return options
+    # The waits between tries double from at most 1 s on.
+    attempts = int(math.log2(seconds / _S3FS_ATTEMPTS + 1)) + 1
+    config = {
+        "connect_timeout": max(1.0, min(10.0, seconds / 4)),
+        "read_timeout": max(1.0, min(60.0, seconds / 4)),
+        "retries": {"mode": "standard", "total_max_attempts": max(2, min(attempts, _MOST_ATTEMPTS))},
+    }
+    return {**options, "config_kwargs": {**config, **options.get("config_kwargs", {})}}

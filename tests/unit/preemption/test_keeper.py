@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Generator
+
+import pytest
+
+from ckpt_core import AtSteps, EverySeconds, EverySteps, FirstStep, OnPreemption
+from ckpt_core.coordination import Solo
+from ckpt_core.preemption import CadenceKeeper
+from ckpt_core.testing import FakeClock
+
+
+@pytest.fixture
+def handler() -> Generator[object]:
+    """The handler of SIGUSR1 that was there before us, put back whatever happens."""
+
+    def previous(*_: object) -> None: ...
+
+    original = signal.signal(signal.SIGUSR1, previous)
+    yield previous
+    signal.signal(signal.SIGUSR1, original)
+
+
+def keeper(policy: object, clock: FakeClock | None = None) -> CadenceKeeper:
+    return CadenceKeeper(policy, Solo(), clock or FakeClock())
+
+
+def due_steps(cadence: CadenceKeeper, steps: range) -> list[int]:
+    found = []
+    for step in steps:
+        if cadence.due(step):
+            found.append(step)
+            cadence.saved(step)
+    return found
+
+
+def test_without_a_policy_nothing_is_ever_due():
+    assert due_steps(keeper(None), range(5)) == []
+
+
+def test_steps_are_counted():
+    assert due_steps(keeper(EverySteps(3)), range(10)) == [3, 6, 9]
+
+
+def test_a_boundary_that_a_skip_lost_does_not_come_back():
+    cadence = keeper(EverySteps(3))
+    assert cadence.due(3)
+    assert cadence.due(4) is None
+
+
+def test_resuming_counts_as_a_save():
+    cadence = keeper(FirstStep() | EverySteps(5))
+    cadence.saved(5)
+    assert due_steps(cadence, range(5, 12)) == [10]
+
+
+def test_time_is_counted_from_the_start_and_then_from_the_last_save():
+    clock = FakeClock()
+    cadence = keeper(EverySeconds(60), clock)
+    clock.advance(59)
+    assert cadence.due(1) is None
+    clock.advance(1)
+    assert cadence.due(2)
+    cadence.saved(2)
+    clock.advance(59)
+    assert cadence.due(3) is None
+    clock.advance(2)
+    assert cadence.due(4)
+
+
+def test_the_time_of_a_save_that_nobody_was_asked_about_is_that_of_the_next_look():
+    clock = FakeClock()
+    cadence = keeper(EverySeconds(60), clock)
+    clock.advance(100)
+    cadence.saved(1)
+    assert cadence.due(2) is None
+    clock.advance(59)
+    assert cadence.due(3) is None
+    clock.advance(1)
+    assert cadence.due(4)
+
+
+def test_time_survives_on_a_clock_with_microseconds():
+    clock = FakeClock(1_795_000_000.25)
+    cadence = keeper(EverySeconds(0.5), clock)
+    clock.advance(0.4999)
+    assert cadence.due(1) is None
+    clock.advance(0.001)
+    assert cadence.due(2)
+
+
+def test_a_signal_makes_one_save_due_and_leaves_the_job_preempted(handler):
+    cadence = keeper(OnPreemption(signals=("SIGUSR1",)))
+    assert cadence.due(1) is None
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not cadence.preempted
+    assert cadence.due(2)
+    assert cadence.preempted
+    cadence.saved(2)
+    assert cadence.due(3) is None
+    assert cadence.preempted
+    cadence.close()
+
+
+def test_a_save_that_was_skipped_stays_due_after_a_signal(handler):
+    cadence = keeper(OnPreemption(signals=("SIGUSR1",)))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert cadence.due(1)
+    assert cadence.due(2)
+    cadence.close()
+
+
+def test_close_puts_the_handler_before_back(handler):
+    cadence = keeper(AtSteps([1]) | OnPreemption(signals=("SIGUSR1",)))
+    assert signal.getsignal(signal.SIGUSR1) is not handler
+    cadence.close()
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    cadence.close()
+
+
+def test_close_leaves_a_handler_alone_that_came_after_ours(handler):
+    def later(*_: object) -> None: ...
+
+    cadence = keeper(OnPreemption(signals=("SIGUSR1",)))
+    signal.signal(signal.SIGUSR1, later)
+    cadence.close()
+    assert signal.getsignal(signal.SIGUSR1) is later
+
+
+def test_without_preemption_no_handler_is_touched(handler):
+    cadence = keeper(EverySteps(1))
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    cadence.close()
+
+
+def test_off_the_main_thread_it_warns_instead_of_failing(handler, caplog):
+    made: list[CadenceKeeper] = []
+    thread = threading.Thread(target=lambda: made.append(keeper(OnPreemption(signals=("SIGUSR1",)))))
+    thread.start()
+    thread.join()
+    assert made[0].due(1) is None
+    assert "not on the main thread: SIGUSR1 will not be noticed" in caplog.text
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+@pytest.fixture
+def announced(handler) -> Generator[tuple[CadenceKeeper, FakeClock]]:
+    """One that saves and goes on, on SIGUSR1."""
+    clock = FakeClock()
+    cadence = keeper(OnPreemption(("SIGUSR1",), stop=False), clock)
+    yield cadence, clock
+    cadence.close()
+
+
+def test_without_stop_it_saves_and_training_goes_on(announced):
+    cadence, clock = announced
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert due_steps(cadence, range(1, 4)) == [1]
+    clock.advance(31)
+    assert due_steps(cadence, range(4, 6)) == []
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert due_steps(cadence, range(6, 8)) == [6]
+    assert not cadence.preempted
+
+
+def test_what_comes_within_thirty_seconds_is_the_same_announcement(announced):
+    cadence, clock = announced
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert due_steps(cadence, range(1, 4)) == [1]
+    clock.advance(29)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert due_steps(cadence, range(4, 6)) == []
+    clock.advance(10)
+    assert due_steps(cadence, range(6, 8)) == []
+
+
+def test_a_look_between_steps_tells_and_the_next_step_is_saved(handler):
+    cadence = keeper(OnPreemption(("SIGUSR1",)))
+    assert not cadence.look()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert cadence.look() == "preemption"
+    assert cadence.pending
+    assert cadence.due(7) == "preemption"
+    cadence.close()
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again_for_a_preemption(handler):
+    cadence = keeper(EverySteps(5) | OnPreemption(("SIGUSR1",)))
+    assert due_steps(cadence, range(5, 6)) == [5]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert cadence.look() == "preemption", "training is to stop"
+    assert cadence.due(5) is None
+    assert not cadence.pending, "nothing is left to be saved"
+    cadence.close()
+
+
+def test_a_policy_without_preemption_looks_for_none():
+    cadence = keeper(EverySteps(5) | EverySeconds(5))
+    assert not cadence.look()
+    assert not keeper(None).look()

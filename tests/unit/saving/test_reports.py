@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt_core.commit import Catalog, begin, verify
+from ckpt_core.dcp import Part, decide
+from ckpt_core.errors import SaveError
+from ckpt_core.formats.chunks import ChunkTable
+from ckpt_core.saving._plan_cache import Keeping
+from ckpt_core.saving._prepare import Assignment, PreparedSave
+from ckpt_core.saving._prepared import SaveRequest
+from ckpt_core.saving._reports import RankReport, WriteMemory
+from ckpt_core.saving._stager import Stager
+from ckpt_core.saving._write import Throttle, commit_all, write_rank
+from ckpt_core.staging import Arenas
+from ckpt_core.state._rank_buffers import LocalValues
+from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@dataclass
+class Job:
+    """Ranks that save one after another in one process, as `SaveRun` has them do."""
+
+    storage: Storage
+    states: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        self.memories = [WriteMemory() for _ in self.states]
+        self.stagers = [Stager(Arenas()) for _ in self.states]
+        self.parts = [Part() for _ in self.states]
+        self.metadata: dict[str, Metadata] = {}
+        self.generation = 0
+        self.step = 0
+
+    def plan(self) -> None:
+        decided = decide([part.local_plan() for part in self.parts])
+        self.metadata[""] = decided.metadata
+        for rank, (part, task) in enumerate(zip(self.parts, decided.tasks, strict=True)):
+            part.accept(task, rank)
+        self.generation += 1
+
+    def write(self) -> tuple[list[PreparedSave], list[bytes]]:
+        self.step += 1
+        alike = [part.look(state) for part, state in zip(self.parts, self.states, strict=True)]
+        if not all(alike):
+            self.plan()
+        name = f"step-{self.step:09d}"
+        working = begin(self.storage, name, f"{self.step:08x}")
+        assignment = Assignment(save_id=f"{self.step:08x}", working=working, created=1.0)
+        saves = []
+        for rank, part in enumerate(self.parts):
+            staged = self.stagers[rank].stage({"": part}, self.generation)
+            prepared = PreparedSave(
+                request=SaveRequest(step=self.step, name=name),
+                assignment=assignment,
+                files={f"rank-{rank:05d}.json": b"{}"},
+                metadata=self.metadata,
+                local=LocalValues({}),
+                keeping=Keeping.NEVER,
+                items={"model": "sharded"},
+                staged=staged,
+                rank=rank,
+            )
+            saves.append(prepared)
+        messages = [
+            write_rank(self.storage, save, save.files, memory, beat=lambda _: None)
+            for save, memory in zip(saves, self.memories, strict=True)
+        ]
+        for save in saves:
+            save.staged.release()
+        return saves, messages
+
+    def save(self) -> list[RankReport]:
+        saves, messages = self.write()
+        commit_all(self.storage, saves[0], messages, self.memories[0])
+        for memory in self.memories:
+            memory.committed()
+        return [RankReport.decode(message) for message in messages]
+
+    def read(self, path: str) -> bytes:
+        return self.storage.read_bytes(f"step-{self.step:09d}/{path}")
+
+
+def state(rank: int, *, num_tensors: int = 3) -> dict[str, Any]:
+    tensors = {f"rank{rank}.w{i}": torch.full((5,), rank + i) for i in range(num_tensors)}
+    return {**tensors, f"rank{rank}.lr": 0.5}
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    return Job(LocalStorage(tmp_path), [state(0), state(1)])
+
+
+def told(reports: list[RankReport]) -> list[bool]:
+    return [report.table is not None for report in reports]
+
+
+def test_where_chunks_lie_is_told_once(job):
+    assert told(job.save()) == [True, True]
+    assert told(job.save()) == [False, False]
+    job.states[1]["rank1.w0"].add_(1)
+    assert told(job.save()) == [False, False]
+
+
+def test_where_chunks_lie_is_told_again_after_a_save_that_was_not_committed(job):
+    job.save()
+    job.write()
+    assert told(job.save()) == [True, True]
+    assert told(job.save()) == [False, False]
+
+
+def test_a_rank_that_failed_to_write_tells_nothing_new(job):
+    job.save()
+    saves, _ = job.write()
+    with pytest.raises(FileExistsError):
+        write_rank(job.storage, saves[1], 1, job.memories[1], beat=lambda _: None)
+    assert told(job.save()) == [True, True]
+
+
+def test_values_whose_size_varies_a_little_lie_where_they_lay(job):
+    job.save()
+    before = pickle.loads(job.read(".metadata")).storage_data
+    job.states[0]["rank0.lr"] = 12345678901234567890
+    assert told(job.save()) == [False, False]
+    assert pickle.loads(job.read(".metadata")).storage_data == before
+    job.states[0]["rank0.lr"] = "x" * 5000
+    assert told(job.save()) == [True, False]
+    assert pickle.loads(job.read(".metadata")).storage_data != before
+    assert verify(job.storage, f"step-{job.step:09d}") == []
+
+
+def test_metadata_is_written_as_the_same_bytes_until_the_layout_or_the_plan_changes(job):
+    job.save()
+    first = job.memories[0].metadata(job.metadata)[""]
+    job.save()
+    assert job.memories[0].metadata(job.metadata)[""] is first
+    assert job.read(".metadata") == bytes(first.memory)
+    job.states[1]["rank1.more"] = torch.ones(2)
+    assert told(job.save()) == [False, True]
+    assert "rank1.more" in pickle.loads(job.read(".metadata")).state_dict_metadata
+
+
+def test_a_plan_that_changed_alone_is_written_too(job):
+    job.save()
+    metadata = job.metadata[""]
+    job.metadata = {"": replace(metadata, planner_data={"of": "another kind"})}
+    assert told(job.save()) == [False, False]
+    assert pickle.loads(job.read(".metadata")).planner_data == {"of": "another kind"}
+
+
+def test_what_the_ranks_wrote_together_is_read_by_stock_dcp(job, tmp_path):
+    for _ in range(2):
+        job.save()
+        target = {
+            key: torch.zeros(5, dtype=torch.int64) for each in job.states for key in each if ".w" in key
+        }
+        dcp.load(target, checkpoint_id=tmp_path / f"step-{job.step:09d}", no_dist=True)
+        for each in job.states:
+            assert all(torch.equal(target[key], each[key]) for key in each if ".w" in key)
+        for each in job.states:
+            each[next(iter(each))].add_(100)
+
+
+def test_a_report_without_change_stays_below_1_kib():
+    job = Job(MemoryStorage(), [state(0, num_tensors=1000)])
+    job.save()
+    saves, (message,) = job.write()
+    assert len(message) < 1024
+    assert commit_all(job.storage, saves[0], [message], job.memories[0]).step == job.step
+
+
+def test_the_chunk_table_is_a_file_of_the_checkpoint_like_any_other(job):
+    job.save()
+    manifest = Catalog(job.storage).manifest("step-000000001")
+    listed = {entry.path for entry in manifest.files}
+    assert {"chunks-00000.json", "chunks-00001.json", "__0_0.distcp", "__0_1.distcp"} <= listed
+    tables = [
+        ChunkTable.from_bytes(job.read(f"chunks-{rank:05d}.json"), source=f"chunks-{rank:05d}.json")
+        for rank in range(2)
+    ]
+    assert manifest.num_chunks == sum(len(list(table)) for table in tables) == 8
+    assert {path for table in tables for path in table.files} == {p for p in listed if ".distcp" in p}
+
+
+def test_a_coordinator_that_was_never_told_does_not_commit(job):
+    job.save()
+    saves, messages = job.write()
+    with pytest.raises(SaveError, match=r"ranks \[0, 1\] did not report where their chunks lie"):
+        commit_all(job.storage, saves[0], messages, WriteMemory())
+    assert not job.storage.exists("step-000000002/COMMITTED")
+
+
+def test_a_report_reads_back_as_it_was_sent():
+    report = RankReport(files=["a\nb", 3, "crc32:00"], num_chunks=7, table=b"{}\n")
+    assert RankReport.decode(report.encode()) == report
+    assert json.loads(replace(report, table=None).encode()) == [["", ""], None, 7, "a\nb", 3, "crc32:00"]
+
+
+def test_tensors_are_written_no_faster_than_the_cap(job):
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    job.states[0]["rank0.large"] = torch.zeros(40 << 20, dtype=torch.uint8)
+    job.memories[0] = WriteMemory(pace=Throttle(16 << 20, clock=lambda: now[0], sleep=sleep))
+    job.save()
+    assert slept == [1.0, 1.0]
+    assert verify(job.storage, "step-000000001") == []

@@ -1,0 +1,77 @@
+"""What a save is predicted to take is enough, and not much more than it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_core import CheckpointManager, TrainState
+from ckpt_core.options import Headroom
+from ckpt_core.saving import _disk_space as _room
+from ckpt_core.saving._size_estimate import Free, Need
+from ckpt_core.storage import MemoryStorage
+
+SLACK_BYTES = 100_000
+
+
+def trained(layers, width):
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)), nn.BatchNorm1d(width))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return TrainState(model=model, optimizer=optimizer)
+
+
+STATES = {
+    "tiny": lambda: trained(1, 4),
+    "many small tensors": lambda: trained(100, 16),
+    "large tensors": lambda: trained(2, 1024),
+    "plain values": lambda: {"text": "x" * 100_000, "numbers": list(range(5000)), "x": torch.ones(3)},
+    "empty tensors": lambda: {"x": torch.ones(0), "y": torch.ones(3, 0)},
+    "odd sizes": lambda: {f"t{n}": torch.ones(n) for n in range(500, 3000, 100)},
+    "no tensor": lambda: {"x": 1},
+}
+
+
+@pytest.fixture
+def predicted(monkeypatch):
+    """What was predicted before each save, and what the next was predicted to take after it."""
+    seen = []
+    real = _room.Volumes.need
+    monkeypatch.setattr(_room.Volumes, "need", lambda *args: seen.append(real(*args)) or seen[-1])
+    return seen
+
+
+def taken(storage, name):
+    """Bytes, rounded up to pages as filesystems do, and number of files and directories."""
+    sizes = [entry.size_bytes for entry in storage.list(name)]
+    return sum(-(-size // 4096) * 4096 for size in sizes), len(sizes) + 1
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_prediction_is_enough_and_not_much_too_much(predicted, kind):
+    storage = MemoryStorage(capacity_bytes=1 << 40, capacity_files=1 << 20)
+    with CheckpointManager(storage) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, STATES[kind]()).result()
+            checkpoints.wait()
+    for before, name in ((predicted[0], "step-000000001"), (predicted[2], "step-000000002")):
+        size_bytes, files = taken(storage, name)
+        assert size_bytes <= before.size_bytes <= 1.1 * size_bytes + SLACK_BYTES
+        assert files <= before.files <= files + 8
+
+
+def test_where_nobody_can_tell_what_is_free_everything_fits():
+    storage = MemoryStorage()
+    free = Free.of(storage, Headroom(share=0.5))
+    assert free.fits(Need(size_bytes=1 << 60, files=1 << 60))
+
+
+def test_headroom_is_not_for_saves():
+    free = Free(size_bytes=100, files=3, headroom_bytes=40)
+    assert free.fits(Need(size_bytes=60, files=3))
+    assert not free.fits(Need(size_bytes=61, files=3))
+    assert not free.fits(Need(size_bytes=60, files=4))
+    assert not Free(size_bytes=10, files=3, headroom_bytes=40).fits(Need(size_bytes=1, files=1))
