@@ -18,7 +18,7 @@ from ckpt_core.commit import Catalog
 from ckpt_core.dcp import checked_zip, load_value
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, IncompatibleCheckpointError
-from ckpt_core.loading import Files
+from ckpt_core.loading import CommittedFiles
 from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
@@ -94,7 +94,7 @@ def verified_files(storage: Storage, name: str, wanted: Callable[[str], bool]) -
         OSError: storage is unwell.
     """
     manifest = Catalog(storage).manifest(name)
-    files = Files(storage, name, manifest)
+    files = CommittedFiles(storage, name, manifest)
     return {entry.path: files.read(entry.path) for entry in manifest.files if wanted(entry.path)}
 
 

@@ -20,13 +20,13 @@ from ckpt_core.dcp import ImageLayout
 from ckpt_core.formats.chunks import ChunkColumns, TableEntry
 from ckpt_core.messages import decode, encode
 from ckpt_core.names import chunks_name, data_name, rank_name
-from ckpt_core.saving._plan_cache import AgreedPlans, Keeping, Offer, _Proposal
+from ckpt_core.saving._plan_cache import PlanCache, KeepOwn, Offer, _Proposal
 from ckpt_core.saving._prepare import Assignment, PreparedSave
 from ckpt_core.saving._prepared import SaveRequest
-from ckpt_core.saving._reports import WriteMemory
+from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._stager import NOTHING_STAGED
 from ckpt_core.saving._write import commit_all
-from ckpt_core.state._rank_buffers import LocalValues
+from ckpt_core.state._rank_buffers import RankBuffers
 from ckpt_core.storage import LocalStorage
 from ckpt_core.types import FileEntry
 
@@ -45,8 +45,8 @@ class OurPlanning(Planning):
     def __init__(self, workload: Workload, directory: Path) -> None:
         super().__init__(workload, directory)
         self._storage = LocalStorage(directory)
-        self._plans = AgreedPlans()
-        self._memory = WriteMemory()
+        self._plans = PlanCache()
+        self._memory = ReportCache()
         self._saves = 0
 
     @cached_property
@@ -101,8 +101,8 @@ class OurPlanning(Planning):
             files={},
             metadata=self._plans.metadata,
             items={"model": "sharded"},
-            local=LocalValues({}),
-            keeping=Keeping.NEVER,
+            local=RankBuffers({}),
+            keeping=KeepOwn.NEVER,
             staged=NOTHING_STAGED,
             rank=0,
         )
@@ -134,7 +134,7 @@ class OurPlanning(Planning):
         for entry in (data, *small):
             with open(directory / entry.path, "xb") as file:
                 os.truncate(file.fileno(), entry.size_bytes)
-        memory = WriteMemory()
+        memory = ReportCache()
         if self._saves > 1:
             memory.report((), entries)
             memory.committed()

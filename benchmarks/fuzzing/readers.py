@@ -25,7 +25,7 @@ from ckpt_core.dcp import check_metadata, check_stock, entries, load_chunk, load
 from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.names import DAMAGED, METADATA, PINS, WRITER
 from ckpt_core.state._items import decode_items
-from ckpt_core.state._rank_buffers import decode_local, encode_local
+from ckpt_core.state._rank_buffers import decode_buffers, encode_buffers
 from ckpt_core.storage import LocalStorage, MemoryStorage
 
 NAME: Final = "step-000000001"
@@ -187,12 +187,12 @@ def _items(content: bytes) -> Any:
 
 
 def _local(content: bytes) -> Any:
-    return decode_local(content, "local-00000.json")
+    return decode_buffers(content, "local-00000.json")
 
 
 def _local_seeds() -> list[bytes]:
     values = {("", "bn.running_mean"): torch.randn(4), ("model", "b"): torch.arange(3)}
-    return list(encode_local(0, values, values.keys()).values())
+    return list(encode_buffers(0, values, values.keys()).values())
 
 
 @cache

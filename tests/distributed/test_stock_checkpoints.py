@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ckpt_core.dcp import Places, check_metadata, load_metadata
+from ckpt_core.dcp import ChunkLocator, check_metadata, load_metadata
 from ckpt_core.testing import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -69,7 +69,7 @@ def check(directory: Path) -> dict[str, torch.Tensor]:
             return file.read(size)
 
     whole: dict[str, torch.Tensor] = {}
-    for index, place in Places(metadata, read_at=read_at).find(metadata.storage_data).items():
+    for index, place in ChunkLocator(metadata, read_at=read_at).find(metadata.storage_data).items():
         if place.dtype is None:
             continue
         assert place.payload is not None, place.reason

@@ -23,7 +23,7 @@ from ckpt_core import (
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.retention import plan_prune
 from ckpt_core.saving._disk_space import droppable, saves_that_fit
-from ckpt_core.saving._size_estimate import Free, Need
+from ckpt_core.saving._size_estimate import SpaceFree, SpaceNeeded
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import FaultyStorage, run_ranks
@@ -425,8 +425,8 @@ def test_what_may_go_ahead_of_a_commit_is_what_the_policy_drops_and_never_what_a
 def test_saves_ahead_are_counted_with_what_the_policy_frees(policy, room, fitting):
     one = CheckpointInfo(step=10, name="step-000000010", created=1.0, size_bytes=10)
     two = replace(one, step=20, name="step-000000020", created=2.0)
-    free = Free(size_bytes=room, files=None)
-    need = Need(size_bytes=10, files=1)
+    free = SpaceFree(size_bytes=room, files=None)
+    need = SpaceNeeded(size_bytes=10, files=1)
     history = plan_prune(policy, [one, two], 3.0)
     left = [info for info in (one, two) if info not in history.drop]
     assert saves_that_fit(policy, left, two, need=need, free=free, now=3.0) == fitting

@@ -37,7 +37,7 @@ from ckpt_core.errors import (
     StagingMemoryError,
 )
 from ckpt_core.messages import MessageError, decode, encode
-from ckpt_core.saving._plan_cache import Keeping, Offer
+from ckpt_core.saving._plan_cache import KeepOwn, Offer
 from ckpt_core.types import CheckpointInfo, Lineage
 
 ERRORS = [
@@ -135,7 +135,7 @@ def test_what_is_declared_arrives_as_it_was():
     )
     there = decode(encode(survey))
     assert (there.committed, there.lineage) == ([info], lineage)
-    assert same(Keeping.ALWAYS)
+    assert same(KeepOwn.ALWAYS)
     assert same(lightning_ckpt._places.Kind.ROOT)
     assert same(Offer(uneven=frozenset({("a", "b")}), groups={"p": {("o", 0): [("n",), ()]}}))
 
@@ -338,7 +338,7 @@ def test_ten_thousand_mutations_are_read_or_refused():
         encode(value)
         for value in (
             error,
-            {"info": [info, Keeping.NEVER], ("a", 1): frozenset({1})},
+            {"info": [info, KeepOwn.NEVER], ("a", 1): frozenset({1})},
             Offer(uneven=frozenset({("", "a")})),
             (b"12345", "name"),
         )

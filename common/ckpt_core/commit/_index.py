@@ -17,7 +17,7 @@ from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailur
 from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.formats.codec import corrupt
 from ckpt_core.formats.consistency import check_metadata
-from ckpt_core.formats.pickles import Row, guarded
+from ckpt_core.formats.pickles import Row, sanitize_pickle
 from ckpt_core.names import METADATA, chunks_name, data_rank
 
 BROKEN_PICKLE: Final = (
@@ -95,7 +95,7 @@ class _Inert(pickle.Unpickler):  # noqa: S301 - nothing it names is ever looked 
 
 def read_index(content: bytes) -> Any:
     """What `.metadata` says, with placeholders for DCP's objects; raises one of `BROKEN_PICKLE`."""
-    return _Inert(io.BytesIO(guarded(content))).load()
+    return _Inert(io.BytesIO(sanitize_pickle(content))).load()
 
 
 @final

@@ -1,7 +1,7 @@
 """Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
 
 from ckpt_core.dcp import _plan_message as _plan_message
-from ckpt_core.dcp._chunk_locator import Place, Places
+from ckpt_core.dcp._chunk_locator import ChunkLocation, ChunkLocator
 from ckpt_core.dcp._dedup import Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
@@ -18,7 +18,7 @@ from ckpt_core.dcp._reader import (
     read_linked,
     without_pickle,
 )
-from ckpt_core.dcp._tensor_reads import Landing, Need
+from ckpt_core.dcp._tensor_reads import TensorTarget, TensorRead
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter, encode_metadata, places_in
 from ckpt_core.formats.consistency import check_metadata
@@ -30,13 +30,13 @@ __all__ = [
     "Hashing",
     "Image",
     "ImageLayout",
-    "Landing",
+    "TensorTarget",
     "Meshes",
-    "Need",
+    "TensorRead",
     "Pace",
     "Part",
-    "Place",
-    "Places",
+    "ChunkLocation",
+    "ChunkLocator",
     "Replicas",
     "SafeLoadPlanner",
     "ShardReader",

@@ -95,7 +95,7 @@ _BYTE_ORDER: Final = sys.byteorder.encode()
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ChunkLocation:
     """One stored entry: a tensor chunk, or a byte entry.
 
     Attributes:
@@ -125,7 +125,7 @@ _Rows: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], int]
 
 
 @final
-class Places:
+class ChunkLocator:
     """Finds the entries of one part of a checkpoint; reads nothing before it is asked.
 
     Args:
@@ -158,7 +158,7 @@ class Places:
         self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
         self._rows: dict[str, _Rows] = {}
 
-    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, Place]:
+    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
         """Where these entries are.
 
         Raises:
@@ -176,7 +176,7 @@ class Places:
                     "load it with stock dcp.load"
                 )
             by_file[self._path(info)].append((index, info))
-        found: dict[MetadataIndex, Place] = {}
+        found: dict[MetadataIndex, ChunkLocation] = {}
         for path, entries in by_file.items():
             if self._read_at is None:
                 self._find_by_table(path, entries, found)
@@ -209,7 +209,7 @@ class Places:
 
     # -- ours
 
-    def _find_by_table(self, path: str, entries: Sequence[_Entry], found: dict[MetadataIndex, Place]) -> None:
+    def _find_by_table(self, path: str, entries: Sequence[_Entry], found: dict[MetadataIndex, ChunkLocation]) -> None:
         chunks, rows, table_name = self._table(path, entries[0][0].fqn)
         for index, info in entries:
             row = rows.get((index.fqn, index.offset))
@@ -221,7 +221,7 @@ class Places:
                 raise self._corrupt(path, index.fqn, f"{problem} (as {table_name} has it)")
             columns = chunks.columns
             payload_at, payload_bytes = columns.payload_offset[row], columns.payload_bytes[row]
-            found[index] = Place(
+            found[index] = ChunkLocation(
                 path=path,
                 key=index.fqn,
                 offset=info.offset,
@@ -260,13 +260,13 @@ class Places:
     # -- stock DCP's
 
     def _find_by_zip(
-        self, path: str, entries: list[_Entry], found: dict[MetadataIndex, Place], read: ReadFile
+        self, path: str, entries: list[_Entry], found: dict[MetadataIndex, ChunkLocation], read: ReadFile
     ) -> None:
         entries.sort(key=lambda entry: entry[1].offset)
         spans = Spans(path, read, [window for _, info in entries for window in _windows(info)])
         for index, info in entries:
             form = self._shape(index)
-            place = Place(path=path, key=index.fqn, offset=info.offset, size_bytes=info.length)
+            place = ChunkLocation(path=path, key=index.fqn, offset=info.offset, size_bytes=info.length)
             if form is None:
                 whole = Payload(
                     path=path, key=index.fqn, offset=info.offset, size_bytes=info.length, crc32=None
@@ -310,9 +310,9 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _filled(
-    place: Place, form: tuple[torch.dtype, torch.Size] | None, payload: Payload | None, reason: str = ""
-) -> Place:
-    return Place(
+    place: ChunkLocation, form: tuple[torch.dtype, torch.Size] | None, payload: Payload | None, reason: str = ""
+) -> ChunkLocation:
+    return ChunkLocation(
         path=place.path,
         key=place.key,
         offset=place.offset,
@@ -333,7 +333,7 @@ def _windows(info: _StorageInfo) -> list[tuple[int, int]]:
     ]
 
 
-def _payload(place: Place, dtype: torch.dtype, shape: torch.Size, read_at: ReadAt) -> Payload:
+def _payload(place: ChunkLocation, dtype: torch.dtype, shape: torch.Size, read_at: ReadAt) -> Payload:
     """Find the raw bytes of a tensor in its zip.
 
     Raises:

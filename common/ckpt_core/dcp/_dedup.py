@@ -84,7 +84,7 @@ Meshes: TypeAlias = Mapping[str, tuple[int, int]]
 """Name of a DTensor -> how many ranks its mesh has, and a number that tells meshes apart."""
 
 
-def assign(
+def assign_writers(
     plans: Sequence[SavePlan],
     uneven: Collection[str],
     *,

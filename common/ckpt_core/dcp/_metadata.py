@@ -26,7 +26,7 @@ from typing_extensions import override
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
 from ckpt_core.formats.codec import MAX_COUNT, relative_paths
 from ckpt_core.formats.consistency import MAX_DIMS
-from ckpt_core.formats.pickles import Ordered, Row, Sealed, guarded
+from ckpt_core.formats.pickles import Ordered, Row, Sealed, sanitize_pickle
 from ckpt_core.types import SavedEntries, SavedTensor
 
 _MAX_PATH_CHARS: Final = 4096
@@ -153,7 +153,7 @@ def load_metadata(content: bytes, path: str) -> Metadata:
     """
     try:
         with _collector_paused():
-            return _settle(_MetadataUnpickler(io.BytesIO(guarded(content))).load())
+            return _settle(_MetadataUnpickler(io.BytesIO(sanitize_pickle(content))).load())
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(f"{path}: {error}") from error
     except Exception as error:  # a damaged pickle raises nearly anything; the caller is told what and where

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from ckpt_core.dcp._dedup import Meshes, Replicas, assign
+from ckpt_core.dcp._dedup import Meshes, Replicas, assign_writers
 from ckpt_core.dcp._fingerprints import Written
 from ckpt_core.dcp._image import ShardSpec
 from ckpt_core.dcp._leaves import PLAIN, Kinds, Leaves, check_kind
@@ -257,7 +257,7 @@ def decide(
         ValueError: the ranks' shards overlap or leave holes.
     """
     named, renamed = renumber(plans, groups) if any(groups) else (list(plans), [{} for _ in plans])
-    division = assign(named, uneven, meshes=meshes, spread=replicas == "spread")
+    division = assign_writers(named, uneven, meshes=meshes, spread=replicas == "spread")
     shares = [_share(plan, chosen) for plan, chosen in zip(named, division.plans, strict=True)]
     kept: list[list[int]] = [[] for _ in plans]
     written = division.plans

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from typing_extensions import override
 
-from ckpt_core.formats.pickles import PickleError, guarded
+from ckpt_core.formats.pickles import PickleError, sanitize_pickle
 
 _MOST_LEVELS: Final = 200
 _SIZES: Final = {
@@ -27,7 +27,7 @@ _SIZES: Final = {
 _HASHES_ARGUMENTS: Final = frozenset({"builtins.set", "collections.Counter", "collections.OrderedDict"})
 
 
-def rehearse(content: bytes, storages: Mapping[str, int], size_bytes: int) -> None:
+def dry_run_unpickle(content: bytes, storages: Mapping[str, int], size_bytes: int) -> None:
     """Go through the `data.pkl` of a torch zip.
 
     Args:
@@ -95,7 +95,7 @@ def _makes_new(path: str, args: tuple[Any, ...]) -> bool:
 @final
 class _Rehearsal(pickle.Unpickler):  # noqa: S301 - nothing it names is ever looked up
     def __init__(self, content: bytes, storages: Mapping[str, int], size_bytes: int) -> None:
-        super().__init__(io.BytesIO(guarded(content, persistent_ids=True)), encoding="bytes")
+        super().__init__(io.BytesIO(sanitize_pickle(content, persistent_ids=True)), encoding="bytes")
         self._storages = storages
         self._size_bytes = size_bytes
         self._budget = 16 * len(content) + 100_000

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 
-from ckpt_core.reading import Payload, Wanted
+from ckpt_core.reading import Payload, RangeRead
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Start and stop in every dimension."""
@@ -43,7 +43,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Landing:
+class TensorTarget:
     """A part of a stored chunk, and the tensor that it is loaded into.
 
     Attributes:
@@ -138,14 +138,14 @@ _WINDOW_BYTES: Final = 8 << 20  # of what does not go straight to its place
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
+class TensorRead:
     """A part of one stored chunk, and where it goes; `name` is the live tensor's, unique in a load."""
 
     name: str
     payload: Payload
-    landing: Landing
+    landing: TensorTarget
 
-    def wanted(self, start: int = 0, stop: int | None = None) -> Iterator[Wanted]:
+    def wanted(self, start: int = 0, stop: int | None = None) -> Iterator[RangeRead]:
         """What to read, as far as it lies between two bytes of the payload."""
         first, last = self.landing.byte_range
         begin = max(first, start)
@@ -155,11 +155,11 @@ class Need:
         memory = self.landing.memory
         if memory is not None:
             into = memory[begin - first : end - first]
-            yield Wanted(payload=self.payload, start=begin, stop=end, into=into)
+            yield RangeRead(payload=self.payload, start=begin, stop=end, into=into)
             return
         while begin < end:
             cut = min(end, (begin // _WINDOW_BYTES + 1) * _WINDOW_BYTES)
-            yield Wanted(payload=self.payload, start=begin, stop=cut, take=partial(self.landing.land, begin))
+            yield RangeRead(payload=self.payload, start=begin, stop=cut, take=partial(self.landing.land, begin))
             begin = cut
 
     def land(self, start: int, content: memoryview) -> None:

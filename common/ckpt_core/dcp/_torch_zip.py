@@ -17,9 +17,9 @@ from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.storage import _new_dtypes, _storage_type_to_dtype_map
 from typing_extensions import override
 
-from ckpt_core.dcp._rehearsal import rehearse
+from ckpt_core.dcp._rehearsal import dry_run_unpickle
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
-from ckpt_core.formats.pickles import Ordered, Row, Sealed, guarded
+from ckpt_core.formats.pickles import Ordered, Row, Sealed, sanitize_pickle
 from ckpt_core.formats.zips import Directory, ReadAt, ZipError, payload_offset, read_directory, verify_records
 from ckpt_core.storage import ALIGNMENT
 
@@ -243,7 +243,7 @@ def read_form(data_pickle: bytes) -> TensorForm:
     if len(data_pickle) > _MAX_PICKLE_BYTES:
         raise NotPlainError("its pickle is too long for one tensor")
     try:
-        form = _FormUnpickler(io.BytesIO(guarded(data_pickle, persistent_ids=True))).load()
+        form = _FormUnpickler(io.BytesIO(sanitize_pickle(data_pickle, persistent_ids=True))).load()
     except NotPlainError:
         raise
     except Exception as error:  # a foreign pickle raises nearly anything; the caller asks torch
@@ -384,7 +384,7 @@ def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> bool:
             raise ZipError("it has no 'data.pkl'")
         if not trusted:
             start = payload_offset(read_at, directory, record)
-            rehearse(content[start : start + record.size_bytes], storages, len(content))
+            dry_run_unpickle(content[start : start + record.size_bytes], storages, len(content))
     except Exception as error:  # a foreign pickle raises nearly anything; the caller is told what and where
         raise _corrupt(name, f"not a whole torch zip: {error!s:.500}") from error
     return directory.has_checksums

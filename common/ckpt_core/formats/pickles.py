@@ -2,7 +2,7 @@
 
 An allow-list of classes stops code. It does not stop a pickle that nests tuples a million deep and uses
 the outermost as a key, which overflows the C stack while it is hashed, or one that shares them so that the
-hash takes for ever, or one that writes memo number 2**31, for which the memo is allocated. `guarded` lets
+hash takes for ever, or one that writes memo number 2**31, for which the memo is allocated. `sanitize_pickle` lets
 through only the opcodes that pickles of plain data consist of, checks every length, and makes each tuple
 pass through the unpickler's `persistent_load`, which decides what stands for it.
 """
@@ -46,7 +46,7 @@ class Row(tuple[Any, ...]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def guarded(content: bytes, *, persistent_ids: bool = False) -> bytes:
+def sanitize_pickle(content: bytes, *, persistent_ids: bool = False) -> bytes:
     """The same pickle, for an unpickler whose `persistent_load` gets every tuple and returns its stand-in.
 
     Args:

@@ -1,8 +1,8 @@
 """One load: which checkpoint, which part of it, verified before anything live changes."""
 
-from ckpt_core.loading._committed_files import Files
+from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._load import LoadRequest
 from ckpt_core.loading._loader import Loader
 from ckpt_core.loading._selection import Selection, narrowed
 
-__all__ = ["Files", "LoadRequest", "Loader", "Selection", "narrowed"]
+__all__ = ["CommittedFiles", "LoadRequest", "Loader", "Selection", "narrowed"]

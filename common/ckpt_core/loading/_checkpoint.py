@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from ckpt_core.commit import Catalog
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
-    Place,
-    Places,
+    ChunkLocation,
+    ChunkLocator,
     check_metadata,
     checked_zip,
     entries,
@@ -23,7 +23,7 @@ from ckpt_core.dcp import (
 )
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import crc32
-from ckpt_core.loading._committed_files import Files
+from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._selection import Narrowed, Selection
 from ckpt_core.names import (
     KEPT,
@@ -36,14 +36,14 @@ from ckpt_core.names import (
     shared_name,
     shared_rank,
 )
-from ckpt_core.state import PICKLED, LocalKey, decode_items, decode_local, pickled_key
+from ckpt_core.state import PICKLED, BufferKey, decode_items, decode_buffers, pickled_key
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedState
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contents:
+class CheckpointPart:
     """One part of a checkpoint: what it holds, and where.
 
     Attributes:
@@ -52,17 +52,17 @@ class Contents:
 
     metadata: Metadata
     _original: Mapping[str, str]
-    _places: Places
+    _places: ChunkLocator
     _storage: Storage
     _directory: str
     _allow_pickle: bool
 
-    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, Place]:
-        """Where these entries are; errors as by `Places.find`."""
+    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
+        """Where these entries are; errors as by `ChunkLocator.find`."""
         saved = {MetadataIndex(self._original.get(i.fqn, i.fqn), i.offset): i for i in indices}
         return {saved[index]: place for index, place in self._places.find(saved).items()}
 
-    def read_entry(self, place: Place) -> bytes:
+    def read_entry(self, place: ChunkLocation) -> bytes:
         """The stored bytes of a byte entry, verified.
 
         Raises:
@@ -75,11 +75,11 @@ class Contents:
         checked_zip(content, self._name(place), trusted=self._allow_pickle)
         return content
 
-    def read_chunk(self, place: Place) -> torch.Tensor:
+    def read_chunk(self, place: ChunkLocation) -> torch.Tensor:
         """A tensor chunk whose elements do not lie simply one after another, verified and rebuilt."""
         return load_chunk(self._read(place), self._name(place))
 
-    def _read(self, place: Place) -> bytes:
+    def _read(self, place: ChunkLocation) -> bytes:
         try:
             content = _read_at(
                 self._storage, f"{self._directory}/{place.path}", place.offset, place.size_bytes
@@ -90,17 +90,17 @@ class Contents:
             raise self._damaged(place, f"ends {place.size_bytes - len(content)} bytes too early")
         return content
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: ChunkLocation) -> str:
         return f"{self._storage.url}/{self._directory}/{place.path}: {place.key!r:.200}"
 
-    def _damaged(self, place: Place, problem: str) -> CorruptCheckpointError:
+    def _damaged(self, place: ChunkLocation, problem: str) -> CorruptCheckpointError:
         failure = FileFailure(path=place.path, problem=f"{place.key!r:.200}: {problem}")
         return CorruptCheckpointError(f"{self._name(place)}: {problem}", failures=(failure,))
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class OpenCheckpoint:
     """An opened checkpoint: where everything large is, and everything small.
 
     Attributes:
@@ -109,10 +109,10 @@ class Opened:
         forgoes: whether ranks kept values for themselves, and there are not as many ranks now.
     """
 
-    files: Files
-    contents: Mapping[str, Contents]
+    files: CommittedFiles
+    contents: Mapping[str, CheckpointPart]
     saved: SavedState
-    local: Mapping[LocalKey, Any]
+    local: Mapping[BufferKey, Any]
     keeps: bool = False
     forgoes: bool = False
 
@@ -125,7 +125,7 @@ def open_checkpoint(
     selection: Selection,
     allow_pickle: bool,
     committed: bool | str = False,
-) -> Opened:
+) -> OpenCheckpoint:
     """Open a checkpoint of ours, or, unless it is known to be `committed`, what stock DCP wrote.
 
     If `committed` is a SHA-256, only the checkpoint with that manifest will do.
@@ -139,7 +139,7 @@ def open_checkpoint(
     ours = bool(committed) or storage.exists(f"{directory}/{MARKER}")
     digest = committed if isinstance(committed, str) else None
     manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
-    files = Files(storage, directory, manifest)
+    files = CommittedFiles(storage, directory, manifest)
     parts = _committed_parts(files) if ours else _parts(storage, directory)
     if not parts:
         raise CheckpointNotFoundError(
@@ -148,9 +148,9 @@ def open_checkpoint(
         )
     metadata = {part: _read_metadata(files, part) for part in parts}
 
-    def contents(part: str, narrowed: Narrowed) -> Contents:
+    def contents(part: str, narrowed: Narrowed) -> CheckpointPart:
         places = _places(storage, files, part, narrowed.whole)
-        return Contents(
+        return CheckpointPart(
             metadata=narrowed.metadata,
             _original=narrowed.original,
             _places=places,
@@ -178,7 +178,7 @@ def open_checkpoint(
         step=None if manifest is None else manifest.step,
         name=directory,
     )
-    return Opened(
+    return OpenCheckpoint(
         files=files,
         contents={part: contents(part, of_part) for part, of_part in wanted.items()},
         saved=selection.of_state(saved),
@@ -188,12 +188,12 @@ def open_checkpoint(
     )
 
 
-def _local(files: Files, rank: int) -> dict[LocalKey, Any]:
+def _local(files: CommittedFiles, rank: int) -> dict[BufferKey, Any]:
     name = local_name(rank)
-    return decode_local(files.read(name), name) if files.has(name) else {}
+    return decode_buffers(files.read(name), name) if files.has(name) else {}
 
 
-def _shared(files: Files, items: _Items, rank: int | None) -> dict[str, Any]:
+def _shared(files: CommittedFiles, items: _Items, rank: int | None) -> dict[str, Any]:
     """Shared items: the coordinator's, what only other ranks had, and first what `rank` kept for itself."""
     ranks = sorted(found for path in files.paths if (found := shared_rank(path)) is not None)
     shared: dict[str, Any] = items.read(shared_name(rank)) if rank in ranks and rank is not None else {}
@@ -206,7 +206,7 @@ def _has_kept(metadata: Metadata) -> bool:
     return any(name.startswith(f"{KEPT}.") for name in metadata.state_dict_metadata)
 
 
-def _read_metadata(files: Files, part: str) -> Metadata:
+def _read_metadata(files: CommittedFiles, part: str) -> Metadata:
     path = _join(part, METADATA)
     name = f"{files.url}/{path}"
     metadata = load_metadata(files.read(path), name)
@@ -218,14 +218,14 @@ def _read_metadata(files: Files, part: str) -> Metadata:
     return metadata
 
 
-def _places(storage: Storage, files: Files, part: str, metadata: Metadata) -> Places:
+def _places(storage: Storage, files: CommittedFiles, part: str, metadata: Metadata) -> ChunkLocator:
     if files.is_ours:
-        return Places(metadata, part=part, directory=files.url, read_table=files.table)
+        return ChunkLocator(metadata, part=part, directory=files.url, read_table=files.table)
 
     def read_at(path: str, offset: int, size: int) -> bytes:
         return _read_at(storage, f"{files.directory}/{path}", offset, size)
 
-    return Places(metadata, part=part, directory=files.url, read_at=read_at)
+    return ChunkLocator(metadata, part=part, directory=files.url, read_at=read_at)
 
 
 def _read_at(storage: Storage, key: str, offset: int, size: int) -> bytes:
@@ -234,7 +234,7 @@ def _read_at(storage: Storage, key: str, offset: int, size: int) -> bytes:
         return stream.read(size)
 
 
-def _committed_parts(files: Files) -> list[str]:
+def _committed_parts(files: CommittedFiles) -> list[str]:
     """The parts that were committed; what else lies there does not count."""
     found = [path for path in files.paths if path.rpartition("/")[2] == METADATA]
     if not found:
@@ -261,7 +261,7 @@ def is_stock(storage: Storage, directory: str) -> bool:
 class _Items:
     """Reads the small files, and behind them the values that only pickle could hold."""
 
-    def __init__(self, files: Files, contents: Contents | None, *, allow_pickle: bool) -> None:
+    def __init__(self, files: CommittedFiles, contents: CheckpointPart | None, *, allow_pickle: bool) -> None:
         self._files = files
         self._contents = contents
         self._allow_pickle = allow_pickle

@@ -11,13 +11,13 @@ from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import Checksum, crc32_value
 from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.names import chunks_name, is_own_file
-from ckpt_core.reading import Payload, Wanted
+from ckpt_core.reading import Payload, RangeRead
 from ckpt_core.storage import BIGGEST_SMALL_FILE, ForeignFileError, Storage, read_small
 from ckpt_core.types import FileEntry
 
 
 @final
-class Files:
+class CommittedFiles:
     """Reads whole files of one checkpoint directory.
 
     Args:
@@ -117,9 +117,9 @@ class Files:
             self._tables[rank] = ChunkTable.from_bytes(self.read(name), source=f"{self.url}/{name}")
         return self._tables[rank]
 
-    def whole(self, rank: int, world_size: int) -> tuple[list[Wanted], set[str]]:
+    def whole(self, rank: int, world_size: int) -> tuple[list[RangeRead], set[str]]:
         """This rank's share of all files, to be verified whole; and those whose checksum is no CRC-32."""
-        wanted: list[Wanted] = []
+        wanted: list[RangeRead] = []
         others: set[str] = set()
         for path in share(self.entries, rank, world_size):
             entry = self._entries[path]
@@ -128,7 +128,7 @@ class Files:
                 others.add(path)
                 continue
             payload = Payload(path=path, key=path, offset=0, size_bytes=entry.size_bytes, crc32=crc)
-            wanted.append(Wanted(payload=payload, start=0, stop=entry.size_bytes))
+            wanted.append(RangeRead(payload=payload, start=0, stop=entry.size_bytes))
         return wanted, others
 
     def damaged(self, path: str, problem: str) -> CorruptCheckpointError:
@@ -146,7 +146,7 @@ class Files:
         if str(found) != committed:
             raise self.damaged(path, f"checksum is {found}, {committed} was committed")
 
-    def misplaced(self, rank: int, world_size: int) -> list[FileFailure]:
+    def missing_or_truncated(self, rank: int, world_size: int) -> list[FileFailure]:
         """Which of this rank's share of the files are missing, or of another size than was committed."""
         found: list[FileFailure] = []
         for path in list(self._entries)[rank::world_size]:

@@ -14,7 +14,7 @@ from ckpt_core.commit import share
 from ckpt_core.errors import FileFailure
 from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text, crc32_value
 from ckpt_core.formats.chunks import FileChunks
-from ckpt_core.loading._committed_files import Files
+from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.names import data_rank
 from ckpt_core.storage import ForeignFileError, RangeReader, Storage
 
@@ -22,7 +22,7 @@ _LARGE_BYTES: Final = 64 << 10  # to read it takes longer than to compute withou
 _BUFFER_BYTES: Final = 4 << 20
 
 
-def frame_failures(storage: Storage, files: Files, *, rank: int, world_size: int) -> list[FileFailure]:
+def verify_framing(storage: Storage, files: CommittedFiles, *, rank: int, world_size: int) -> list[FileFailure]:
     """Which of this rank's share of the data files are damaged around their large payloads.
 
     Raises:
@@ -41,7 +41,7 @@ def frame_failures(storage: Storage, files: Files, *, rank: int, world_size: int
     return found
 
 
-def _problem(storage: Storage, files: Files, path: str, chunks: FileChunks | None) -> str:
+def _problem(storage: Storage, files: CommittedFiles, path: str, chunks: FileChunks | None) -> str:
     if chunks is None or chunks.size_bytes != files.size(path):
         return "is not described by the chunk table of its rank"
     committed = crc32_value(files.checksum(path))

@@ -34,16 +34,16 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
     LoadError,
 )
-from ckpt_core.loading._checkpoint import Opened, open_checkpoint
-from ckpt_core.loading._committed_files import Files
-from ckpt_core.loading._framing import frame_failures
+from ckpt_core.loading._checkpoint import OpenCheckpoint, open_checkpoint
+from ckpt_core.loading._committed_files import CommittedFiles
+from ckpt_core.loading._framing import verify_framing
 from ckpt_core.loading._reads import Reads
 from ckpt_core.loading._selection import Selection
 from ckpt_core.loading._targets import Misfits, PartLoad
 from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
 from ckpt_core.staging import free_memory
-from ckpt_core.state import CarefulSource, StateSource, leaves, put_local
+from ckpt_core.state import CarefulSource, StateSource, leaves, put_buffers
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
@@ -181,7 +181,7 @@ class _Load:
             _logger.warning("%s: left as it is: %s", self._place, line)
         return opened.saved
 
-    def _opened(self, untouched: str) -> tuple[Opened, Mapping[str, PartLoad]]:
+    def _opened(self, untouched: str) -> tuple[OpenCheckpoint, Mapping[str, PartLoad]]:
         (opened, parts, misfits), foreign = everywhere_told(
             self._coordinator, self._open_and_plan, untouched, what="opening a checkpoint"
         )
@@ -198,7 +198,7 @@ class _Load:
         attributes = {"name": self._request.directory, "rank": self._coordinator.rank}
         return self._telemetry.span(name, **attributes)
 
-    def _open_and_plan(self) -> tuple[tuple[Opened, Mapping[str, PartLoad], Misfits], bool]:
+    def _open_and_plan(self) -> tuple[tuple[OpenCheckpoint, Mapping[str, PartLoad], Misfits], bool]:
         """What is planned here, and whether the checkpoint has names that this rank does not have."""
         request = self._request
         opened = open_checkpoint(
@@ -217,7 +217,7 @@ class _Load:
                 load.plan(opened.contents[part], request.selection)
         return (opened, parts, misfits), bool(misfits.unexpected)
 
-    def _targets(self, opened: Opened) -> tuple[dict[str, PartLoad], Misfits]:
+    def _targets(self, opened: OpenCheckpoint) -> tuple[dict[str, PartLoad], Misfits]:
         selection, misfits = self._request.selection, Misfits()
         parts: dict[str, PartLoad] = {}
         # What is made here, such as optimizer state, must be usable outside of `torch.inference_mode`.
@@ -255,12 +255,12 @@ class _Load:
             mismatched=error.mismatched,
         )
 
-    def _verify(self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads) -> None:
-        failures: Sequence[FileFailure] = opened.files.misplaced(
+    def _verify(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad], reads: Reads) -> None:
+        failures: Sequence[FileFailure] = opened.files.missing_or_truncated(
             self._coordinator.rank, self._coordinator.world_size
         )
         if not failures and self._request.verification == "read":
-            failures = self._engine.verify(reads.checked()) or frame_failures(
+            failures = self._engine.verify(reads.checked()) or verify_framing(
                 self._storage,
                 opened.files,
                 rank=self._coordinator.rank,
@@ -273,7 +273,7 @@ class _Load:
         for load in parts.values():
             load.try_odd_chunks()
 
-    def _verify_all(self, files: Files) -> Sequence[FileFailure]:
+    def _verify_all(self, files: CommittedFiles) -> Sequence[FileFailure]:
         """Compare every byte of this rank's share of the files."""
         if not files.is_ours:
             # Without a manifest there is nothing by which to share the work.
@@ -288,7 +288,7 @@ class _Load:
         accepted = self._request.manifest_sha256
         return verify(self._storage, files.directory, paths=again, sha256=accepted)
 
-    def _begin(self, opened: Opened, parts: Mapping[str, PartLoad], untouched: str) -> None:
+    def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad], untouched: str) -> None:
         source = self._source
         if not isinstance(source, CarefulSource):
             return
@@ -309,7 +309,7 @@ class _Load:
             raise
 
     def _fetch_and_apply(
-        self, opened: Opened, parts: Mapping[str, PartLoad], reads: Reads, half_way: str
+        self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad], reads: Reads, half_way: str
     ) -> None:
         with _inference_mode(wanted=_any_inference(parts)):
             try:
@@ -318,7 +318,7 @@ class _Load:
                 # It verified a moment ago. As damage it would be told with "nothing was loaded".
                 raise LoadError(f"{half_way} ({error})") from error
             for part, load in parts.items():
-                put_local(opened.local, part, load.entries)
+                put_buffers(opened.local, part, load.entries)
             self._source.apply(_loaded(parts), opened.saved)
 
     def _fetch(self, parts: Mapping[str, PartLoad], reads: Reads) -> None:
@@ -338,7 +338,7 @@ def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointEr
     )
 
 
-def _if_nothing_fits(opened: Opened, parts: Mapping[str, PartLoad]) -> list[str]:
+def _if_nothing_fits(opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> list[str]:
     """What to tell of a load that is not strict, and changes nothing large."""
     saved = sum(map(len, opened.saved.sharded.values()))
     if not saved or any(load.entries for load in parts.values()):

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, final
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import Need
+from ckpt_core.dcp import TensorRead
 from ckpt_core.disclosure import logger_of
 from ckpt_core.loading._targets import PartLoad
 from ckpt_core.loading.sharing import Cell, Layouts, Schedule, make_schedule, relay_shared
-from ckpt_core.reading import Engine, Wanted
+from ckpt_core.reading import Engine, RangeRead
 
 _logger = logger_of(__name__)
 _OBJECTION: Final = 1
@@ -29,8 +29,8 @@ class Reads:
 
     def __init__(
         self,
-        alone: Sequence[Need],
-        shared: Mapping[int, Sequence[Need]],
+        alone: Sequence[TensorRead],
+        shared: Mapping[int, Sequence[TensorRead]],
         schedule: Schedule | None,
     ) -> None:
         self._alone = alone
@@ -55,23 +55,23 @@ class Reads:
             if coordinator.is_coordinator:
                 _logger.info("the ranks do not hold the same tensors: each reads for itself")
             return cls(needs, {}, None)
-        shared: defaultdict[int, list[Need]] = defaultdict(list)
+        shared: defaultdict[int, list[TensorRead]] = defaultdict(list)
         for need in needs:
             if need.name in names:
                 shared[id(need.payload)].append(need)
         return cls([need for need in needs if need.name not in names], shared, schedule)
 
-    def _needs_of(self, cell: Cell) -> list[Need]:
+    def _needs_of(self, cell: Cell) -> list[TensorRead]:
         return [need for need in self._shared.get(id(cell.payload), ()) if need.name == cell.name]
 
-    def checked(self) -> Iterator[Wanted]:
+    def checked(self) -> Iterator[RangeRead]:
         """What this rank verifies: all that it will read."""
         for need in self._alone:
             yield from need.wanted()
         for cell in self._schedule.own_cells() if self._schedule is not None else ():
-            yield Wanted(payload=cell.payload, start=cell.start, stop=cell.stop)
+            yield RangeRead(payload=cell.payload, start=cell.start, stop=cell.stop)
 
-    def private(self) -> Iterator[Wanted]:
+    def private(self) -> Iterator[RangeRead]:
         """What this rank reads for itself alone."""
         for need in self._alone:
             yield from need.wanted()
@@ -86,7 +86,7 @@ class Reads:
 
         def read(places: Sequence[tuple[Cell, memoryview]]) -> None:
             engine.fetch(
-                Wanted(payload=cell.payload, start=cell.start, stop=cell.stop, into=memory)
+                RangeRead(payload=cell.payload, start=cell.start, stop=cell.stop, into=memory)
                 for cell, memory in places
             )
 

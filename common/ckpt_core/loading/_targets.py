@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import Landing, Need, Place, SafeLoadPlanner, held_by_this_rank, is_expanded, kept_name
+from ckpt_core.dcp import TensorTarget, TensorRead, ChunkLocation, SafeLoadPlanner, held_by_this_rank, is_expanded, kept_name
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.loading._checkpoint import Contents
+from ckpt_core.loading._checkpoint import CheckpointPart
 from ckpt_core.loading._selection import Selection
 from ckpt_core.loading.sharing import Boxes, Layouts, StoredTensor
 from ckpt_core.reading import Payload
@@ -194,12 +194,12 @@ class PartLoad:
 
     def __init__(self, part: str, target: StateDict, planner: SafeLoadPlanner, metadata: Metadata) -> None:
         self.target = target
-        self.needs: list[Need] = []
+        self.needs: list[TensorRead] = []
         self._part = part
         self._planner = planner
         self._metadata = metadata
-        self._contents: Contents | None = None
-        self._places: dict[MetadataIndex, Place] = {}
+        self._contents: CheckpointPart | None = None
+        self._places: dict[MetadataIndex, ChunkLocation] = {}
         self._odd: list[_OddChunk] = []
         self._kept: set[str] = set()
 
@@ -244,7 +244,7 @@ class PartLoad:
             self._planner.mappings[own] = self._planner.mappings[key]
             self._kept.add(own)
 
-    def plan(self, contents: Contents, selection: Selection) -> None:
+    def plan(self, contents: CheckpointPart, selection: Selection) -> None:
         """Find what is needed, and read the plain values.
 
         Raises:
@@ -261,23 +261,23 @@ class PartLoad:
             else:
                 self._plan_tensor(item, place, contents)
 
-    def _plan_value(self, item: ReadItem, place: Place, contents: Contents, selection: Selection) -> None:
+    def _plan_value(self, item: ReadItem, place: ChunkLocation, contents: CheckpointPart, selection: Selection) -> None:
         def renamed(path: tuple[str | int, ...], value: Any) -> Any:
             lists_parameters = "param_groups" in path and path[-1] == "params"
             return selection.renamed(value) if lists_parameters else value
 
         self._planner.put_value(item.dest_index.fqn, contents.read_entry(place), renamed)
 
-    def _plan_tensor(self, item: ReadItem, place: Place, contents: Contents) -> None:
+    def _plan_tensor(self, item: ReadItem, place: ChunkLocation, contents: CheckpointPart) -> None:
         target = self._planner.resolve_tensor(item).detach()
         if place.payload is None or place.dtype is None or place.shape is None:
             self._odd.append(_OddChunk(partial(contents.read_chunk, place), item, target))
             return
-        landing = Landing(
+        landing = TensorTarget(
             shape=place.shape, dtype=place.dtype, offsets=tuple(item.storage_offsets), target=target
         )
         name = f"{self._part}/{item.dest_index.fqn}"
-        self.needs.append(Need(name=name, payload=place.payload, landing=landing))
+        self.needs.append(TensorRead(name=name, payload=place.payload, landing=landing))
 
     def stored(self, layouts: Layouts) -> Iterator[StoredTensor]:
         """The tensors that ranks may read for one another."""

@@ -9,7 +9,7 @@ from typing import final
 
 from ckpt_core.cadence import PREEMPTION, CadenceContext, SavePolicy, decide
 from ckpt_core.coordination import Coordinator
-from ckpt_core.preemption._sources import Announcements
+from ckpt_core.preemption._sources import PreemptionSources
 
 _MICROSECONDS = 1_000_000
 _SAME_SECONDS = 30.0
@@ -99,8 +99,8 @@ class CadenceKeeper:
         if self._announcements is not None:
             self._announcements.close()
 
-    def _listening(self) -> Announcements:
-        return Announcements(self._policy.preemptions if self._policy is not None else ())
+    def _listening(self) -> PreemptionSources:
+        return PreemptionSources(self._policy.preemptions if self._policy is not None else ())
 
     def _agree(self) -> None:
         announcements = self._announcements = self._announcements or self._listening()
@@ -119,7 +119,7 @@ class CadenceKeeper:
         self.preempted = announced == _STOP
         self.pending = True
 
-    def _announced(self, announcements: Announcements) -> int:
+    def _announced(self, announcements: PreemptionSources) -> int:
         if announcements.stop:
             return _STOP
         if 0 <= self._now - self._announced_at < _SAME_SECONDS:

@@ -18,7 +18,7 @@ _PERIOD_SECONDS = 1.0
 
 
 @final
-class Announcements:
+class PreemptionSources:
     """Counts what has been announced to this rank, by any of the sources of some policies.
 
     Concurrency: made, asked and closed on the main thread; files and functions are looked at by a thread of
@@ -33,7 +33,7 @@ class Announcements:
         self._others = frozenset(name for each in policies for name in each.signals) - self._stopping
         sources = {text: ask for each in policies for text, ask in _sources(each).items()}
         self._stopping_sources = frozenset(t for each in policies if each.stop for t in _sources(each))
-        self._watcher = Watcher(sources, period_seconds=period_seconds)
+        self._watcher = Poller(sources, period_seconds=period_seconds)
         self._signals = SignalCounter(self._stopping | self._others)
         self._told = False
 
@@ -62,7 +62,7 @@ class Announcements:
 
 
 @final
-class Watcher:
+class Poller:
     """Asks every source again and again, on one thread, and counts how often each has become true.
 
     A source that raises counts as false; each new error is logged.

@@ -1,6 +1,6 @@
 """Bytes from storage into memory, verified; knows nothing of DCP, ranks or live state."""
 
 from ckpt_core.reading._engine import Engine
-from ckpt_core.reading._payloads import MAX_TAKE_BYTES, Payload, Wanted
+from ckpt_core.reading._payloads import MAX_TAKE_BYTES, Payload, RangeRead
 
-__all__ = ["MAX_TAKE_BYTES", "Engine", "Payload", "Wanted"]
+__all__ = ["MAX_TAKE_BYTES", "Engine", "Payload", "RangeRead"]

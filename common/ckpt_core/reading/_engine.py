@@ -10,9 +10,9 @@ from typing import Final, Self, final
 from ckpt_core.crew import run_all
 from ckpt_core.errors import FileFailure
 from ckpt_core.reading._buffers import Buffers
-from ckpt_core.reading._open_files import Files
-from ckpt_core.reading._passes import Examination, deliver
-from ckpt_core.reading._payloads import Wanted
+from ckpt_core.reading._open_files import OpenFiles
+from ckpt_core.reading._passes import VerifyPass, deliver
+from ckpt_core.reading._payloads import RangeRead
 from ckpt_core.reading._placing import VerifiedPlan, plan_plainly, refuse_unplaced
 from ckpt_core.reading._requests import MEMORY_LIMITS, NETWORK_LIMITS, Piece, Request
 from ckpt_core.storage import Storage
@@ -52,7 +52,7 @@ class Engine:
         self._rereads = storage.rereads_from_memory
         self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if self._rereads else _REMOTE_THREADS)
         self._limits = MEMORY_LIMITS if self._rereads else NETWORK_LIMITS
-        self._files = Files(storage, directory, keep_bytes)
+        self._files = OpenFiles(storage, directory, keep_bytes)
         self._buffers = Buffers()
         # Checksums that pass 1 found of steps of pieces that are too large for a buffer.
         self._steps: dict[tuple[str, int, int], int] = {}
@@ -69,7 +69,7 @@ class Engine:
         """Bytes asked of storage so far, in both passes; what was served from memory does not count."""
         return self._files.bytes_read
 
-    def verify(self, wanted: Iterable[Wanted]) -> list[FileFailure]:
+    def verify(self, wanted: Iterable[RangeRead]) -> list[FileFailure]:
         """Read every checksummed piece that a range touches, once, and compare it.
 
         Returns:
@@ -79,12 +79,12 @@ class Engine:
             OSError: storage is unwell; that says nothing about the checkpoint.
         """
         self._has_verified = True
-        examination = Examination(self._files, self._buffers, self._steps)
+        examination = VerifyPass(self._files, self._buffers, self._steps)
         requests = examination.plan(wanted, self._limits)
         self._run(examination.serve, requests)
         return examination.report()
 
-    def fetch(self, wanted: Iterable[Wanted]) -> None:
+    def fetch(self, wanted: Iterable[RangeRead]) -> None:
         """Read every range to where it goes.
 
         Raises:
@@ -106,7 +106,7 @@ class Engine:
         """Close all files and forget what was kept; harmless when repeated."""
         self._files.close()
 
-    def _plan_fetch(self, wanted: Sequence[Wanted]) -> list[Request]:
+    def _plan_fetch(self, wanted: Sequence[RangeRead]) -> list[Request]:
         # A file that stays open is the one that was verified, whatever has its name by now.
         if not self._has_verified or (self._rereads and not self._files.reopens):
             return plan_plainly(wanted, self._limits)

@@ -21,7 +21,7 @@ class _Damage(NamedTuple):
 
 
 @final
-class Findings:
+class VerifyReport:
     """Collects from all threads: one problem for every tensor, or one for a file that is missing or cut."""
 
     def __init__(self) -> None:

@@ -103,7 +103,7 @@ _MAX_OPEN: Final = 128
 
 
 @final
-class Files:
+class OpenFiles:
     """All files of one checkpoint, and how many bytes were asked of them.
 
     Concurrency: `at`, `kept` and `done` may be called from several threads at once during a pass.

@@ -9,14 +9,14 @@ from typing import final
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import combine_crc32, crc32
 from ckpt_core.reading._buffers import Buffers
-from ckpt_core.reading._findings import Findings
-from ckpt_core.reading._open_files import Files
-from ckpt_core.reading._payloads import Wanted
+from ckpt_core.reading._findings import VerifyReport
+from ckpt_core.reading._open_files import OpenFiles
+from ckpt_core.reading._payloads import RangeRead
 from ckpt_core.reading._requests import Limits, Order, Piece, Request, plan_verify, steps_of
 from ckpt_core.storage import ForeignFileError
 
 
-def deliver(request: Request, files: Files, buffers: Buffers) -> None:
+def deliver(request: Request, files: OpenFiles, buffers: Buffers) -> None:
     """Serve one request; called from several threads at once.
 
     Raises:
@@ -36,7 +36,7 @@ def deliver(request: Request, files: Files, buffers: Buffers) -> None:
 
 
 def _compare(request: Request, buffer: memoryview) -> None:
-    findings = Findings()
+    findings = VerifyReport()
     for order in request.orders:
         for piece in order.pieces:
             start = piece.file_start - request.start
@@ -59,21 +59,21 @@ def _hand_over(order: Order, content: memoryview) -> None:
 
 
 @final
-class Examination:
+class VerifyPass:
     """One verification, in the order `plan`, `serve` of every request, `report`.
 
     Concurrency: `serve` may be called from several threads at once.
     """
 
-    def __init__(self, files: Files, buffers: Buffers, steps: dict[tuple[str, int, int], int]) -> None:
+    def __init__(self, files: OpenFiles, buffers: Buffers, steps: dict[tuple[str, int, int], int]) -> None:
         """`steps` receives the checksums of steps of pieces that are too large for a buffer."""
         self._files = files
         self._buffers = buffers
         self._steps = steps
-        self._findings = Findings()
+        self._findings = VerifyReport()
         self._large: Sequence[Piece] = ()
 
-    def plan(self, wanted: Iterable[Wanted], limits: Limits) -> Sequence[Request]:
+    def plan(self, wanted: Iterable[RangeRead], limits: Limits) -> Sequence[Request]:
         """What has to be read."""
         requests, self._large, unverifiable = plan_verify(wanted, limits)
         for payload in unverifiable:

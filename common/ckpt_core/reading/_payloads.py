@@ -46,7 +46,7 @@ class Payload:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class RangeRead:
     """A range of a payload and where it goes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Wanted:
         stop: byte after the last, likewise.
         into: writable contiguous memory of exactly `stop - start` bytes; the bytes are read straight there.
         take: where there is no `into`, called with the bytes. They are valid during the call only, which is
-            made on a reading thread, once for each `Wanted`. At most `MAX_TAKE_BYTES`.
+            made on a reading thread, once for each `RangeRead`. At most `MAX_TAKE_BYTES`.
 
     What is only to be verified needs neither.
 

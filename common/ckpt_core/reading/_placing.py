@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from ckpt_core.reading._open_files import Files
-from ckpt_core.reading._payloads import MAX_TAKE_BYTES, Wanted
+from ckpt_core.reading._open_files import OpenFiles
+from ckpt_core.reading._payloads import MAX_TAKE_BYTES, RangeRead
 from ckpt_core.reading._requests import (
     Limits,
     Order,
@@ -27,7 +27,7 @@ Crcs = Callable[[Piece], int | None]
 """Checksum of a piece, if it is known."""
 
 
-def plan_plainly(wanted: Sequence[Wanted], limits: Limits) -> list[Request]:
+def plan_plainly(wanted: Sequence[RangeRead], limits: Limits) -> list[Request]:
     """Read just the ranges, as they are."""
     requests: list[Request] = []
     for path, ranges in by_path(wanted):
@@ -47,11 +47,11 @@ def plan_plainly(wanted: Sequence[Wanted], limits: Limits) -> list[Request]:
 class VerifiedPlan:
     """What is not kept is read once more, in whole pieces, to be compared before it is delivered."""
 
-    files: Files
+    files: OpenFiles
     crcs: Crcs
     limits: Limits
 
-    def requests(self, wanted: Sequence[Wanted]) -> list[Request]:
+    def requests(self, wanted: Sequence[RangeRead]) -> list[Request]:
         """What is to be read; kept ranges are served from memory as they are."""
         requests: list[Request] = []
         for path, ranges in by_path(wanted):
@@ -69,7 +69,7 @@ class VerifiedPlan:
         kept = self.files.kept(path)
         return kept is not None and kept.holds(order.first, order.last)
 
-    def _orders(self, wanted: Wanted) -> Iterator[Order]:
+    def _orders(self, wanted: RangeRead) -> Iterator[Order]:
         whole = _order(wanted)
         pieces = list(self._pieces(wanted))
         if not pieces:
@@ -79,7 +79,7 @@ class VerifiedPlan:
         else:
             yield from (_part(whole, piece) for piece in pieces)
 
-    def _pieces(self, wanted: Wanted) -> Iterator[Piece]:
+    def _pieces(self, wanted: RangeRead) -> Iterator[Piece]:
         """What the range touches, every piece with its checksum where that is known."""
         if is_verifiable(wanted.payload):
             for piece in pieces_around(wanted.payload, [(wanted.start, wanted.stop)]):
@@ -88,7 +88,7 @@ class VerifiedPlan:
                         yield step._replace(crc32=self.crcs(step))
 
 
-def refuse_unplaced(wanted: Iterable[Wanted]) -> None:
+def refuse_unplaced(wanted: Iterable[RangeRead]) -> None:
     """Every range has to go somewhere.
 
     Raises:
@@ -104,7 +104,7 @@ def refuse_unplaced(wanted: Iterable[Wanted]) -> None:
             )
 
 
-def _order(wanted: Wanted) -> Order:
+def _order(wanted: RangeRead) -> Order:
     first = wanted.payload.offset + wanted.start
     last = first + wanted.size_bytes
     into = wanted.into

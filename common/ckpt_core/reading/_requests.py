@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from ckpt_core.reading._buffers import REQUEST_BYTES
-from ckpt_core.reading._payloads import Payload, Wanted
+from ckpt_core.reading._payloads import Payload, RangeRead
 
 
 class Piece(NamedTuple):
@@ -113,7 +113,7 @@ class VerifyPlan(NamedTuple):
     unverifiable: Sequence[Payload]
 
 
-def plan_verify(wanted: Iterable[Wanted], limits: Limits) -> VerifyPlan:
+def plan_verify(wanted: Iterable[RangeRead], limits: Limits) -> VerifyPlan:
     """Read every piece that is touched by a range once."""
     requests: list[Request] = []
     large: list[Piece] = []
@@ -132,9 +132,9 @@ def plan_verify(wanted: Iterable[Wanted], limits: Limits) -> VerifyPlan:
     return VerifyPlan(requests, large, unverifiable)
 
 
-def by_path(wanted: Iterable[Wanted]) -> list[tuple[str, list[Wanted]]]:
+def by_path(wanted: Iterable[RangeRead]) -> list[tuple[str, list[RangeRead]]]:
     """The ranges of each file, without empty ones; paths and ranges in order."""
-    files: dict[str, list[Wanted]] = {}
+    files: dict[str, list[RangeRead]] = {}
     for each in wanted:
         if each.start < each.stop:
             files.setdefault(each.payload.path, []).append(each)
@@ -159,7 +159,7 @@ def joined(path: str, orders: Iterable[Order], gap_bytes: int) -> Iterator[Reque
         yield Request(path, start, stop, pending)
 
 
-def _by_payload(ranges: Iterable[Wanted]) -> list[tuple[Payload, list[tuple[int, int]]]]:
+def _by_payload(ranges: Iterable[RangeRead]) -> list[tuple[Payload, list[tuple[int, int]]]]:
     """The ranges of each payload of one file; payloads in order."""
     payloads: dict[tuple[int, int, int], tuple[Payload, list[tuple[int, int]]]] = {}
     for each in ranges:

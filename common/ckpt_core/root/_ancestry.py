@@ -14,7 +14,7 @@ _logger = logger_of(__name__)
 
 
 @final
-class Line:
+class Ancestry:
     """The line of saves that the live state is on.
 
     Concurrency: `committed` on any thread, while no other call is under way for the first save after a load;

@@ -34,7 +34,7 @@ from ckpt_core.errors import (
     RootBusyError,
 )
 from ckpt_core.names import run_name
-from ckpt_core.root._ancestry import Line
+from ckpt_core.root._ancestry import Ancestry
 from ckpt_core.root._holdings import TAKING, hold, let_go, require_same_root, take_from_earlier_manager
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
@@ -81,7 +81,7 @@ class Ownership:
         self._damaged: set[str] = set()
         self._occupied: set[str] = set()
         self._prefix = ""
-        self.line = Line(storage.url)
+        self.line = Ancestry(storage.url)
         self.inventory = Inventory(storage)
         self.soundness = Soundness(storage, lambda name, problem: self.note_damaged({name: problem}))
 

@@ -13,7 +13,7 @@ import torch
 from ckpt_core.dcp import Image, checked_zip, load_value
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import SaveError
-from ckpt_core.saving._plan_cache import AgreedPlans
+from ckpt_core.saving._plan_cache import PlanCache
 from ckpt_core.saving._stager import StagedParts
 from ckpt_core.state import PICKLED
 from ckpt_core.types import CapturedState
@@ -37,7 +37,7 @@ class LoadNotes:
         self._generation = 0
         self._told: set[str] = set()
 
-    def tell(self, state: CapturedState, plans: AgreedPlans, staged: StagedParts, url: str) -> None:
+    def tell(self, state: CapturedState, plans: PlanCache, staged: StagedParts, url: str) -> None:
         """Log what this rank writes and a load would not give back as it is; nothing for unchanged plans."""
         if plans.generation == self._generation:
             return
@@ -64,7 +64,7 @@ def _listed(notes: list[str]) -> str:
     return ", ".join(notes[:_TOLD]) + more
 
 
-def _pickles(state: CapturedState, plans: AgreedPlans, staged: StagedParts) -> Iterator[str]:
+def _pickles(state: CapturedState, plans: PlanCache, staged: StagedParts) -> Iterator[str]:
     """The values of this rank that a load refuses unless it may use pickle."""
     own = state.per_rank.keys() | state.shared.keys()
     for part, tree in plans.trees():

@@ -22,7 +22,7 @@ from ckpt_core.options import CheckpointOptions, bytes_text
 from ckpt_core.retention import Abandoned, KeepAll, RetentionPolicy, plan_prune
 from ckpt_core.root import Ownership
 from ckpt_core.saving._prepare import PreparedSave
-from ckpt_core.saving._size_estimate import Extras, Free, Need, Volumes
+from ckpt_core.saving._size_estimate import Overhead, SpaceFree, SpaceNeeded, SizeEstimator
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
@@ -36,7 +36,7 @@ _KEEP_NONE: Final = ~KeepAll()
 
 
 @final
-class Room:
+class DiskSpace:
     """Keeps the room for saves of one root. Coordinator only, on the thread that saves.
 
     Args:
@@ -65,8 +65,8 @@ class Room:
         self._ownership = ownership
         self._telemetry = telemetry
         self._clock = clock
-        self._volumes = Volumes()
-        self._extras = Extras()
+        self._volumes = SizeEstimator()
+        self._extras = Overhead()
         self._metadata: Mapping[str, Metadata] = {}
         self._told = _AHEAD
 
@@ -103,13 +103,13 @@ class Room:
             self._tell(info, fitting, need, free)
         self._told = fitting
 
-    def _free(self) -> Free:
-        return Free.of(self._storage, self._headroom)
+    def _free(self) -> SpaceFree:
+        return SpaceFree.of(self._storage, self._headroom)
 
-    def _remove_superseded(self, coming: CheckpointInfo, need: Need) -> list[CheckpointInfo]:
+    def _remove_superseded(self, coming: CheckpointInfo, need: SpaceNeeded) -> list[CheckpointInfo]:
         """Remove what the policy would drop after the save, oldest first, if that makes it fit."""
         candidates = self._candidates(coming)
-        gain = Need(
+        gain = SpaceNeeded(
             size_bytes=sum(info.size_bytes for info in candidates), files=sum(map(self._files_of, candidates))
         )
         removed: list[CheckpointInfo] = []
@@ -152,7 +152,7 @@ class Room:
         except (CheckpointNotFoundError, CorruptCheckpointError):
             return 0
 
-    def _tell(self, info: CheckpointInfo, fitting: int, need: Need, free: Free) -> None:
+    def _tell(self, info: CheckpointInfo, fitting: int, need: SpaceNeeded, free: SpaceFree) -> None:
         self._telemetry.point("room.low", step=info.step, saves=fitting, **_figures(need, free))
         what = f"room for {fitting} more save(s)" if fitting else "no room for another save"
         _logger.warning(
@@ -163,7 +163,7 @@ class Room:
             _figures_text(need, free),
         )
 
-    def _refusal(self, prepared: PreparedSave, need: Need, removed: Sequence[CheckpointInfo]) -> NoRoomError:
+    def _refusal(self, prepared: PreparedSave, need: SpaceNeeded, removed: Sequence[CheckpointInfo]) -> NoRoomError:
         free, step = self._free(), prepared.request.step
         history = self._ownership.inventory.history()
         gone = f" Step(s) {_steps(removed)} went ahead of the policy." if removed else ""
@@ -172,7 +172,7 @@ class Room:
         )
         text = (
             f"{_figures_text(need, free)}. Nothing was written.{gone} "
-            f"Kept: {kept or 'nothing'}. Free space, keep fewer (keep=), take away pins (`ckpt unpin`), "
+            f"Kept: {kept or 'nothing'}. SpaceFree space, keep fewer (keep=), take away pins (`ckpt unpin`), "
             "delete what is damaged (`ckpt prune --damaged`) or lower headroom=, then save again"
         )
         return NoRoomError(
@@ -210,8 +210,8 @@ def saves_that_fit(
     history: Sequence[CheckpointInfo],
     last: CheckpointInfo,
     *,
-    need: Need,
-    free: Free,
+    need: SpaceNeeded,
+    free: SpaceFree,
     now: float,
 ) -> int:
     """How many saves like the last one, each with its prune, go on to fit; no more than a few are tried."""
@@ -237,9 +237,9 @@ def saves_that_fit(
     return _AHEAD
 
 
-def _taken(info: CheckpointInfo, need: Need) -> Need:
+def _taken(info: CheckpointInfo, need: SpaceNeeded) -> SpaceNeeded:
     """What a checkpoint gives back: those of a root have about as many files."""
-    return Need(size_bytes=info.size_bytes, files=need.files)
+    return SpaceNeeded(size_bytes=info.size_bytes, files=need.files)
 
 
 def _coming(prepared: PreparedSave) -> CheckpointInfo:
@@ -253,7 +253,7 @@ def _coming(prepared: PreparedSave) -> CheckpointInfo:
     )
 
 
-def _figures(need: Need, free: Free) -> dict[str, int | None]:
+def _figures(need: SpaceNeeded, free: SpaceFree) -> dict[str, int | None]:
     return {
         "needed_bytes": need.size_bytes,
         "free_bytes": free.size_bytes,
@@ -263,7 +263,7 @@ def _figures(need: Need, free: Free) -> dict[str, int | None]:
     }
 
 
-def _figures_text(need: Need, free: Free) -> str:
+def _figures_text(need: SpaceNeeded, free: SpaceFree) -> str:
     size = "unknown" if free.size_bytes is None else bytes_text(free.size_bytes)
     files = "" if free.files is None else f" and {free.files} files"
     return (

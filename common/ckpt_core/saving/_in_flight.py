@@ -50,7 +50,7 @@ class Run:
 
 
 @final
-class Background:
+class SaveThread:
     """Runs one piece of work after another.
 
     Concurrency: `submit`, `stuck` and `close` on the main thread, `beat` on the background thread.
@@ -149,13 +149,13 @@ def within(seconds: float, act: Callable[[], None]) -> bool:
 
 
 @final
-class Flight:
+class InFlightSaves:
     """Runs saves in the order in which they were started and delivers each failure to the main thread, once.
 
     Up to `limit` saves are in flight, as many as there are arenas. One that has ended counts until its
     outcome is delivered, which happens at the same calls on every rank.
 
-    A save whose thread does not get on for longer than the deadline has failed; see `Background`. So nothing
+    A save whose thread does not get on for longer than the deadline has failed; see `SaveThread`. So nothing
     here waits without end.
 
     Concurrency: all methods on the main thread; `ready` and `overdue` are collective.
@@ -165,7 +165,7 @@ class Flight:
         self,
         coordinator: Coordinator,
         *,
-        background: Background,
+        background: SaveThread,
         back_pressure: BackPressure,
         on_error: OnError,
         limit: int = 1,
@@ -208,7 +208,7 @@ class Flight:
         Args:
             handle: of the save.
             run: resolves the handle.
-            give_up: resolves it, if it is not yet, when the save hangs; see `Background.submit`.
+            give_up: resolves it, if it is not yet, when the save hangs; see `SaveThread.submit`.
         """
         if self._closed:
             raise RuntimeError("cannot start a save after shutdown")

@@ -19,11 +19,11 @@ from ckpt_core.dcp import Decision, GroupNames, Meshes, Part, Replicas, Task, de
 from ckpt_core.messages import message
 from ckpt_core.options import OnDivergence
 from ckpt_core.saving._replicas import Evidence
-from ckpt_core.state import LocalKey
+from ckpt_core.state import BufferKey
 
 
 @message
-class Keeping(Enum):
+class KeepOwn(Enum):
     """When a rank keeps its own values of entries that nothing keeps equal over ranks."""
 
     NEVER = auto()
@@ -46,7 +46,7 @@ class Offer:
         groups: part -> the names in its parameter groups.
     """
 
-    uneven: frozenset[LocalKey] = frozenset()
+    uneven: frozenset[BufferKey] = frozenset()
     files: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     groups: Mapping[str, GroupNames] = field(default_factory=dict[str, GroupNames])
@@ -70,11 +70,11 @@ class _Assignment:
     parts: dict[str, Task]
     files: frozenset[str]
     shared: frozenset[str]
-    keeping: Keeping
+    keeping: KeepOwn
 
 
 @final
-class AgreedPlans:
+class PlanCache:
     """This rank's share of the writing, and on the coordinator what DCP says of the whole.
 
     Who calls what: 1. (all ranks, every save) `look`. 2. (all ranks, if it was true on any of them) `agree`.
@@ -97,7 +97,7 @@ class AgreedPlans:
         self.files: frozenset[str] = frozenset()
         self.shared: frozenset[str] = frozenset()
         self.replicas: Mapping[str, Sequence[Replicas]] = {}
-        self.keeping = Keeping.NEVER
+        self.keeping = KeepOwn.NEVER
         self.metadata: Mapping[str, Metadata] = {}
         self.generation = 0
         self._on_divergence: OnDivergence = on_divergence
@@ -225,15 +225,15 @@ def _lowest(offered: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     return [frozenset(name for name in names if writers[name] == rank) for rank, names in enumerate(offered)]
 
 
-def _keepings(uneven: Sequence[frozenset[LocalKey]]) -> list[Keeping]:
-    lowest: dict[LocalKey, int] = {}
+def _keepings(uneven: Sequence[frozenset[BufferKey]]) -> list[KeepOwn]:
+    lowest: dict[BufferKey, int] = {}
     for rank, keys in enumerate(uneven):
         for key in keys:
             lowest.setdefault(key, rank)
 
-    def keeping(rank: int, keys: frozenset[LocalKey]) -> Keeping:
+    def keeping(rank: int, keys: frozenset[BufferKey]) -> KeepOwn:
         if all(lowest[key] == rank for key in keys):
-            return Keeping.NEVER
-        return Keeping.IF_DIFFERENT if keys == uneven[0] else Keeping.ALWAYS
+            return KeepOwn.NEVER
+        return KeepOwn.IF_DIFFERENT if keys == uneven[0] else KeepOwn.ALWAYS
 
     return [keeping(rank, keys) for rank, keys in enumerate(uneven)]

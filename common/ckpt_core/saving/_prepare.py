@@ -28,12 +28,12 @@ from ckpt_core.errors import (
 from ckpt_core.names import SHARED, rank_name, shared_name
 from ckpt_core.root import Ownership
 from ckpt_core.saving._checks import LoadNotes
-from ckpt_core.saving._plan_cache import AgreedPlans, Keeping, Offer
+from ckpt_core.saving._plan_cache import PlanCache, KeepOwn, Offer
 from ckpt_core.saving._prepared import SaveRequest
 from ckpt_core.saving._replicas import Evidence
-from ckpt_core.saving._size_estimate import NO_EXTRAS, Extras
+from ckpt_core.saving._size_estimate import NO_OVERHEAD, Overhead
 from ckpt_core.saving._stager import NOTHING_STAGED, StagedParts, Stager
-from ckpt_core.state import PICKLED, EncodedItems, LocalValues, encode_items, get, pickled_key
+from ckpt_core.state import PICKLED, EncodedItems, RankBuffers, encode_items, get, pickled_key
 from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState, Lineage
 
@@ -91,15 +91,15 @@ class PreparedSave:
     files: Mapping[str, bytes]
     metadata: Mapping[str, Metadata]
     items: Mapping[str, str]
-    local: LocalValues
-    keeping: Keeping
+    local: RankBuffers
+    keeping: KeepOwn
     staged: StagedParts
     rank: int
     optimizers: Sequence[Any] = ()
     lineage: Lineage = field(default_factory=Lineage)
     buffers: frozenset[tuple[str, str]] = frozenset()
     error: BaseException | None = None
-    extras: Extras = NO_EXTRAS
+    extras: Overhead = NO_OVERHEAD
     evidence: Evidence | None = None
     replicas: Mapping[str, Sequence[Replicas]] = field(default_factory=dict[str, Sequence[Replicas]])
 
@@ -111,7 +111,7 @@ class Workshop:
     `overlapped` says whether copies may go on while the training computes.
     """
 
-    plans: AgreedPlans
+    plans: PlanCache
     stager: Stager
     notes: LoadNotes
     overlapped: bool = False
@@ -191,13 +191,13 @@ def prepare(
         metadata=plans.metadata,
         items=_kinds(survey.state),
         buffers=frozenset(survey.state.local),
-        local=LocalValues({}),
+        local=RankBuffers({}),
         keeping=plans.keeping,
         staged=NOTHING_STAGED,
         rank=coordinator.rank,
         optimizers=survey.state.optimizers,
         lineage=ownership.line.lineage_of(request.step) if coordinator.is_coordinator else Lineage(),
-        extras=Extras(
+        extras=Overhead(
             generation=plans.generation,
             ranks=coordinator.world_size,
             rank_bytes=verdict.most_extra_bytes,
@@ -248,7 +248,7 @@ def warm_up(
 
 
 def _try_survey(
-    capture: Callable[[], CapturedState], coordinator: Coordinator, plans: AgreedPlans
+    capture: Callable[[], CapturedState], coordinator: Coordinator, plans: PlanCache
 ) -> _Survey | BaseException:
     try:
         return _survey(capture(), coordinator, plans)
@@ -256,7 +256,7 @@ def _try_survey(
         return error
 
 
-def _survey(state: CapturedState, coordinator: Coordinator, plans: AgreedPlans) -> _Survey:
+def _survey(state: CapturedState, coordinator: Coordinator, plans: PlanCache) -> _Survey:
     scope = rank_name(coordinator.rank)
     per_rank = encode_items(state.per_rank)
     shared = encode_items(state.shared)
@@ -363,8 +363,8 @@ def _stage(prepared: PreparedSave, survey: _Survey, workshop: Workshop, url: str
         if prepared.extras.ranks > 1:
             alike = {name: survey.shared.digest(name) for name in state.alike}
             prepared = replace(prepared, evidence=plans.show(alike))
-        if plans.keeping is not Keeping.NEVER or (prepared.rank == 0 and state.local):
-            prepared = replace(prepared, local=LocalValues(state.local))
+        if plans.keeping is not KeepOwn.NEVER or (prepared.rank == 0 and state.local):
+            prepared = replace(prepared, local=RankBuffers(state.local))
         stable = state.stable if workshop.overlapped and state.optimizers else None
         # Last: from here on the memory is taken, and only the prepared save knows to give it back.
         staged = workshop.stager.stage(plans.parts, plans.generation, stable=stable)

@@ -102,7 +102,7 @@ class KeptContent:
 
 
 @final
-class WriteMemory:
+class ReportCache:
     """Kept by every rank for as long as its manager lives.
 
     Concurrency: used by one save at a time, on its background thread.

@@ -24,10 +24,10 @@ from ckpt_core.errors import (
 from ckpt_core.options import SignManifest
 from ckpt_core.saving._checks import refuse_non_finite
 from ckpt_core.saving._handle import SaveHandle, fulfil, reject
-from ckpt_core.saving._in_flight import Background
-from ckpt_core.saving._plan_cache import Keeping
+from ckpt_core.saving._in_flight import SaveThread
+from ckpt_core.saving._plan_cache import KeepOwn
 from ckpt_core.saving._prepare import PreparedSave, failed_in, save_error
-from ckpt_core.saving._reports import WriteMemory
+from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._write import Terms, commit_all, write_rank
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -56,8 +56,8 @@ class SaveContext:
     storage: Storage
     coordinator: Coordinator
     telemetry: Telemetry
-    memory: WriteMemory
-    background: Background
+    memory: ReportCache
+    background: SaveThread
     terms: Terms
     make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
@@ -288,11 +288,11 @@ def _own_files(prepared: PreparedSave, reference: bytes) -> Mapping[str, bytes]:
     """A rank's small files, with those of its values that the checkpoint would not give it back."""
     rank, local = prepared.rank, prepared.local
     match prepared.keeping:
-        case Keeping.NEVER:
+        case KeepOwn.NEVER:
             return prepared.files
-        case Keeping.ALWAYS:
+        case KeepOwn.ALWAYS:
             return {**prepared.files, **local.encode(rank)}
-        case Keeping.IF_DIFFERENT:
+        case KeepOwn.IF_DIFFERENT:
             return {**prepared.files, **local.encode(rank, local.differing(reference))}
 
 

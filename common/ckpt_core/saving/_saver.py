@@ -13,14 +13,14 @@ from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Ownership, Pruner
 from ckpt_core.saving._checks import LoadNotes, refuse_non_finite_loss
-from ckpt_core.saving._disk_space import Room
+from ckpt_core.saving._disk_space import DiskSpace
 from ckpt_core.saving._handle import SaveHandle
-from ckpt_core.saving._in_flight import Background, Flight, within
-from ckpt_core.saving._plan_cache import AgreedPlans
+from ckpt_core.saving._in_flight import SaveThread, InFlightSaves, within
+from ckpt_core.saving._plan_cache import PlanCache
 from ckpt_core.saving._prepare import PreparedSave, Workshop, prepare, warm_up
 from ckpt_core.saving._prepared import SaveRequest
 from ckpt_core.saving._replicas import Judge
-from ckpt_core.saving._reports import WriteMemory
+from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._run import SaveContext, SaveRun
 from ckpt_core.saving._stager import Stager, StepGuard
 from ckpt_core.saving._write import Terms, Throttle
@@ -51,7 +51,7 @@ class Saver:
         self._options = options
         self._telemetry = telemetry
         self._workshop = Workshop(
-            plans=AgreedPlans(options.on_divergence),
+            plans=PlanCache(options.on_divergence),
             stager=Stager(Arenas(options.arenas, options.staging_memory_bytes)),
             notes=LoadNotes(allow_pickle=options.allow_pickle),
             overlapped=options.staging == "overlapped",
@@ -59,18 +59,18 @@ class Saver:
         self._guard = StepGuard()
         self._asked = ""
         self._entered = threading.Lock()
-        self._background = background = Background(options.deadline_seconds)
+        self._background = background = SaveThread(options.deadline_seconds)
         self.ownership = Ownership(
             storage, coordinator, job_name=options.job_name, until_idle=background.until_idle
         )
-        self._room = Room(storage, options, ownership=self.ownership, telemetry=telemetry)
+        self._room = DiskSpace(storage, options, ownership=self.ownership, telemetry=telemetry)
         self.pruner = Pruner(storage, options, ownership=self.ownership, telemetry=telemetry)
         rate = options.write_bytes_per_second
         self._context = SaveContext(
             storage=storage,
             coordinator=coordinator,
             telemetry=telemetry,
-            memory=WriteMemory(pace=None if rate is None else Throttle(rate), algorithm=options.checksum),
+            memory=ReportCache(pace=None if rate is None else Throttle(rate), algorithm=options.checksum),
             background=background,
             terms=Terms(
                 check=self.ownership.check,
@@ -82,7 +82,7 @@ class Saver:
             committed=self._committed,
             diverged=self._workshop.plans.distrust,
         )
-        self._flight = Flight(
+        self._flight = InFlightSaves(
             coordinator,
             background=background,
             back_pressure=options.back_pressure,
@@ -145,7 +145,7 @@ class Saver:
         return self._workshop.stager.arenas.size_bytes
 
     def overdue(self) -> bool:
-        """Whether a save that had to be left out can be made up for now; see `Flight.overdue`."""
+        """Whether a save that had to be left out can be made up for now; see `InFlightSaves.overdue`."""
         return self._flight.overdue()
 
     def wait_staged(self) -> None:
@@ -159,11 +159,11 @@ class Saver:
         self._coordinator.once(self.ownership.check, what="taking the root")
 
     def wait(self) -> None:
-        """Wait for the saves in flight and deliver a failure; see `Flight.wait`."""
+        """Wait for the saves in flight and deliver a failure; see `InFlightSaves.wait`."""
         self._flight.wait()
 
     def settle(self) -> None:
-        """Wait for the saves in flight, whatever becomes of them; see `Flight.settle`."""
+        """Wait for the saves in flight, whatever becomes of them; see `InFlightSaves.settle`."""
         self._flight.settle()
 
     def rewound(self) -> None:

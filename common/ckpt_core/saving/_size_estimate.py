@@ -34,7 +34,7 @@ _FIXED_BYTES: Final = 16 * 1024
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Extras:
+class Overhead:
     """What ranks write beside what the plan tells the size of.
 
     Attributes:
@@ -49,7 +49,7 @@ class Extras:
     rank_bytes: int = 0
     rank_files: int = 0
 
-    def with_values(self, staged: Iterable[Mapping[MetadataIndex, bytes]]) -> Extras:
+    def with_values(self, staged: Iterable[Mapping[MetadataIndex, bytes]]) -> Overhead:
         """With plain values, whose size a rank knows when they are staged: others' are taken to be alike."""
         values = sum(
             len(content)
@@ -70,25 +70,25 @@ class Extras:
         return self.ranks * self.rank_files
 
 
-NO_EXTRAS: Final = Extras()
+NO_OVERHEAD: Final = Overhead()
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
+class SpaceNeeded:
     """What a save takes of a filesystem, at most."""
 
     size_bytes: int
     files: int
 
-    def times(self, count: int) -> Need:
+    def times(self, count: int) -> SpaceNeeded:
         """What so many of them take."""
-        return Need(size_bytes=count * self.size_bytes, files=count * self.files)
+        return SpaceNeeded(size_bytes=count * self.size_bytes, files=count * self.files)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Free:
+class SpaceFree:
     """What is free of a filesystem; None where nobody can tell, which is room for everything."""
 
     size_bytes: int | None
@@ -96,7 +96,7 @@ class Free:
     headroom_bytes: int = 0
 
     @classmethod
-    def of(cls, storage: Storage, headroom: Headroom) -> Free:
+    def of(cls, storage: Storage, headroom: Headroom) -> SpaceFree:
         """As the filesystem tells it just now."""
         return cls(
             size_bytes=storage.free_bytes(),
@@ -104,13 +104,13 @@ class Free:
             headroom_bytes=headroom.of(storage.total_bytes()),
         )
 
-    def fits(self, need: Need) -> bool:
+    def fits(self, need: SpaceNeeded) -> bool:
         """Whether there is room for it, headroom left aside."""
         return (
             self.size_bytes is None or need.size_bytes <= max(0, self.size_bytes - self.headroom_bytes)
         ) and (self.files is None or need.files <= self.files)
 
-    def plus(self, need: Need, sign: int = 1) -> Free:
+    def plus(self, need: SpaceNeeded, sign: int = 1) -> SpaceFree:
         """What is free once as much as `need` has been given back, or with -1, taken."""
         return replace(
             self,
@@ -120,25 +120,25 @@ class Free:
 
 
 @final
-class Volumes:
+class SizeEstimator:
     """Predicts saves; coordinator only, one save at a time."""
 
     def __init__(self) -> None:
         self._planned: tuple[int, int] | None = None
-        self._known: tuple[Extras, int] | None = None
+        self._known: tuple[Overhead, int] | None = None
 
-    def need(self, metadata: Mapping[str, Metadata], extras: Extras) -> Need:
+    def need(self, metadata: Mapping[str, Metadata], extras: Overhead) -> SpaceNeeded:
         """What a save with that plan and these extras will take."""
         files = extras.files + 2 * len(metadata) + 3
         rest = files * (_PAGE + _LISTED_BYTES) + _FIXED_BYTES
         if self._known is not None and self._known[0].generation == extras.generation:
             before, size_bytes = self._known
             growth = max(0, extras.size_bytes - before.size_bytes)
-            return Need(size_bytes=size_bytes + growth + rest, files=files)
+            return SpaceNeeded(size_bytes=size_bytes + growth + rest, files=files)
         planned = self._planned_bytes(metadata, extras.generation)
-        return Need(size_bytes=planned + extras.size_bytes + rest, files=files)
+        return SpaceNeeded(size_bytes=planned + extras.size_bytes + rest, files=files)
 
-    def learn(self, extras: Extras, size_bytes: int) -> None:
+    def learn(self, extras: Overhead, size_bytes: int) -> None:
         """A save with these extras was committed and is so large."""
         self._known = extras, size_bytes
 

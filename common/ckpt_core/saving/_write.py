@@ -22,7 +22,7 @@ from ckpt_core.names import METADATA, chunks_name, is_own_file
 from ckpt_core.options import SignManifest
 from ckpt_core.saving._prepare import Assignment, PreparedSave, failed_in
 from ckpt_core.saving._replicas import Judge
-from ckpt_core.saving._reports import RankReport, WriteMemory
+from ckpt_core.saving._reports import RankReport, ReportCache
 from ckpt_core.saving._stager import StagedParts
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, FileEntry
@@ -68,7 +68,7 @@ def write_rank(
     storage: Storage,
     prepared: PreparedSave,
     small: Mapping[str, bytes],
-    memory: WriteMemory,
+    memory: ReportCache,
     *,
     beat: Callable[[str], None],
 ) -> bytes:
@@ -162,7 +162,7 @@ def commit_all(
     storage: Storage,
     prepared: PreparedSave,
     messages: Sequence[bytes],
-    memory: WriteMemory,
+    memory: ReportCache,
     *,
     terms: Terms | None = None,
 ) -> CheckpointInfo:

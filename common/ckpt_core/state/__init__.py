@@ -20,7 +20,7 @@ from ckpt_core.state._optimizer import (
     stable_tensors,
     unwrap_optimizer,
 )
-from ckpt_core.state._rank_buffers import LocalKey, LocalValues, decode_local, put_local
+from ckpt_core.state._rank_buffers import BufferKey, RankBuffers, decode_buffers, put_buffers
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._source import (
     CarefulSource,
@@ -42,8 +42,8 @@ __all__ = [
     "Counters",
     "DictState",
     "EncodedItems",
-    "LocalKey",
-    "LocalValues",
+    "BufferKey",
+    "RankBuffers",
     "NotEncodableError",
     "State",
     "StateSource",
@@ -56,7 +56,7 @@ __all__ = [
     "dataloader_state",
     "decode",
     "decode_items",
-    "decode_local",
+    "decode_buffers",
     "derive_rng",
     "empty_like",
     "encode",
@@ -73,7 +73,7 @@ __all__ = [
     "optimizer_state",
     "optimizer_target",
     "pickled_key",
-    "put_local",
+    "put_buffers",
     "rng_seed",
     "rng_state",
     "stable_tensors",

@@ -17,20 +17,20 @@ from ckpt_core.formats.codec import corrupt
 from ckpt_core.names import local_name
 from ckpt_core.state._items import decode_items, encode_items
 
-LocalKey: TypeAlias = tuple[str, str]
+BufferKey: TypeAlias = tuple[str, str]
 _PIECE_BYTES = 8 << 20
 _DIGEST_BYTES = 8
 _TOLD_SINGLY = 64  # keys; beyond, the message would grow with the model
 
 
 @final
-class LocalValues:
+class RankBuffers:
     """Copies of such tensors, taken on the main thread; read on the background thread.
 
     On CUDA the copies are enqueued on the current stream, so that the host need not wait for the device.
     """
 
-    def __init__(self, live: Mapping[LocalKey, torch.Tensor]) -> None:
+    def __init__(self, live: Mapping[BufferKey, torch.Tensor]) -> None:
         self._copies = {key: _to_host(tensor.detach()) for key, tensor in live.items()}
         devices = {tensor.device for tensor in live.values() if tensor.is_cuda}
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -43,7 +43,7 @@ class LocalValues:
             return b"".join(each)
         return hashlib.blake2b(b"".join(each), digest_size=_DIGEST_BYTES).digest()
 
-    def differing(self, reference: bytes) -> frozenset[LocalKey]:
+    def differing(self, reference: bytes) -> frozenset[BufferKey]:
         """The keys whose values are not those of `reference`, which is another rank's `digests()`."""
         keys, own = sorted(self._copies), self.digests()
         if len(own) != _DIGEST_BYTES * len(keys) or len(own) != len(reference):
@@ -55,12 +55,12 @@ class LocalValues:
             if own[at : at + _DIGEST_BYTES] != reference[at : at + _DIGEST_BYTES]
         )
 
-    def encode(self, rank: int, keys: Collection[LocalKey] | None = None) -> dict[str, bytes]:
+    def encode(self, rank: int, keys: Collection[BufferKey] | None = None) -> dict[str, bytes]:
         """The file of a rank's own values, all or those of some keys; no file if there are none."""
         values = self._whole()
-        return encode_local(rank, values, values.keys() if keys is None else keys)
+        return encode_buffers(rank, values, values.keys() if keys is None else keys)
 
-    def _whole(self) -> Mapping[LocalKey, torch.Tensor]:
+    def _whole(self) -> Mapping[BufferKey, torch.Tensor]:
         for event in self._events:
             event.synchronize()
         return self._copies
@@ -79,8 +79,8 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return hashlib.blake2b(array, digest_size=_DIGEST_BYTES).digest()
 
 
-def encode_local(
-    rank: int, local: Mapping[LocalKey, torch.Tensor], keys: Collection[LocalKey]
+def encode_buffers(
+    rank: int, local: Mapping[BufferKey, torch.Tensor], keys: Collection[BufferKey]
 ) -> dict[str, bytes]:
     """The file of a rank's own values, by name; no file if it has none."""
     if not keys:
@@ -89,11 +89,11 @@ def encode_local(
     return {local_name(rank): encode_items(values).content}
 
 
-def decode_local(content: bytes, path: str) -> dict[LocalKey, torch.Tensor]:
+def decode_buffers(content: bytes, path: str) -> dict[BufferKey, torch.Tensor]:
     """Read a rank's own values from the content of its file at `path`.
 
     Raises:
-        CorruptCheckpointError: it is not what `encode_local` wrote.
+        CorruptCheckpointError: it is not what `encode_buffers` wrote.
     """
     values = decode_items(content, path).values
     try:
@@ -116,12 +116,12 @@ def _joined(value: Any) -> torch.Tensor:
     return torch.cat(value["pieces"]).reshape(value["shape"])
 
 
-def _key(name: str) -> LocalKey:
+def _key(name: str) -> BufferKey:
     part, key = json.loads(name)
     return part, key
 
 
-def put_local(local: Mapping[LocalKey, torch.Tensor], part: str, loaded: Mapping[str, Any]) -> None:
+def put_buffers(local: Mapping[BufferKey, torch.Tensor], part: str, loaded: Mapping[str, Any]) -> None:
     """Replace the checkpoint's values by this rank's own, where it had some and they were asked for."""
     for (of_part, key), value in local.items():
         target = loaded.get(key)

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ckpt_core.dcp import Part, decide
 from ckpt_core.dcp._dedup import ENTRY_BYTES
-from ckpt_core.dcp._dedup import assign as divide
+from ckpt_core.dcp._dedup import assign_writers as divide
 from ckpt_core.errors import ConfigError
 
 LARGE = 1 << 20
 
 
-def assign(plans: Sequence[SavePlan], uneven: Iterable[str]) -> list[SavePlan]:
+def assign_writers(plans: Sequence[SavePlan], uneven: Iterable[str]) -> list[SavePlan]:
     return divide(plans, frozenset(uneven)).plans
 
 
@@ -109,7 +109,7 @@ def worlds(draw: st.DrawFn) -> list[SavePlan]:
 def test_every_chunk_is_written_exactly_once_by_one_that_holds_it(plans, numbers):
     uneven = {f"{kind}{number}" for kind in "tv" for number in numbers}
     held = [list(each.items) for each in plans]
-    kept = assign(plans, uneven)
+    kept = assign_writers(plans, uneven)
     written = Counter(item.index for each in kept for item in each.items)
     assert set(written) == {item.index for each in plans for item in each.items}
     assert set(written.values()) <= {1}
@@ -123,7 +123,7 @@ def test_every_chunk_is_written_exactly_once_by_one_that_holds_it(plans, numbers
 @given(worlds(), st.sets(st.integers(0, 11)))
 def test_what_may_be_uneven_is_written_by_the_lowest_rank_that_has_it(plans, numbers):
     uneven = {f"t{number}" for number in numbers}
-    kept = assign(plans, uneven)
+    kept = assign_writers(plans, uneven)
     for rank, each in enumerate(kept):
         lower = {item.index for other in plans[:rank] for item in other.items}
         assert not [item for item in each.items if item.index.fqn in uneven and item.index in lower]
@@ -131,7 +131,7 @@ def test_what_may_be_uneven_is_written_by_the_lowest_rank_that_has_it(plans, num
 
 @given(worlds())
 def test_no_rank_could_pass_its_last_shared_chunk_to_one_with_less_to_write(plans):
-    kept = assign(plans, ())
+    kept = assign_writers(plans, ())
     total = loads(kept)
     for rank, each in enumerate(kept):
         shared = [(item, holders(plans, item)) for item in each.items if len(holders(plans, item)) > 1]
@@ -146,7 +146,7 @@ def test_no_rank_could_pass_its_last_shared_chunk_to_one_with_less_to_write(plan
 @given(st.integers(1, 3), st.lists(st.integers(0, LARGE), max_size=7))
 def test_replicas_are_within_a_third_of_the_best_balance_that_there_is(ranks, sizes):
     everybody = plan(*(whole(f"w{number}", size) for number, size in enumerate(sizes)))
-    written = max(loads(assign([everybody] * ranks, ())))
+    written = max(loads(assign_writers([everybody] * ranks, ())))
     best = min(max(shared_out(ranks, sizes, writers)) for writers in product(range(ranks), repeat=len(sizes)))
     assert written <= best * (4 / 3 - 1 / (3 * ranks))  # Graham 1969, of largest first
 
@@ -161,7 +161,7 @@ def shared_out(ranks: int, sizes: Sequence[int], writers: Sequence[int]) -> list
 @given(st.integers(1, 64), st.lists(st.integers(0, LARGE), max_size=200))
 def test_replicas_leave_no_rank_further_above_the_mean_than_its_smallest_chunk(ranks, sizes):
     everybody = plan(*(whole(f"w{number}", size) for number, size in enumerate(sizes)))
-    kept = assign([everybody] * ranks, ())
+    kept = assign_writers([everybody] * ranks, ())
     for each, total in zip(kept, loads(kept), strict=True):
         smallest = min(map(size_bytes, each.items), default=0)
         assert total * ranks <= sum(loads(kept)) + smallest * (ranks - 1)
@@ -175,27 +175,27 @@ def test_the_bytes_of_the_chunk_count_and_not_those_of_the_whole_tensor():
     # Rank 0 alone holds a small piece of a huge tensor; by that tensor's size it would have enough to do.
     piece = shard("huge", 0, 10, of=1 << 40)
     shared = [whole("a", 1000), whole("b", 1000)]
-    kept = assign([plan(piece, *shared), plan(*shared)], ())
+    kept = assign_writers([plan(piece, *shared), plan(*shared)], ())
     assert names(kept) == [["huge", "b"], ["a"]]
 
 
 def test_wide_dtypes_weigh_more_than_narrow_ones():
     narrow, wide = whole("narrow", 100_000), whole("wide", 60_000, dtype=torch.float64)
     third = whole("third", 90_000, dtype=torch.float32)
-    assert names(assign([plan(narrow, third, wide)] * 2, ())) == [["wide"], ["narrow", "third"]]
+    assert names(assign_writers([plan(narrow, third, wide)] * 2, ())) == [["wide"], ["narrow", "third"]]
 
 
 def test_what_a_rank_must_write_anyhow_counts_before_it_is_given_more():
     own = shard("sharded", 0, 50_000, of=100_000), shard("sharded", 50_000, 50_000, of=100_000)
     uneven = whole("stats", 40_000)
     shared = [whole(f"w{number}", 10_000) for number in range(4)]
-    kept = assign([plan(own[0], uneven, *shared), plan(own[1], uneven, *shared)], {"stats"})
+    kept = assign_writers([plan(own[0], uneven, *shared), plan(own[1], uneven, *shared)], {"stats"})
     assert names(kept) == [["sharded", "stats"], ["sharded", "w0", "w1", "w2", "w3"]]
 
 
 def test_a_large_tensor_at_the_end_does_not_land_on_top_of_an_even_load():
     items = [*(whole(f"w{number}", 100_000) for number in range(4)), whole("head", 400_000)]
-    assert sorted(loads(assign([plan(*items)] * 2, ()))) == [400_000 + ENTRY_BYTES, 400_000 + 4 * ENTRY_BYTES]
+    assert sorted(loads(assign_writers([plan(*items)] * 2, ()))) == [400_000 + ENTRY_BYTES, 400_000 + 4 * ENTRY_BYTES]
 
 
 def test_hybrid_shards_are_shared_out_within_their_group_of_replicas():
@@ -204,39 +204,39 @@ def test_hybrid_shards_are_shared_out_within_their_group_of_replicas():
         sharded = [shard(f"t{number}", start, 500_000, of=1_000_000) for number in range(4)]
         return plan(*sharded, whole("step", 4))
 
-    kept = assign([of_rank(rank) for rank in range(4)], ())
+    kept = assign_writers([of_rank(rank) for rank in range(4)], ())
     assert [len([n for n in each if n != "step"]) for each in names(kept)] == [2, 2, 2, 2]
     assert sum(each.count("step") for each in names(kept)) == 1
 
 
 def test_byte_entries_are_shared_out_too():
-    kept = assign([plan(*(value(f"v{number}") for number in range(6)))] * 3, ())
+    kept = assign_writers([plan(*(value(f"v{number}") for number in range(6)))] * 3, ())
     assert [len(each) for each in names(kept)] == [2, 2, 2]
 
 
 def test_ranks_that_lack_a_part_are_left_without_and_keep_their_place():
-    kept = assign([plan(), plan(whole("w", 10)), plan(), plan(whole("w", 10))], ())
+    kept = assign_writers([plan(), plan(whole("w", 10)), plan(), plan(whole("w", 10))], ())
     assert names(kept) == [[], ["w"], [], []]
 
 
 def test_empty_shards_of_several_ranks_are_written_once_beside_the_full_ones():
     # DTensor gives every empty shard the same place, the end.
     ranks = [(0, 2), (2, 1), (3, 0), (3, 0)]
-    kept = assign([plan(shard("bias", start, length, of=3)) for start, length in ranks], ())
+    kept = assign_writers([plan(shard("bias", start, length, of=3)) for start, length in ranks], ())
     assert names(kept) == [["bias"], ["bias"], ["bias"], []]
 
 
 def test_equal_entries_with_other_hints_are_one_chunk():
     hinted = [plan(shard("w", 0, 8, of=8, hint=hint)) for hint in (None, 0, 7)]
-    kept = assign(hinted, ())
+    kept = assign_writers(hinted, ())
     assert names(kept) == [["w"], [], []]
     assert kept[0].items[0].index.index is None
 
 
 def test_plans_without_replicas_are_returned_as_they_are():
     plans = [plan(shard("w", rank * 5, 5, of=15)) for rank in range(3)]
-    assert all(after is before for after, before in zip(assign(plans, ()), plans, strict=True))
-    assert assign([], ()) == []
+    assert all(after is before for after, before in zip(assign_writers(plans, ()), plans, strict=True))
+    assert assign_writers([], ()) == []
 
 
 @pytest.mark.parametrize(
@@ -251,11 +251,11 @@ def test_plans_without_replicas_are_returned_as_they_are():
 def test_replicas_that_are_not_alike_are_refused_and_not_written_by_chance(other, told):
     plans = [plan(whole("w", 8)), plan(whole("w", 8)), plan(other)]
     with pytest.raises(ConfigError, match=f"rank 2 has {told}"):
-        assign(plans, ())
+        assign_writers(plans, ())
 
 
 def test_replicas_that_may_be_uneven_may_be_of_another_shape():
-    assert names(assign([plan(), plan(whole("w", 8)), plan(whole("w", 9))], {"w"})) == [[], ["w"], []]
+    assert names(assign_writers([plan(), plan(whole("w", 8)), plan(whole("w", 9))], {"w"})) == [[], ["w"], []]
 
 
 def test_dcp_finds_nothing_left_to_choose_and_describes_all_of_it():
@@ -267,7 +267,7 @@ def test_dcp_finds_nothing_left_to_choose_and_describes_all_of_it():
         )
         for rank in range(4)
     ]
-    kept = assign(plans, {"w1"})
+    kept = assign_writers(plans, {"w1"})
     final_plans, metadata = stock(kept)
     assert names(final_plans) == names(kept)
     assert set(metadata.state_dict_metadata) == {"sharded", "n", *(f"w{number}" for number in range(5))}
@@ -296,7 +296,7 @@ def test_equal_plans_give_equal_results_in_every_process():
     program = (
         "from tests.unit.dcp.test_dedup import *\n"
         "items = [whole(f'w{n}', 1000 * (n % 3)) for n in range(40)] + [value(f'v{n}') for n in range(9)]\n"
-        "print(names(assign([plan(*items)] * 5, {'w7'})))"
+        "print(names(assign_writers([plan(*items)] * 5, {'w7'})))"
     )
     results = {
         subprocess.run(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_core.dcp import Places, check_metadata, checked_zip, entries, load_chunk, load_metadata
+from ckpt_core.dcp import ChunkLocator, check_metadata, checked_zip, entries, load_chunk, load_metadata
 from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
 
 PLACE = "root/step/.metadata"
@@ -291,7 +291,7 @@ def saved(value: object) -> bytes:
 def place_of(chunk: bytes, shape: tuple[int, ...] = (2,)) -> Any:
     made = read(metadata(tensor(shape, ((0,) * len(shape), shape)), len(chunk)))
     (index,) = made.storage_data
-    places = Places(made, directory="root/step", read_at=lambda _, start, size: chunk[start : start + size])
+    places = ChunkLocator(made, directory="root/step", read_at=lambda _, start, size: chunk[start : start + size])
     return places.find([index])[index]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from ckpt_core.dcp._tensor_reads import Landing, boxes_of_range, bytes_of
+from ckpt_core.dcp._tensor_reads import TensorTarget, boxes_of_range, bytes_of
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -41,7 +41,7 @@ def test_windows_in_any_order_fill_exactly_the_part(part, dtype, data):
     shape, offsets, sizes = part
     chunk = torch.randint(0, 2, shape).to(dtype)
     target = torch.full(sizes, 7).to(dtype)
-    landing = Landing(shape=shape, dtype=dtype, offsets=offsets, target=target)
+    landing = TensorTarget(shape=shape, dtype=dtype, offsets=offsets, target=target)
     content = bytes_of(chunk)
     elements = len(content) // dtype.itemsize
     cuts = sorted({0, elements, *data.draw(st.lists(st.integers(0, elements), max_size=4))})
@@ -58,7 +58,7 @@ def test_the_byte_range_is_all_that_is_needed(part):
     shape, offsets, sizes = part
     chunk = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     target = torch.full(sizes, -1, dtype=torch.int32)
-    landing = Landing(shape=shape, dtype=torch.int32, offsets=offsets, target=target)
+    landing = TensorTarget(shape=shape, dtype=torch.int32, offsets=offsets, target=target)
     start, stop = landing.byte_range
     landing.land(start, bytes_of(chunk)[start:stop])
     assert int(target.reshape(-1)[0]) * 4 == start
@@ -79,7 +79,7 @@ def test_the_byte_range_is_all_that_is_needed(part):
 )
 def test_a_run_of_the_payload_can_be_read_straight_into_place(shape, offsets, sizes, is_run):
     target = torch.zeros(sizes, dtype=torch.bfloat16)
-    landing = Landing(shape=shape, dtype=torch.bfloat16, offsets=offsets, target=target)
+    landing = TensorTarget(shape=shape, dtype=torch.bfloat16, offsets=offsets, target=target)
     start, stop = landing.byte_range
     assert (landing.memory is not None) == is_run
     if landing.memory is not None:
@@ -89,7 +89,7 @@ def test_a_run_of_the_payload_can_be_read_straight_into_place(shape, offsets, si
 def test_other_layouts_and_dtypes_are_not_read_straight_into_place_but_land():
     chunk = torch.arange(12.0).reshape(3, 4)
     for target in (torch.zeros(4, 3).t(), torch.zeros(3, 4, dtype=torch.float64)):
-        landing = Landing(shape=(3, 4), dtype=torch.float32, offsets=(0, 0), target=target)
+        landing = TensorTarget(shape=(3, 4), dtype=torch.float32, offsets=(0, 0), target=target)
         assert landing.memory is None
         landing.land(0, bytes_of(chunk))
         assert torch.equal(target.float(), chunk)

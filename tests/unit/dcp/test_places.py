@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_core.dcp import Place, Places, ShardWriter, check_metadata, load_chunk, load_metadata
+from ckpt_core.dcp import ChunkLocation, ChunkLocator, ShardWriter, check_metadata, load_chunk, load_metadata
 from ckpt_core.dcp._torch_zip import build_archive, tensor_pickle
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.formats.chunks import ChunkTable, encode_table
@@ -62,28 +62,28 @@ def save_stock(root: Path, tree: dict[str, Any]) -> None:
     dcp.save(tree, checkpoint_id=root, no_dist=True)
 
 
-def ours(root: Path, part: str = "") -> Places:
-    return Places(metadata_of(root, part), part=part, directory="root/x", read_table=lambda _: table_of(root))
+def ours(root: Path, part: str = "") -> ChunkLocator:
+    return ChunkLocator(metadata_of(root, part), part=part, directory="root/x", read_table=lambda _: table_of(root))
 
 
 def table_of(root: Path) -> ChunkTable:
     return ChunkTable.from_bytes((root / TABLE).read_bytes(), source=f"root/x/{TABLE}")
 
 
-def stock(root: Path) -> Places:
-    return Places(metadata_of(root), directory="root/x", read_at=read_at(root))
+def stock(root: Path) -> ChunkLocator:
+    return ChunkLocator(metadata_of(root), directory="root/x", read_at=read_at(root))
 
 
-def all_of(root: Path, places: Places, part: str = "") -> dict[str, Place]:
+def all_of(root: Path, places: ChunkLocator, part: str = "") -> dict[str, ChunkLocation]:
     return {index.fqn: place for index, place in places.find(metadata_of(root, part).storage_data).items()}
 
 
-def bytes_of(root: Path, place: Place) -> bytes:
+def bytes_of(root: Path, place: ChunkLocation) -> bytes:
     assert place.payload is not None, place.reason
     return read_at(root)(place.payload.path, place.payload.offset, place.payload.size_bytes)
 
 
-def check(root: Path, found: dict[str, Place], tree: dict[str, Any]) -> None:
+def check(root: Path, found: dict[str, ChunkLocation], tree: dict[str, Any]) -> None:
     tensors = {f"tensors.{name}": tensor for name, tensor in tree["tensors"].items()}
     for key, tensor in (tensors | {"large": tree["large"]}).items():
         place = found[key]
@@ -165,7 +165,7 @@ def test_only_the_tables_of_the_ranks_asked_for_are_read(our_root):
         asked.append(rank)
         return table_of(our_root)
 
-    places = Places(metadata_of(our_root), read_table=read_table)
+    places = ChunkLocator(metadata_of(our_root), read_table=read_table)
     assert asked == []
     places.find([MetadataIndex("large", (0,)), MetadataIndex("lr")])
     assert set(asked) == {0}
@@ -181,10 +181,10 @@ def test_a_stock_checkpoint_is_searched_with_few_requests_and_little_reading(tmp
         return read_at(root)(path, offset, size)
 
     indices = list(metadata_of(root).storage_data)
-    Places(metadata_of(root), read_at=read).find(indices)
+    ChunkLocator(metadata_of(root), read_at=read).find(indices)
     assert len(asked) <= 5
     asked.clear()
-    Places(metadata_of(root), read_at=read).find([MetadataIndex("large", (0,))])
+    ChunkLocator(metadata_of(root), read_at=read).find([MetadataIndex("large", (0,))])
     assert len(asked) <= 2
     assert sum(asked) <= 4096
 
@@ -267,12 +267,12 @@ def test_a_stream_extension_is_named_and_refused(stock_root):
     metadata = metadata_of(stock_root)
     index = MetadataIndex("large", (0,))
     metadata.storage_data[index].transform_descriptors = ["stream.zstd/1"]
-    places = Places(metadata, directory="root/x", read_at=read_at(stock_root))
+    places = ChunkLocator(metadata, directory="root/x", read_at=read_at(stock_root))
     with pytest.raises(IncompatibleCheckpointError, match=r"root/x/__0_0\.distcp.*'large'.*stream\.zstd"):
         places.find([index])
 
 
-def edited(root: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Places:
+def edited(root: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> ChunkLocator:
     table = json.loads((root / TABLE).read_bytes())
     change(table)
     content = json.dumps(table).encode()
@@ -280,7 +280,7 @@ def edited(root: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None])
     def read_table(_rank: int) -> ChunkTable:
         return ChunkTable.from_bytes(content, source=f"root/x/{TABLE}")
 
-    return Places(metadata_of(root), directory="root/x", read_table=read_table)
+    return ChunkLocator(metadata_of(root), directory="root/x", read_table=read_table)
 
 
 def set_of_large(name: str, value: object) -> Callable[[dict[str, Any]], None]:
@@ -335,8 +335,8 @@ def test_every_flipped_bit_of_a_stock_zip_is_found_or_leaves_the_place_as_it_was
     metadata = metadata_of(tmp_path / "x")
     (index,) = metadata.storage_data
 
-    def place_in(content: bytes) -> Place:
-        places = Places(metadata, read_at=lambda _, offset, size: content[offset : offset + size])
+    def place_in(content: bytes) -> ChunkLocation:
+        places = ChunkLocator(metadata, read_at=lambda _, offset, size: content[offset : offset + size])
         return places.find([index])[index]
 
     intact = place_in(raw)
@@ -369,7 +369,7 @@ def test_the_64_bit_fields_of_a_zip_are_understood(zip64_from):
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([100]))
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([100]), [chunk])
     metadata = Metadata({"w": entry}, storage_data={index: info})
-    places = Places(metadata, read_at=lambda _, offset, size: whole[offset : offset + size])
+    places = ChunkLocator(metadata, read_at=lambda _, offset, size: whole[offset : offset + size])
     payload = places.find([index])[index].payload
     assert (payload.offset, payload.crc32) == (len(archive.prefix), zlib.crc32(raw))
     assert torch.equal(load_chunk(whole, "w"), tensor)

@@ -13,7 +13,7 @@ import torch
 from ckpt_core import OnPreemption
 from ckpt_core.errors import ConfigError
 from ckpt_core.preemption._signals import SignalCounter
-from ckpt_core.preemption._sources import Announcements
+from ckpt_core.preemption._sources import PreemptionSources
 
 pytestmark = pytest.mark.reliability
 spot = threading.Event()
@@ -32,8 +32,8 @@ def _handlers() -> Generator[None]:
         signal.signal(number, handler)
 
 
-def announcements(*policies: OnPreemption) -> Announcements:
-    return Announcements(policies, period_seconds=0.001)
+def announcements(*policies: OnPreemption) -> PreemptionSources:
+    return PreemptionSources(policies, period_seconds=0.001)
 
 
 def eventually(true: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from zlib import crc32
 
-from ckpt_core.reading import Payload, Wanted
+from ckpt_core.reading import Payload, RangeRead
 from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
 
 MIB = 1 << 20
@@ -63,34 +63,34 @@ class DataFile:
         changed[at] ^= 0x10
         return bytes(changed)
 
-    def bytes_of(self, wanted: Wanted) -> bytes:
+    def bytes_of(self, wanted: RangeRead) -> bytes:
         start = wanted.payload.offset
         return self.content[start + wanted.start : start + wanted.stop]
 
 
-def whole(payload: Payload) -> Wanted:
-    return Wanted(payload=payload, start=0, stop=payload.size_bytes)
+def whole(payload: Payload) -> RangeRead:
+    return RangeRead(payload=payload, start=0, stop=payload.size_bytes)
 
 
-class Landing:
+class TensorTarget:
     """Where ranges land, in both ways, and what was told about it."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[Wanted, bytearray]] = []
+        self._places: list[tuple[RangeRead, bytearray]] = []
 
-    def range(self, payload: Payload, start: int, stop: int, *, take: bool = False) -> Wanted:
+    def range(self, payload: Payload, start: int, stop: int, *, take: bool = False) -> RangeRead:
         place = bytearray(b"\xaa" * (0 if take else stop - start))
         if take:
-            wanted = Wanted(payload=payload, start=start, stop=stop, take=place.extend)
+            wanted = RangeRead(payload=payload, start=start, stop=stop, take=place.extend)
         else:
-            wanted = Wanted(payload=payload, start=start, stop=stop, into=memoryview(place))
+            wanted = RangeRead(payload=payload, start=start, stop=stop, into=memoryview(place))
         self._places.append((wanted, place))
         return wanted
 
-    def whole(self, payload: Payload, *, take: bool = False) -> Wanted:
+    def whole(self, payload: Payload, *, take: bool = False) -> RangeRead:
         return self.range(payload, 0, payload.size_bytes, take=take)
 
-    def landed(self) -> list[tuple[Wanted, bytes]]:
+    def landed(self) -> list[tuple[RangeRead, bytes]]:
         return [(wanted, bytes(place)) for wanted, place in self._places]
 
     def untouched(self) -> bool:

@@ -11,10 +11,10 @@ from array import array
 import pytest
 
 from ckpt_core.errors import CorruptCheckpointError
-from ckpt_core.reading import MAX_TAKE_BYTES, Engine, Payload, Wanted
+from ckpt_core.reading import MAX_TAKE_BYTES, Engine, Payload, RangeRead
 from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage
 from ckpt_core.testing import Fault, FaultyStorage
-from tests.unit.reading.payloads import MIB, STORAGES, DataFile, Landing, descriptors, make_storage
+from tests.unit.reading.payloads import MIB, STORAGES, DataFile, TensorTarget, descriptors, make_storage
 
 SIZES = [1, 300, 16_384, 70_000, 3 * MIB, 70_000, 5, 19 * MIB + 3, 9]
 
@@ -28,7 +28,7 @@ def file(request) -> DataFile:
     return DataFile("0.distcp", SIZES, block_bytes=request.param)
 
 
-def ranges(file: DataFile, landing: Landing, seed: int) -> list[Wanted]:
+def ranges(file: DataFile, landing: TensorTarget, seed: int) -> list[RangeRead]:
     """Whole payloads, parts, overlaps and doublets, in any order, delivered in both ways."""
     chance = random.Random(seed)
     found = []
@@ -46,7 +46,7 @@ def ranges(file: DataFile, landing: Landing, seed: int) -> list[Wanted]:
 def test_every_byte_arrives_where_it_is_wanted(tmp_path, file, kind, keep_bytes, verified):
     file.put(storage := make_storage(kind, tmp_path))
     for seed in range(3):
-        landing = Landing()
+        landing = TensorTarget()
         wanted = ranges(file, landing, seed)
         with Engine(storage, "step", threads=3, keep_bytes=keep_bytes) as engine:
             if verified:
@@ -60,7 +60,7 @@ def test_a_range_is_taken_once_on_a_reading_thread(file):
     file.put(storage := MemoryStorage())
     calls = []
     wanted = [
-        Wanted(payload=p, start=0, stop=p.size_bytes, take=lambda view, p=p: calls.append((p.key, len(view))))
+        RangeRead(payload=p, start=0, stop=p.size_bytes, take=lambda view, p=p: calls.append((p.key, len(view))))
         for p in file.payloads
     ]
     with Engine(storage, "step", threads=4) as engine:
@@ -72,7 +72,7 @@ def test_an_empty_range_is_taken_without_reading():
     payload = Payload(path="0.distcp", key="w", offset=100, size_bytes=0, crc32=0)
     storage, calls = FaultyStorage(MemoryStorage()), []
     with Engine(storage, "step") as engine:
-        engine.fetch([Wanted(payload=payload, start=0, stop=0, take=lambda view: calls.append(bytes(view)))])
+        engine.fetch([RangeRead(payload=payload, start=0, stop=0, take=lambda view: calls.append(bytes(view)))])
     assert calls == [b""]
     assert storage.operations == ()
 
@@ -83,7 +83,7 @@ def test_bytes_are_aligned_in_memory_as_they_are_in_the_file():
     file.put(storage := MemoryStorage())
     addresses = {}
     wanted = [
-        Wanted(
+        RangeRead(
             payload=p, start=1, stop=700, take=lambda view, p=p: addresses.update({p.offset + 1: _at(view)})
         )
         for p in file.payloads
@@ -103,16 +103,16 @@ def test_memory_of_any_format_is_filled():
     file.put(storage := MemoryStorage())
     place = array("d", bytes(8_000))
     with Engine(storage, "step") as engine:
-        engine.fetch([Wanted(payload=file.payloads[0], start=0, stop=8_000, into=memoryview(place))])
+        engine.fetch([RangeRead(payload=file.payloads[0], start=0, stop=8_000, into=memoryview(place))])
         view = memoryview(bytearray(8_000)).cast("B").cast("d", (10, 100))
-        engine.fetch([Wanted(payload=file.payloads[0], start=0, stop=8_000, into=view)])
+        engine.fetch([RangeRead(payload=file.payloads[0], start=0, stop=8_000, into=view)])
     assert place.tobytes() == view.tobytes() == file.content[100:8_100]
 
 
 def test_only_what_is_wanted_is_read(tmp_path):
     file = DataFile("0.distcp", [12 * MIB] * 2, block_bytes=MIB)
     file.put(storage := LocalStorage(tmp_path))
-    landing = Landing()
+    landing = TensorTarget()
     with Engine(storage, "step") as engine:
         engine.fetch([landing.range(file.payloads[0], 5, 3 * MIB), landing.range(file.payloads[1], 0, 7)])
         assert engine.bytes_read == 3 * MIB - 5 + 7
@@ -121,7 +121,7 @@ def test_only_what_is_wanted_is_read(tmp_path):
 def test_neighbours_share_a_request():
     file = DataFile("0.distcp", [16_384] * 100, gap=5_000)
     file.put(inner := MemoryStorage())
-    storage, landing = FaultyStorage(inner), Landing()
+    storage, landing = FaultyStorage(inner), TensorTarget()
     with Engine(storage, "step") as engine:
         engine.fetch([landing.whole(payload) for payload in file.payloads])
     assert [op.method for op in storage.operations] == ["open_ranges", "read_into"]
@@ -131,7 +131,7 @@ def test_neighbours_share_a_request():
 @pytest.mark.parametrize("take", [False, True])
 def test_a_network_is_used_once_for_what_is_kept(file, take):
     file.put(storage := ObjectStorage("memory://once"))
-    landing = Landing()
+    landing = TensorTarget()
     wanted = [landing.whole(payload, take=take) for payload in file.payloads]
     with Engine(storage, "step") as engine:
         assert engine.verify(wanted) == []
@@ -144,7 +144,7 @@ def test_a_network_is_used_once_for_what_is_kept(file, take):
 
 def test_no_more_is_kept_than_allowed(file):
     file.put(storage := ObjectStorage("memory://some"))
-    landing = Landing()
+    landing = TensorTarget()
     wanted = [landing.whole(payload) for payload in file.payloads]
     with Engine(storage, "step", keep_bytes=10 * MIB) as engine:
         assert engine.verify(wanted) == []
@@ -157,7 +157,7 @@ def test_no_more_is_kept_than_allowed(file):
 def test_a_page_cache_is_trusted_with_the_bytes(tmp_path, file):
     """Nothing is kept in our own memory where the system keeps it."""
     file.put(storage := LocalStorage(tmp_path))
-    wanted = [Landing().whole(payload) for payload in file.payloads]
+    wanted = [TensorTarget().whole(payload) for payload in file.payloads]
     with Engine(storage, "step") as engine:
         engine.verify(wanted)
         assert engine._files.kept("0.distcp") is None
@@ -169,7 +169,7 @@ def test_a_page_cache_is_trusted_with_the_bytes(tmp_path, file):
 def test_what_is_read_again_is_verified_again_before_it_is_delivered(file, take, place):
     payload = file.payloads[place]
     file.put(storage := ObjectStorage("memory://again"))
-    landing = Landing()
+    landing = TensorTarget()
     wanted = [landing.range(payload, 5, min(payload.size_bytes - 5, 2 * MIB), take=take)]
     with Engine(storage, "step", keep_bytes=0) as engine:
         assert engine.verify(wanted) == []
@@ -185,7 +185,7 @@ def test_what_is_read_again_is_verified_again_before_it_is_delivered(file, take,
 def test_a_range_that_is_too_long_to_be_taken_is_refused_before_anything_is_read():
     size = MAX_TAKE_BYTES + 1
     payload = Payload(path="0.distcp", key="w", offset=0, size_bytes=size, crc32=None)
-    storage, landing = FaultyStorage(MemoryStorage()), Landing()
+    storage, landing = FaultyStorage(MemoryStorage()), TensorTarget()
     with Engine(storage, "step") as engine, pytest.raises(ValueError, match="take them in parts of 33554432"):
         engine.fetch([landing.range(payload, 0, 5), landing.whole(payload, take=True)])
     assert storage.operations == ()
@@ -195,7 +195,7 @@ def test_the_longest_range_that_may_be_taken_arrives(tmp_path):
     file = DataFile("0.distcp", [MAX_TAKE_BYTES + 9], block_bytes=MIB)
     for kind in ("local", "object"):
         file.put(storage := make_storage(kind, tmp_path))
-        landing = Landing()
+        landing = TensorTarget()
         wanted = [
             landing.range(file.payloads[0], start, start + MAX_TAKE_BYTES, take=True) for start in (3, 9)
         ]
@@ -207,7 +207,7 @@ def test_the_longest_range_that_may_be_taken_arrives(tmp_path):
 
 @pytest.mark.parametrize("where", [{}, {"into": memoryview(bytearray(5)), "take": print}])
 def test_a_range_has_exactly_one_place_to_go_to(file, where):
-    wanted = Wanted(payload=file.payloads[1], start=0, stop=5, **where)
+    wanted = RangeRead(payload=file.payloads[1], start=0, stop=5, **where)
     with (
         Engine(MemoryStorage(), "step") as engine,
         pytest.raises(ValueError, match="either `into` or `take`"),
@@ -228,7 +228,7 @@ def test_a_range_has_exactly_one_place_to_go_to(file, where):
 )
 def test_ranges_and_memory_that_do_not_fit_are_refused(file, start, stop, into):
     with pytest.raises(ValueError, match=r"payload of|must be writable"):
-        Wanted(payload=file.payloads[1], start=start, stop=stop, into=into)
+        RangeRead(payload=file.payloads[1], start=start, stop=stop, into=into)
 
 
 def test_block_checksums_that_do_not_fit_are_refused():
@@ -247,7 +247,7 @@ def test_an_object_store_is_asked_by_all_threads_at_once(verified):
         return real(*arguments, **options)
 
     storage._service.filesystem.cat_file = cat_file
-    landing = Landing()
+    landing = TensorTarget()
     wanted = [landing.whole(payload) for payload in file.payloads]
     with Engine(storage, "step", threads=4) as engine:
         if verified:
@@ -262,7 +262,7 @@ def test_nothing_that_was_found_changed_is_kept():
     file = DataFile("0.distcp", [1000])
     file.put(storage := ObjectStorage("memory://changed"), file.flipped(500))
     with Engine(storage, "step") as engine:
-        assert len(engine.verify([Landing().whole(file.payloads[0])])) == 1
+        assert len(engine.verify([TensorTarget().whole(file.payloads[0])])) == 1
         assert not engine._files.kept("0.distcp").holds(100, 101)
 
 
@@ -273,7 +273,7 @@ def test_nothing_that_was_found_changed_is_kept():
 def test_an_error_is_raised_with_its_file_when_all_threads_have_stopped(file, nth):
     file.put(inner := MemoryStorage())
     fault = Fault(method="read_into", nth=nth, error=OSError(errno.EIO, "Input/output error"))
-    landing = Landing()
+    landing = TensorTarget()
     with (
         Engine(FaultyStorage(inner, [fault]), "step", threads=3) as engine,
         pytest.raises(OSError, match=r"Input/output error.*step/0\.distcp"),
@@ -284,7 +284,7 @@ def test_an_error_is_raised_with_its_file_when_all_threads_have_stopped(file, nt
 
 def test_after_an_error_no_request_begins(file):
     storage = FaultyStorage(MemoryStorage(), [Fault(method="open_ranges", error=OSError(errno.EIO, "x"))])
-    landing = Landing()
+    landing = TensorTarget()
     with Engine(storage, "step", threads=1) as engine, pytest.raises(OSError, match="x"):
         engine.fetch([landing.whole(payload) for payload in file.payloads])
     assert len(storage.operations) == 1
@@ -295,7 +295,7 @@ def test_after_an_error_no_request_begins(file):
 def test_a_file_that_became_shorter_is_named(tmp_path, kind, file):
     file.put(storage := make_storage(kind, tmp_path), file.content[:-105])
     with Engine(storage, "step") as engine, pytest.raises(EOFError, match=r"step/0\.distcp: ends at byte"):
-        engine.fetch([Landing().whole(payload) for payload in file.payloads])
+        engine.fetch([TensorTarget().whole(payload) for payload in file.payloads])
 
 
 def test_an_error_of_the_taker_is_raised(file):
@@ -305,14 +305,14 @@ def test_an_error_of_the_taker_is_raised(file):
         raise ZeroDivisionError
 
     with Engine(storage, "step") as engine, pytest.raises(ZeroDivisionError):
-        engine.fetch([Wanted(payload=file.payloads[0], start=0, stop=1, take=refuse)])
+        engine.fetch([RangeRead(payload=file.payloads[0], start=0, stop=1, take=refuse)])
 
 
 def test_descriptors_are_closed_at_the_end(tmp_path, file):
     file.put(storage := LocalStorage(tmp_path))
     before = descriptors()
     with Engine(storage, "step") as engine:
-        engine.fetch([Landing().whole(payload) for payload in file.payloads])
+        engine.fetch([TensorTarget().whole(payload) for payload in file.payloads])
         assert descriptors() == before + 1
     assert descriptors() == before
 
@@ -322,7 +322,7 @@ def test_files_that_are_replaced_between_the_passes_are_read_as_verified_or_not_
     """As by a save that takes a checkpoint's name meanwhile; more than so many files are not kept open."""
     storage = LocalStorage(tmp_path)
     files = [DataFile(f"__{rank}_0.distcp", [300, 40]) for rank in range(count)]
-    landing = Landing()
+    landing = TensorTarget()
     with Engine(storage, "step") as engine:
         for file in files:
             file.put(storage)

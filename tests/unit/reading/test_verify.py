@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ckpt_core.reading import Engine, Payload, Wanted
+from ckpt_core.reading import Engine, Payload, RangeRead
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.reading.payloads import MIB, STORAGES, DataFile, descriptors, make_storage, whole
@@ -83,10 +83,10 @@ def test_only_the_blocks_that_are_used_are_read():
     file.put(storage := MemoryStorage(), file.flipped(100 + 5 * MIB))
     with Engine(storage, "step") as engine:
         ranges = [(0, 1), (2 * MIB - 1, 2 * MIB + 1), (11 * MIB + 5, 12 * MIB), (7, 9)]
-        assert engine.verify([Wanted(payload=payload, start=a, stop=b) for a, b in ranges]) == []
+        assert engine.verify([RangeRead(payload=payload, start=a, stop=b) for a, b in ranges]) == []
         assert engine.bytes_read == 4 * MIB
     with Engine(storage, "step") as engine:
-        assert engine.verify([Wanted(payload=payload, start=5 * MIB + 7, stop=5 * MIB + 8)]) != []
+        assert engine.verify([RangeRead(payload=payload, start=5 * MIB + 7, stop=5 * MIB + 8)]) != []
 
 
 def test_a_part_of_a_payload_without_blocks_is_verified_by_the_whole():
@@ -94,7 +94,7 @@ def test_a_part_of_a_payload_without_blocks_is_verified_by_the_whole():
     (payload,) = file.payloads
     file.put(storage := MemoryStorage(), file.flipped(100 + 8 * MIB))
     with Engine(storage, "step") as engine:
-        assert len(engine.verify([Wanted(payload=payload, start=0, stop=5)])) == 1
+        assert len(engine.verify([RangeRead(payload=payload, start=0, stop=5)])) == 1
         assert engine.bytes_read == 9 * MIB
 
 
@@ -227,6 +227,6 @@ def test_payloads_that_overlap_are_each_verified():
 
 def test_nothing_wanted_is_nothing_read(file):
     storage = FaultyStorage(MemoryStorage())
-    empty = Wanted(payload=file.payloads[0], start=0, stop=0)
+    empty = RangeRead(payload=file.payloads[0], start=0, stop=0)
     assert problems(storage, []) == problems(storage, [empty]) == []
     assert storage.operations == ()

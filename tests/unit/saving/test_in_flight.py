@@ -11,7 +11,7 @@ import pytest
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import SaveError
 from ckpt_core.saving._handle import SaveHandle
-from ckpt_core.saving._in_flight import Background, Flight
+from ckpt_core.saving._in_flight import SaveThread, InFlightSaves
 from ckpt_core.types import CheckpointInfo
 
 INFO = CheckpointInfo(step=1, name="step-000000001", created=0.0)
@@ -23,16 +23,16 @@ def handle(step: int = 1) -> SaveHandle:
 
 
 @contextmanager
-def flight(back_pressure: str = "wait", on_error: str = "raise", limit: int = 1) -> Generator[Flight]:
-    background = Background(LONG)
-    made = Flight(Solo(), background=background, back_pressure=back_pressure, on_error=on_error, limit=limit)
+def flight(back_pressure: str = "wait", on_error: str = "raise", limit: int = 1) -> Generator[InFlightSaves]:
+    background = SaveThread(LONG)
+    made = InFlightSaves(Solo(), background=background, back_pressure=back_pressure, on_error=on_error, limit=limit)
     try:
         yield made
     finally:
         background.close()
 
 
-def start(of: Flight, save: SaveHandle, run: Callable[[], None]) -> None:
+def start(of: InFlightSaves, save: SaveHandle, run: Callable[[], None]) -> None:
     of.start(save, run, lambda told: save.committed.set_exception(SaveError(told)))
 
 

@@ -9,7 +9,7 @@ import torch
 from ckpt_core import CheckpointManager
 from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.errors import CoordinationError
-from ckpt_core.saving._plan_cache import AgreedPlans, Keeping, Offer, _keepings
+from ckpt_core.saving._plan_cache import PlanCache, KeepOwn, Offer, _keepings
 
 
 @final
@@ -43,24 +43,24 @@ class Counting(Coordinator):
     def close(self) -> None: ...
 
 
-def look(plans: AgreedPlans, *, uneven: Any = (), files: Any = (), **tree: Any) -> bool:
+def look(plans: PlanCache, *, uneven: Any = (), files: Any = (), **tree: Any) -> bool:
     return plans.look({"": tree}, Offer(uneven=frozenset(uneven), files=frozenset(files)))
 
 
-def save(plans: AgreedPlans, coordinator: Counting, **state: Any) -> None:
+def save(plans: PlanCache, coordinator: Counting, **state: Any) -> None:
     """What a save does about its plans."""
     if coordinator.combine([int(look(plans, **state))])[0]:
         plans.agree(coordinator)
     plans.check()
 
 
-def keys(plans: AgreedPlans) -> list[str]:
+def keys(plans: PlanCache) -> list[str]:
     part = plans.parts[""]
     return [index.fqn for index, _, _ in part.specs] + [index.fqn for index in part.value_indices]
 
 
 def test_what_does_not_change_is_agreed_on_once():
-    plans, coordinator = AgreedPlans(), Counting()
+    plans, coordinator = PlanCache(), Counting()
     for value in range(5):
         save(plans, coordinator, w=torch.full((3,), value), n=value, files=["rank"])
     assert coordinator.exchanges == plans.generation == 1
@@ -69,7 +69,7 @@ def test_what_does_not_change_is_agreed_on_once():
 
 
 def test_what_changes_is_agreed_on_anew():
-    plans, coordinator = AgreedPlans(), Counting()
+    plans, coordinator = PlanCache(), Counting()
     for tree in ({"w": torch.ones(3)}, {"w": torch.ones(4)}, {"w": torch.ones(4), "x": 1}):
         save(plans, coordinator, **tree)
         assert set(plans.metadata[""].state_dict_metadata) == set(tree)
@@ -77,7 +77,7 @@ def test_what_changes_is_agreed_on_anew():
 
 
 def test_a_change_on_another_rank_is_enough():
-    plans, coordinator = AgreedPlans(), Counting()
+    plans, coordinator = PlanCache(), Counting()
     save(plans, coordinator, w=1)
     coordinator.peer_changed = True
     save(plans, coordinator, w=1)
@@ -86,7 +86,7 @@ def test_a_change_on_another_rank_is_enough():
 
 @pytest.mark.parametrize("change", [{"uneven": [("", "w")]}, {"files": ["a"]}], ids=["uneven", "files"])
 def test_keys_that_become_uneven_and_other_files_are_agreed_on_anew(change):
-    plans, coordinator = AgreedPlans(), Counting()
+    plans, coordinator = PlanCache(), Counting()
     save(plans, coordinator, w=torch.ones(1))
     save(plans, coordinator, w=torch.ones(1), **change)
     save(plans, coordinator, w=torch.ones(1), **change)
@@ -94,7 +94,7 @@ def test_keys_that_become_uneven_and_other_files_are_agreed_on_anew(change):
 
 
 def test_after_an_error_plans_are_agreed_on_anew():
-    plans, coordinator = AgreedPlans(), Counting()
+    plans, coordinator = PlanCache(), Counting()
     save(plans, coordinator, w=torch.ones(2))
     with pytest.raises(CoordinationError, match="rank 0"):
         save(plans, coordinator, w=torch.eye(2).to_sparse())
@@ -109,11 +109,11 @@ A, B = ("", "a"), ("", "b")
 @pytest.mark.parametrize(
     ("uneven", "keepings"),
     [
-        ([{A}, {A}], [Keeping.NEVER, Keeping.IF_DIFFERENT]),
-        ([{A}, {B}, {B}], [Keeping.NEVER, Keeping.NEVER, Keeping.ALWAYS]),
-        ([{A}, {A, B}], [Keeping.NEVER, Keeping.ALWAYS]),
-        ([{A, B}, {A}], [Keeping.NEVER, Keeping.ALWAYS]),
-        ([set(), {A}, set()], [Keeping.NEVER] * 3),
+        ([{A}, {A}], [KeepOwn.NEVER, KeepOwn.IF_DIFFERENT]),
+        ([{A}, {B}, {B}], [KeepOwn.NEVER, KeepOwn.NEVER, KeepOwn.ALWAYS]),
+        ([{A}, {A, B}], [KeepOwn.NEVER, KeepOwn.ALWAYS]),
+        ([{A, B}, {A}], [KeepOwn.NEVER, KeepOwn.ALWAYS]),
+        ([set(), {A}, set()], [KeepOwn.NEVER] * 3),
     ],
     ids=["replicas", "stages", "more", "fewer", "one"],
 )

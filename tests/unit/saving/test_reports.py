@@ -14,14 +14,14 @@ from ckpt_core.commit import Catalog, begin, verify
 from ckpt_core.dcp import Part, decide
 from ckpt_core.errors import SaveError
 from ckpt_core.formats.chunks import ChunkTable
-from ckpt_core.saving._plan_cache import Keeping
+from ckpt_core.saving._plan_cache import KeepOwn
 from ckpt_core.saving._prepare import Assignment, PreparedSave
 from ckpt_core.saving._prepared import SaveRequest
-from ckpt_core.saving._reports import RankReport, WriteMemory
+from ckpt_core.saving._reports import RankReport, ReportCache
 from ckpt_core.saving._stager import Stager
 from ckpt_core.saving._write import Throttle, commit_all, write_rank
 from ckpt_core.staging import Arenas
-from ckpt_core.state._rank_buffers import LocalValues
+from ckpt_core.state._rank_buffers import RankBuffers
 from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -35,7 +35,7 @@ class Job:
     states: list[dict[str, Any]]
 
     def __post_init__(self) -> None:
-        self.memories = [WriteMemory() for _ in self.states]
+        self.memories = [ReportCache() for _ in self.states]
         self.stagers = [Stager(Arenas()) for _ in self.states]
         self.parts = [Part() for _ in self.states]
         self.metadata: dict[str, Metadata] = {}
@@ -65,8 +65,8 @@ class Job:
                 assignment=assignment,
                 files={f"rank-{rank:05d}.json": b"{}"},
                 metadata=self.metadata,
-                local=LocalValues({}),
-                keeping=Keeping.NEVER,
+                local=RankBuffers({}),
+                keeping=KeepOwn.NEVER,
                 items={"model": "sharded"},
                 staged=staged,
                 rank=rank,
@@ -196,7 +196,7 @@ def test_a_coordinator_that_was_never_told_does_not_commit(job):
     job.save()
     saves, messages = job.write()
     with pytest.raises(SaveError, match=r"ranks \[0, 1\] did not report where their chunks lie"):
-        commit_all(job.storage, saves[0], messages, WriteMemory())
+        commit_all(job.storage, saves[0], messages, ReportCache())
     assert not job.storage.exists("step-000000002/COMMITTED")
 
 
@@ -214,7 +214,7 @@ def test_tensors_are_written_no_faster_than_the_cap(job):
         now[0] += seconds
 
     job.states[0]["rank0.large"] = torch.zeros(40 << 20, dtype=torch.uint8)
-    job.memories[0] = WriteMemory(pace=Throttle(16 << 20, clock=lambda: now[0], sleep=sleep))
+    job.memories[0] = ReportCache(pace=Throttle(16 << 20, clock=lambda: now[0], sleep=sleep))
     job.save()
     assert slept == [1.0, 1.0]
     assert verify(job.storage, "step-000000001") == []

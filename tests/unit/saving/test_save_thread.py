@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-from ckpt_core.saving._in_flight import Background, within
+from ckpt_core.saving._in_flight import SaveThread, within
 
 pytestmark = pytest.mark.reliability
 
@@ -16,8 +16,8 @@ SHORT = 0.1
 
 
 @pytest.fixture
-def background() -> Generator[Background]:
-    made = Background(SHORT)
+def background() -> Generator[SaveThread]:
+    made = SaveThread(SHORT)
     yield made
     made.close()
 
@@ -71,7 +71,7 @@ def test_work_behind_work_that_hangs_is_given_up_too(background):
 
 
 def test_work_that_gets_on_is_not_given_up_however_long_it_takes():
-    background, told = Background(0.5), list[str]()
+    background, told = SaveThread(0.5), list[str]()
     ticks = [threading.Event() for _ in range(6)]
 
     def work() -> None:

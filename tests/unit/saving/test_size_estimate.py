@@ -9,7 +9,7 @@ from torch import nn
 from ckpt_core import CheckpointManager, TrainState
 from ckpt_core.options import Headroom
 from ckpt_core.saving import _disk_space as _room
-from ckpt_core.saving._size_estimate import Free, Need
+from ckpt_core.saving._size_estimate import SpaceFree, SpaceNeeded
 from ckpt_core.storage import MemoryStorage
 
 SLACK_BYTES = 100_000
@@ -39,8 +39,8 @@ STATES = {
 def predicted(monkeypatch):
     """What was predicted before each save, and what the next was predicted to take after it."""
     seen = []
-    real = _room.Volumes.need
-    monkeypatch.setattr(_room.Volumes, "need", lambda *args: seen.append(real(*args)) or seen[-1])
+    real = _room.SizeEstimator.need
+    monkeypatch.setattr(_room.SizeEstimator, "need", lambda *args: seen.append(real(*args)) or seen[-1])
     return seen
 
 
@@ -65,13 +65,13 @@ def test_a_prediction_is_enough_and_not_much_too_much(predicted, kind):
 
 def test_where_nobody_can_tell_what_is_free_everything_fits():
     storage = MemoryStorage()
-    free = Free.of(storage, Headroom(share=0.5))
-    assert free.fits(Need(size_bytes=1 << 60, files=1 << 60))
+    free = SpaceFree.of(storage, Headroom(share=0.5))
+    assert free.fits(SpaceNeeded(size_bytes=1 << 60, files=1 << 60))
 
 
 def test_headroom_is_not_for_saves():
-    free = Free(size_bytes=100, files=3, headroom_bytes=40)
-    assert free.fits(Need(size_bytes=60, files=3))
-    assert not free.fits(Need(size_bytes=61, files=3))
-    assert not free.fits(Need(size_bytes=60, files=4))
-    assert not Free(size_bytes=10, files=3, headroom_bytes=40).fits(Need(size_bytes=1, files=1))
+    free = SpaceFree(size_bytes=100, files=3, headroom_bytes=40)
+    assert free.fits(SpaceNeeded(size_bytes=60, files=3))
+    assert not free.fits(SpaceNeeded(size_bytes=61, files=3))
+    assert not free.fits(SpaceNeeded(size_bytes=60, files=4))
+    assert not SpaceFree(size_bytes=10, files=3, headroom_bytes=40).fits(SpaceNeeded(size_bytes=1, files=1))
