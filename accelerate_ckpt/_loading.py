@@ -23,7 +23,7 @@ from ckpt_core import (
     CorruptCheckpointError,
     UnsafeCheckpointError,
 )
-from ckpt_core.collective import everywhere
+from ckpt_core.collective import collective_phase
 from ckpt_core.commit import require_trusted
 from ckpt_core.disclosure import logger_of
 from ckpt_core.names import MARKER, METADATA
@@ -130,12 +130,9 @@ class Loading:
                 f"{storage.url}/{name}: stock Accelerate reads what it wrote from local directories"
             )
         else:
-            small = everywhere(
-                self._roots.coordinator,
-                lambda: read_small(accelerator, storage, name, self._pickles, committed=False),
-                f"{storage.url}/{name} could not be read, and nothing was loaded",
-                what="reading small files",
-            )
+            untouched = f"{storage.url}/{name} could not be read, and nothing was loaded"
+            with collective_phase(self._roots.coordinator, untouched, what="reading small files"):
+                small = read_small(accelerator, storage, name, self._pickles, committed=False)
             load_by_stock(
                 accelerator,
                 self._stock,

@@ -21,7 +21,7 @@ from accelerate_ckpt._trainer_choice import newest_to_resume
 from accelerate_ckpt._trainer_session import TrainerSession
 from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
-from ckpt_core.collective import everywhere
+from ckpt_core.collective import collective_phase
 from ckpt_core.commit import Catalog, require_trusted
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
@@ -180,12 +180,9 @@ class TrainerResume:
         """A directory of this rank for the Trainer to read: small files as verified, links to others."""
         place, coordinator = Place.of(checkpoint), self._session.coordinator
         storage = open_storage(place.root)
-        small, others = everywhere(
-            coordinator,
-            lambda: self._read(storage, place.name),
-            f"{checkpoint} could not be read, and nothing was loaded",
-            what="verifying small files",
-        )
+        untouched = f"{checkpoint} could not be read, and nothing was loaded"
+        with collective_phase(coordinator, untouched, what="verifying small files"):
+            small, others = self._read(storage, place.name)
         with private_directory() as directory:
             view = directory / place.name
             view.mkdir()

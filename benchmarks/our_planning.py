@@ -20,7 +20,7 @@ from ckpt_core.dcp import ImageLayout
 from ckpt_core.formats.chunks import ChunkColumns, TableEntry
 from ckpt_core.messages import decode, encode
 from ckpt_core.names import chunks_name, data_name, rank_name
-from ckpt_core.saving._plan_cache import PlanCache, KeepOwn, Offer, _Proposal
+from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache, _Proposal
 from ckpt_core.saving._prepare import Assignment, PreparedSave
 from ckpt_core.saving._prepared import SaveRequest
 from ckpt_core.saving._reports import ReportCache

@@ -145,7 +145,7 @@ class Cell:
     @property
     def text(self) -> str:
         """What the message says of the fault."""
-        return "has not got on" if self.hangs else os.strerror(self.number)
+        return "has made no progress" if self.hangs else os.strerror(self.number)
 
     @property
     def ranks(self) -> frozenset[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import (
@@ -22,7 +23,6 @@ from ckpt_core.messages import message
 from ckpt_core.validation import integer, plain_integer, require, text
 
 T = TypeVar("T")
-N = TypeVar("N")
 _SOON_SECONDS = 5.0
 
 
@@ -37,47 +37,52 @@ class _Outcome:
     note: object = None
 
 
-def everywhere(
-    coordinator: Coordinator, act: Callable[[], T], consequence: str, *, what: str = "loading a checkpoint"
-) -> T:
-    """Run one phase on every rank; if it fails on any, the same error is raised on all. Collective.
+@final
+@dataclass(slots=True)
+class Note:
+    """A plain value that every rank leaves for all at the end of a phase.
+
+    Attributes:
+        own: what this rank leaves.
+        all: what every rank left, by rank, once the phase has ended.
+    """
+
+    own: Any = None
+    all: Sequence[Any] = ()
+
+
+@contextmanager
+def collective_phase(
+    coordinator: Coordinator, consequence: str, *, what: str = "loading a checkpoint"
+) -> Generator[Note]:
+    """Run the body on every rank; if it fails on any, raise the same error on all. Collective.
 
     Args:
         coordinator: of the ranks.
-        act: the phase.
-        consequence: what it means that an error which is none of ours kept it from ending.
-        what: the phase in words, for whoever waits in vain for another rank.
+        consequence: the state that an unexpected exception leaves the live model in.
+        what: the phase in words, for the error of a rank that waits for another.
 
     Raises:
-        DeadlineError: a rank did not come to the end of the phase; `awaited` names it.
-        CorruptCheckpointError: what any rank has found damaged, all of it.
+        DeadlineError: a rank did not reach the end of the phase; `awaited` names it.
+        CorruptCheckpointError: damage that any rank found, all of it.
         CheckpointError: the first rank's.
         LoadError: a rank failed otherwise.
     """
-    return everywhere_told(coordinator, lambda: (act(), None), consequence, what=what)[0]
-
-
-def everywhere_told(
-    coordinator: Coordinator, act: Callable[[], tuple[T, N]], consequence: str, *, what: str
-) -> tuple[T, list[N]]:
-    """Run one phase on every rank, as `everywhere`; each also leaves a short note for all. Collective.
-
-    Returns:
-        What this rank's phase gave, and the notes of all ranks, which must be plain.
-    """
+    note = Note()
     try:
-        result, note = act()
+        yield note
     except Exception as error:
         own = _Outcome(error if isinstance(error, CheckpointError) else None, failure_text(error))
-        # A rank that was waited for in vain just now need not be waited for as long again.
+        # A rank that did not answer just now need not be waited for as long again.
         soon = _SOON_SECONDS if isinstance(error, DeadlineError) else None
         outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=soon)
         _raise_worst(outcomes, consequence, error)
         raise
-    own = _Outcome(None, "", note)
-    outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=None)
+    outcomes = _gathered(
+        coordinator, _Outcome(None, "", note.own), consequence, what=what, deadline_seconds=None
+    )
     _raise_worst(outcomes, consequence, None)
-    return result, [cast("N", outcome.note) for outcome in outcomes]
+    note.all = [outcome.note for outcome in outcomes]
 
 
 def _gathered(

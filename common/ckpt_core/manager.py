@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -17,8 +16,9 @@ from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.retention import PrunePlan
-from ckpt_core.saving import SaveHandle, Saver, SaveRequest
-from ckpt_core.state import State, as_captured, as_source, takes_all
+from ckpt_core.root import Job, Ownership, Pruner
+from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
+from ckpt_core.state import State, as_source, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
@@ -74,16 +74,16 @@ class CheckpointManager:
         self.storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         self._owns_coordinator = coordinator is None
-        self._telemetry = Telemetry(*sinks)
         self._catalog = Catalog(self.storage)
         self._cadence = CadenceKeeper(self.options.save, self._coordinator, listen=listen)
-        self._saver = Saver(self.storage, self._coordinator, self.options, self._telemetry)
-        self._loader = Loader(
-            self.storage,
-            self._coordinator,
-            self._telemetry,
-            verify_manifest=self.options.manifest_verifier,
+        job = Job(storage=self.storage, coordinator=self._coordinator, telemetry=Telemetry(*sinks))
+        thread = SaveThread(deadline)
+        self._root = Ownership(
+            self.storage, self._coordinator, job_name=self.options.job_name, until_idle=thread.until_idle
         )
+        self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
+        self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
+        self._loader = Loader(job, verify_manifest=self.options.manifest_verifier)
         self._closed = False
 
     @property
@@ -107,7 +107,7 @@ class CheckpointManager:
             return self._cadence.look()
         step = checked_step("due", step)
         reason = self._cadence.due(step, total_steps)
-        return reason or (COALESCED if self._saver.overdue() else None)
+        return reason or (COALESCED if self._saver.in_flight.overdue() else None)
 
     def maybe_save(
         self,
@@ -154,23 +154,22 @@ class CheckpointManager:
             ConfigError: the root cannot be written, or the arguments are not what they should be.
         """
         self._bind()
-        capture: Callable[[], CapturedState] = partial(as_captured, state)
         try:
             request = _request(step, state, name, metrics=metrics, annotations=annotations)
         except ConfigError as error:
             if self._coordinator.world_size == 1:
                 raise
             # The other ranks may have asked for a save that is right, and would wait for this one.
-            request, capture = SaveRequest(step=0, name=step_name(0)), partial(_raise, error)
+            request = SaveRequest(step=0, name=step_name(0), refusal=error)
         if self._cadence.pending:
-            self._saver.settle()  # back-pressure must not leave out the last save
-        handle = self._saver.save(request, capture)
+            self._saver.in_flight.settle()  # back-pressure must not leave out the last save
+        handle = self._saver.save(request, state)
         if handle is not None:
             self._cadence.saved(request.step)
         return handle
 
     def prewarm(self, state: State | CapturedState) -> int:
-        """Do ahead of the first save what takes only that its time: plan it, and make its arenas. Collective.
+        """Plan the save and allocate its arenas now, so that the first save does not pay for it. Collective.
 
         Returns:
             Bytes of host memory that this rank's arenas take from now on.
@@ -180,7 +179,7 @@ class CheckpointManager:
             StagingMemoryError: this rank's share does not fit into its memory; other ranks may have room.
         """
         self._bind()
-        return self._saver.prewarm(lambda: as_captured(state))
+        return self._saver.prewarm(state)
 
     @property
     def staging_bytes(self) -> int:
@@ -202,19 +201,17 @@ class CheckpointManager:
         """
         self._bind()
         agreed_place(self._coordinator, "resume", None, None, check=lambda: as_source(state))
-        self._saver.rewound()
-        self._saver.own_root()
+        self._rewind()
+        self._own_root()
         request = LoadRequest.of(self.options, Selection())
-        loaded = self._loader.newest(
-            request, as_source(state), note_damaged=self._saver.ownership.note_damaged
-        )
+        loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
         self._loader.tell_surroundings(loaded)
         if loaded is None:
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
         if loaded.info.damaged is not None and every_byte:
-            self._saver.ownership.note_sound(loaded.info.name)
-        self._saver.ownership.line.goes_on_from(loaded.info)
+            self._root.note_sound(loaded.info.name)
+        self._root.line.goes_on_from(loaded.info)
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
@@ -264,7 +261,7 @@ class CheckpointManager:
             self._coordinator, "load", step, name, check=lambda: narrowed(state, selected())
         )
         selection = selected()
-        self._saver.rewound()
+        self._rewind()
         source, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower)
         info: CheckpointInfo | None
@@ -277,7 +274,7 @@ class CheckpointManager:
             request = self._loader.locate(request, step=step, name=name)
             saved, info = self._loader.load(request, source), request.committed
         if info is not None and selection.is_all and takes_all(state, saved):
-            self._saver.ownership.line.goes_on_from(info)
+            self._root.line.goes_on_from(info)
         return saved
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
@@ -294,7 +291,7 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such checkpoint.
         """
         self._bind()
-        self._saver.rewound()
+        self._rewind()
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
         info = self._coordinator.once(
             lambda: (
@@ -302,7 +299,7 @@ class CheckpointManager:
             ),
             what="looking for a checkpoint",
         )
-        self._saver.ownership.line.goes_on_from(info)
+        self._root.line.goes_on_from(info)
         return info
 
     def start_afresh(self) -> None:
@@ -312,20 +309,20 @@ class CheckpointManager:
         is loaded afterwards counts, as ever.
         """
         self._check()
-        self._saver.rewound()
-        self._saver.ownership.line.starts_afresh()
+        self._rewind()
+        self._root.line.starts_afresh()
 
     def wait(self) -> None:
         """Wait for the saves in flight.
 
         Raises:
-            SaveError: one failed; the failure of another behind it is told at the next call.
+            SaveError: a save failed. If several did, the next call raises the next error.
         """
         require_same_process(self._pid)
-        self._saver.wait()
+        self._saver.in_flight.wait()
 
     def wait_staged(self) -> None:
-        """Return when weights may be changed by other means than a step of the optimizers that were saved.
+        """Block until the staged copies are complete, so that weights may change outside `optimizer.step()`.
 
         Only `staging="overlapped"` needs it: call it before weights are swapped, averaged or loaded, above
         all through `.data`, which nothing can notice. On CUDA, what is enqueued on the current streams
@@ -333,7 +330,7 @@ class CheckpointManager:
         being copied. A save that has failed is not told here.
         """
         require_same_process(self._pid)
-        self._saver.wait_staged()
+        self._saver.copies.wait()
 
     def checkpoints(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
         """The committed checkpoints of the present lineage, or `abandoned` ones, too; oldest first."""
@@ -354,7 +351,7 @@ class CheckpointManager:
         step = None if step is None else checked_step("verify", step)
         info = self._newest() if step is None else self._catalog.find(step=step)
         failures = verify(self.storage, info.name)
-        self._saver.ownership.note_verified(info, failures)
+        self._root.note_verified(info, failures)
         return failures
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
@@ -363,15 +360,15 @@ class CheckpointManager:
         Before anything goes, one of the checkpoints that stay is verified, if none has been by this manager.
         """
         self._bind()
-        self._saver.wait()
+        self._saver.in_flight.wait()
         if dry_run:
-            return self._coordinator.once(self._saver.pruner.plan, what="pruning")
-        self._saver.own_root()
-        return self._coordinator.once(self._saver.pruner.apply, what="pruning")
+            return self._coordinator.once(self._pruner.plan, what="pruning")
+        self._own_root()
+        return self._coordinator.once(self._pruner.apply, what="pruning")
 
     def discard(self, name: str) -> None:
         """Remove one checkpoint, unless it is pinned; coordinator only, once this manager has saved."""
-        self._saver.pruner.remove(name)
+        self._pruner.remove(name)
 
     def pin(self, step: int, reason: str) -> None:
         """Protect a step from pruning until `unpin`."""
@@ -422,6 +419,17 @@ class CheckpointManager:
             self._cadence.close()
             if self._owns_coordinator:
                 self._coordinator.close()
+
+    def _own_root(self) -> None:
+        """Wait for the saves in flight and claim the root; see `Ownership.take` and `Ownership.check`."""
+        self._saver.in_flight.wait()
+        self._root.take()
+        self._coordinator.once(self._root.check, what="taking the root")
+
+    def _rewind(self) -> None:
+        """Wait for the saves in flight, and forget the last: a load makes it say nothing of later steps."""
+        self._saver.in_flight.wait()
+        self._saver.in_flight.forget()
 
     def _newest(self) -> CheckpointInfo:
         """The newest of the present lineage, marked or not."""
@@ -483,7 +491,3 @@ def _request(
         annotations=dict(annotations or {}),
         replace=name is not None,
     )
-
-
-def _raise(error: ConfigError) -> CapturedState:
-    raise error

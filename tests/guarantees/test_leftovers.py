@@ -51,7 +51,7 @@ def next_run(root):
     """What a fresh job finds once it has taken the root: name -> step."""
     plant(root)
     with CheckpointManager(root) as checkpoints:
-        checkpoints._saver.own_root()
+        checkpoints._own_root()
         infos = checkpoints.checkpoints()
     assert {name: (root / name).read_bytes() for name in FOREIGN} == FOREIGN
     assert all(verify(LocalStorage(root), info.name) == [] for info in infos)

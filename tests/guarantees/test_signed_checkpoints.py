@@ -183,7 +183,7 @@ def test_a_save_whose_signing_hangs_is_given_up_and_never_committed_later(tmp_pa
     failure = manager.save(1, state_of(1)).committed.exception()
     assert asked.is_set()
     assert isinstance(failure, SaveError)
-    assert "signing the manifest has not got on" in str(failure)
+    assert "signing the manifest has made no progress" in str(failure)
     assert not failure.in_doubt
     answered.set()
     returned.wait()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_core.collective import _Outcome, _raise_worst, everywhere
+from ckpt_core.collective import _Outcome, _raise_worst, collective_phase
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import (
     CheckpointError,
@@ -65,9 +65,11 @@ def test_hearsay_is_better_than_nothing():
     ids=["foreign", "ours"],
 )
 def test_alone_the_error_is_ones_own(act: Callable[[], Any], kind: type[Exception]):
-    with pytest.raises(kind):
-        everywhere(Solo(), act, "nothing was loaded")
+    with pytest.raises(kind), collective_phase(Solo(), "nothing was loaded"):
+        act()
 
 
 def test_nothing_is_raised_if_nothing_failed():
-    assert everywhere(Solo(), lambda: 7, "") == 7
+    with collective_phase(Solo(), "") as note:
+        note.own = 7
+    assert note.all == [7]

@@ -18,31 +18,31 @@ from ckpt_core.dcp._reader import (
     read_linked,
     without_pickle,
 )
-from ckpt_core.dcp._tensor_reads import TensorTarget, TensorRead
+from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter, encode_metadata, places_in
 from ckpt_core.formats.consistency import check_metadata
 
 __all__ = [
+    "ChunkLocation",
+    "ChunkLocator",
     "Decision",
     "Fingerprints",
     "GroupNames",
     "Hashing",
     "Image",
     "ImageLayout",
-    "TensorTarget",
     "Meshes",
-    "TensorRead",
     "Pace",
     "Part",
-    "ChunkLocation",
-    "ChunkLocator",
     "Replicas",
     "SafeLoadPlanner",
     "ShardReader",
     "ShardSpec",
     "ShardWriter",
     "Task",
+    "TensorRead",
+    "TensorTarget",
     "check_metadata",
     "check_stock",
     "checked_zip",

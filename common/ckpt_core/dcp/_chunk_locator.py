@@ -209,7 +209,9 @@ class ChunkLocator:
 
     # -- ours
 
-    def _find_by_table(self, path: str, entries: Sequence[_Entry], found: dict[MetadataIndex, ChunkLocation]) -> None:
+    def _find_by_table(
+        self, path: str, entries: Sequence[_Entry], found: dict[MetadataIndex, ChunkLocation]
+    ) -> None:
         chunks, rows, table_name = self._table(path, entries[0][0].fqn)
         for index, info in entries:
             row = rows.get((index.fqn, index.offset))
@@ -310,7 +312,10 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _filled(
-    place: ChunkLocation, form: tuple[torch.dtype, torch.Size] | None, payload: Payload | None, reason: str = ""
+    place: ChunkLocation,
+    form: tuple[torch.dtype, torch.Size] | None,
+    payload: Payload | None,
+    reason: str = "",
 ) -> ChunkLocation:
     return ChunkLocation(
         path=place.path,

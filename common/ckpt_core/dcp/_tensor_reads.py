@@ -159,7 +159,9 @@ class TensorRead:
             return
         while begin < end:
             cut = min(end, (begin // _WINDOW_BYTES + 1) * _WINDOW_BYTES)
-            yield RangeRead(payload=self.payload, start=begin, stop=cut, take=partial(self.landing.land, begin))
+            yield RangeRead(
+                payload=self.payload, start=begin, stop=cut, take=partial(self.landing.land, begin)
+            )
             begin = cut
 
     def land(self, start: int, content: memoryview) -> None:

@@ -2,8 +2,8 @@
 
 An allow-list of classes stops code. It does not stop a pickle that nests tuples a million deep and uses
 the outermost as a key, which overflows the C stack while it is hashed, or one that shares them so that the
-hash takes for ever, or one that writes memo number 2**31, for which the memo is allocated. `sanitize_pickle` lets
-through only the opcodes that pickles of plain data consist of, checks every length, and makes each tuple
+hash takes for ever, or one that writes memo number 2**31, for which the memo is allocated. `sanitize_pickle`
+lets through only the opcodes that pickles of plain data consist of, checks every length, and makes each tuple
 pass through the unpickler's `persistent_load`, which decides what stands for it.
 """
 

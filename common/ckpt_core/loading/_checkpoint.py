@@ -36,7 +36,7 @@ from ckpt_core.names import (
     shared_name,
     shared_rank,
 )
-from ckpt_core.state import PICKLED, BufferKey, decode_items, decode_buffers, pickled_key
+from ckpt_core.state import PICKLED, BufferKey, decode_buffers, decode_items, pickled_key
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedState
 

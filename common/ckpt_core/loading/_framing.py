@@ -22,7 +22,9 @@ _LARGE_BYTES: Final = 64 << 10  # to read it takes longer than to compute withou
 _BUFFER_BYTES: Final = 4 << 20
 
 
-def verify_framing(storage: Storage, files: CommittedFiles, *, rank: int, world_size: int) -> list[FileFailure]:
+def verify_framing(
+    storage: Storage, files: CommittedFiles, *, rank: int, world_size: int
+) -> list[FileFailure]:
     """Which of this rank's share of the data files are damaged around their large payloads.
 
     Raises:

@@ -14,8 +14,8 @@ overwritten.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self, final
 
@@ -23,9 +23,8 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt_core.collective import everywhere, everywhere_told
+from ckpt_core.collective import Note, collective_phase
 from ckpt_core.commit import verify, verify_stock
-from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ConfigError,
@@ -42,10 +41,9 @@ from ckpt_core.loading._selection import Selection
 from ckpt_core.loading._targets import Misfits, PartLoad
 from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
+from ckpt_core.root import Job
 from ckpt_core.staging import free_memory
 from ckpt_core.state import CarefulSource, StateSource, leaves, put_buffers
-from ckpt_core.storage import Storage
-from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
 
 _logger = logger_of(__name__)
@@ -87,90 +85,60 @@ class LoadRequest:
         )
 
 
-def load(
-    request: LoadRequest,
-    source: StateSource,
-    *,
-    storage: Storage,
-    coordinator: Coordinator,
-    telemetry: Telemetry,
-) -> SavedState:
-    """Load a checkpoint directory, ours or one that stock DCP wrote, into `source`. Collective.
-
-    Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: it is damaged; nothing was touched.
-        IncompatibleCheckpointError: it does not fit the live state; nothing was touched.
-        UnsafeCheckpointError: it needs pickle and that was not allowed; nothing was touched.
-        LoadError: a rank failed otherwise; the message says whether the live state was touched.
-    """
-    with Engine(storage, request.directory, keep_bytes=_keep_bytes()) as engine:
-        return _Load(
-            request=request,
-            source=source,
-            storage=storage,
-            coordinator=coordinator,
-            telemetry=telemetry,
-            engine=engine,
-        ).run()
-
-
 def _keep_bytes() -> int:
-    """What this rank may keep of what came over a network until it is used: half of what is free."""
+    """Bytes that this rank may keep of what came over a network until it is used: half of the free memory."""
     free = free_memory()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
     return _KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks))
 
 
 @final
-class _Load:
-    """The state of one load on one rank."""
+class Load:
+    """One load of a checkpoint directory, ours or one that stock DCP wrote, on one rank.
 
-    def __init__(
-        self,
-        *,
-        request: LoadRequest,
-        source: StateSource,
-        storage: Storage,
-        coordinator: Coordinator,
-        telemetry: Telemetry,
-        engine: Engine,
-    ) -> None:
+    Args:
+        request: the directory, and how to load it.
+        source: the live state to load into.
+        job: storage, ranks and telemetry.
+    """
+
+    def __init__(self, request: LoadRequest, source: StateSource, job: Job) -> None:
         self._request = request
         self._source = source
-        self._storage = storage
-        self._coordinator = coordinator
-        self._telemetry = telemetry
-        self._engine = engine
-        self._place = f"{storage.url}/{request.directory}"
+        self._storage = job.storage
+        self._coordinator = job.coordinator
+        self._telemetry = job.telemetry
+        self._engine = Engine(job.storage, request.directory, keep_bytes=_keep_bytes())
+        self._place = f"{job.storage.url}/{request.directory}"
 
     def run(self) -> SavedState:
-        """Go through all phases; see the module."""
-        untouched = (
-            f"{self._place} could not be read. That is no damage, so no older checkpoint was tried and "
-            "nothing was loaded; see to the storage, try again"
-        )
-        half_way = (
-            f"{self._place}: reading failed half-way and the live state is partly overwritten; "
-            "load another checkpoint before training goes on"
-        )
-        opened, parts = self._opened(untouched)
-        reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
-        with self._span("load.verify"):
-            everywhere(
-                self._coordinator,
-                lambda: self._verify(opened, parts, reads),
-                untouched,
-                what="verifying a checkpoint",
-            )
-        self._begin(opened, parts, untouched)
-        with self._span("load.read"):
-            everywhere(
-                self._coordinator,
-                lambda: self._fetch_and_apply(opened, parts, reads, half_way),
-                half_way,
-                what="reading a checkpoint",
-            )
+        """Open, verify, begin, read and apply; see the module. Collective.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint.
+            CorruptCheckpointError: it is damaged; nothing was touched.
+            IncompatibleCheckpointError: it does not fit the live state; nothing was touched.
+            UnsafeCheckpointError: it needs pickle and that was not allowed; nothing was touched.
+            LoadError: a rank failed otherwise; the message says whether the live state was touched.
+        """
+        with self._engine:
+            opened, parts = self._opened()
+            reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
+            with self._span("load.verify"), self._phase("verifying a checkpoint"):
+                self._verify(opened, parts, reads)
+            self._begin(opened, parts)
+            with (
+                self._span("load.read"),
+                self._phase("reading a checkpoint", touched=True),
+                _inference_mode(wanted=_any_inference(parts)),
+            ):
+                with self._no_damage():
+                    # First what others wait for: a rank that cannot read still passes on its share.
+                    reads.relay(self._coordinator, self._engine)
+                    self._engine.fetch(reads.private())
+                    for load in parts.values():
+                        load.read_odd_chunks()
+                self._apply(opened, parts)
         if opened.forgoes:
             _logger.warning(
                 "%s: each of its %s ranks had values of its own; loaded were the lowest rank's",
@@ -181,11 +149,28 @@ class _Load:
             _logger.warning("%s: left as it is: %s", self._place, line)
         return opened.saved
 
-    def _opened(self, untouched: str) -> tuple[OpenCheckpoint, Mapping[str, PartLoad]]:
-        (opened, parts, misfits), foreign = everywhere_told(
-            self._coordinator, self._open_and_plan, untouched, what="opening a checkpoint"
+    def _phase(self, what: str, *, touched: bool = False) -> AbstractContextManager[Note]:
+        """A phase that fails on all ranks or on none; see `collective_phase`."""
+        untouched = (
+            f"{self._place} could not be read because of a storage error, not corruption. Nothing was loaded and "
+            "no older checkpoint was tried; fix the storage and try again"
         )
-        if any(foreign):
+        consequence = self._half_way if touched else untouched
+        return collective_phase(self._coordinator, consequence, what=what)
+
+    @property
+    def _half_way(self) -> str:
+        return (
+            f"{self._place}: reading failed half-way and the live state is partly overwritten; "
+            "load another checkpoint before training goes on"
+        )
+
+    def _opened(self) -> tuple[OpenCheckpoint, Mapping[str, PartLoad]]:
+        with self._phase("opening a checkpoint") as note:
+            opened, parts, misfits = self._open_and_plan()
+            # Whether the checkpoint has names that this rank does not have.
+            note.own = bool(misfits.unexpected)
+        if any(note.all):
             misfits.settle(self._coordinator)
         strict = self._request.selection.strict
         if strict:
@@ -198,8 +183,7 @@ class _Load:
         attributes = {"name": self._request.directory, "rank": self._coordinator.rank}
         return self._telemetry.span(name, **attributes)
 
-    def _open_and_plan(self) -> tuple[tuple[OpenCheckpoint, Mapping[str, PartLoad], Misfits], bool]:
-        """What is planned here, and whether the checkpoint has names that this rank does not have."""
+    def _open_and_plan(self) -> tuple[OpenCheckpoint, Mapping[str, PartLoad], Misfits]:
         request = self._request
         opened = open_checkpoint(
             self._storage,
@@ -215,7 +199,7 @@ class _Load:
         for part, load in parts.items():
             if part in opened.contents:  # of others nothing fits, which was told if the load is strict
                 load.plan(opened.contents[part], request.selection)
-        return (opened, parts, misfits), bool(misfits.unexpected)
+        return opened, parts, misfits
 
     def _targets(self, opened: OpenCheckpoint) -> tuple[dict[str, PartLoad], Misfits]:
         selection, misfits = self._request.selection, Misfits()
@@ -288,45 +272,35 @@ class _Load:
         accepted = self._request.manifest_sha256
         return verify(self._storage, files.directory, paths=again, sha256=accepted)
 
-    def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad], untouched: str) -> None:
-        source = self._source
-        if not isinstance(source, CarefulSource):
+    def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> None:
+        """Restore small values, which may refuse their state; take them back if any rank fails."""
+        if not isinstance(self._source, CarefulSource):
             return
-        begun: list[Callable[[], None]] = []
-
-        def begin() -> None:
-            with _inference_mode(wanted=_any_inference(parts)):
+        take_back: Callable[[], None] | None = None
+        try:
+            with self._phase("putting back what is small"), _inference_mode(wanted=_any_inference(parts)):
                 try:
-                    begun.append(source.begin(_loaded(parts), opened.saved))
+                    take_back = self._source.begin(_loaded(parts), opened.saved)
                 except IncompatibleCheckpointError as error:
                     raise self._misfit(error) from error
-
-        try:
-            everywhere(self._coordinator, begin, untouched, what="putting back what is small")
         except BaseException:
-            for take_back in begun:
+            if take_back is not None:
                 take_back()
             raise
 
-    def _fetch_and_apply(
-        self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad], reads: Reads, half_way: str
-    ) -> None:
-        with _inference_mode(wanted=_any_inference(parts)):
-            try:
-                self._fetch(parts, reads)
-            except CorruptCheckpointError as error:
-                # It verified a moment ago. As damage it would be told with "nothing was loaded".
-                raise LoadError(f"{half_way} ({error})") from error
-            for part, load in parts.items():
-                put_buffers(opened.local, part, load.entries)
-            self._source.apply(_loaded(parts), opened.saved)
+    def _apply(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> None:
+        """Apply what needs the tensors; the random number generators last."""
+        for part, load in parts.items():
+            put_buffers(opened.local, part, load.entries)
+        self._source.apply(_loaded(parts), opened.saved)
 
-    def _fetch(self, parts: Mapping[str, PartLoad], reads: Reads) -> None:
-        # First what others wait for: a rank that cannot read still passes on what it is to pass on.
-        reads.relay(self._coordinator, self._engine)
-        self._engine.fetch(reads.private())
-        for load in parts.values():
-            load.read_odd_chunks()
+    @contextmanager
+    def _no_damage(self) -> Generator[None]:
+        """Report damage as a failed read: it verified a moment ago, and the live state is touched by now."""
+        try:
+            yield
+        except CorruptCheckpointError as error:
+            raise LoadError(f"{self._half_way} ({error})") from error
 
 
 def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointError:

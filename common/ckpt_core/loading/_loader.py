@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Final, final
 
 from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around, require_trusted
-from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,
@@ -19,12 +18,11 @@ from ckpt_core.errors import (
     UntrustedCheckpointError,
 )
 from ckpt_core.loading._checkpoint import is_stock
-from ckpt_core.loading._load import LoadRequest, load
+from ckpt_core.loading._load import Load, LoadRequest
 from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
 from ckpt_core.options import VerifyManifest
+from ckpt_core.root import Job
 from ckpt_core.state import StateSource
-from ckpt_core.storage import Storage
-from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, SavedState
 
 _logger = logger_of(__name__)
@@ -47,24 +45,16 @@ class Loader:
     """Finds, verifies and loads checkpoints. Every method is collective.
 
     Args:
-        storage: the root.
-        coordinator: the ranks of the job.
-        telemetry: receives spans.
+        job: storage, ranks and telemetry.
         verify_manifest: judges every checkpoint before it is read; None if none is judged.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        coordinator: Coordinator,
-        telemetry: Telemetry,
-        *,
-        verify_manifest: VerifyManifest | None = None,
-    ) -> None:
-        self._storage = storage
+    def __init__(self, job: Job, *, verify_manifest: VerifyManifest | None = None) -> None:
+        self._job = job
+        self._storage = job.storage
+        self._coordinator = job.coordinator
+        self._telemetry = job.telemetry
         self._verify_manifest = verify_manifest
-        self._coordinator = coordinator
-        self._telemetry = telemetry
 
     def newest(
         self,
@@ -98,12 +88,12 @@ class Loader:
         """
         for _ in range(_MOST_PRUNED):
             try:
-                return self._newest(request, source, note_damaged)
+                return self._try_newest(request, source, note_damaged)
             except CheckpointNotFoundError as error:
                 _logger.warning("%s; looking for a newer one", error)
-        return self._newest(request, source, note_damaged)
+        return self._try_newest(request, source, note_damaged)
 
-    def _newest(
+    def _try_newest(
         self,
         request: LoadRequest,
         source: StateSource,
@@ -143,7 +133,7 @@ class Loader:
         return replace(request, directory=found)
 
     def load(self, request: LoadRequest, source: StateSource) -> SavedState:
-        """Load one checkpoint directory; see `load`.
+        """Load one checkpoint directory; see `Load.run`.
 
         Raises:
             CorruptCheckpointError: it does not verify; nothing was touched.
@@ -151,13 +141,8 @@ class Loader:
             CheckpointNotFoundError: it was pruned while it was being read; nothing was touched.
         """
         try:
-            return load(
-                replace(request, manifest_sha256=self._accepted(request.directory)),
-                source,
-                storage=self._storage,
-                coordinator=self._coordinator,
-                telemetry=self._telemetry,
-            )
+            request = replace(request, manifest_sha256=self._accepted(request.directory))
+            return Load(request, source, self._job).run()
         except (CorruptCheckpointError, CheckpointNotFoundError) as error:
             if request.committed is None or self._is_there(request.committed):
                 raise

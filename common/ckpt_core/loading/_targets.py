@@ -14,7 +14,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import TensorTarget, TensorRead, ChunkLocation, SafeLoadPlanner, held_by_this_rank, is_expanded, kept_name
+from ckpt_core.dcp import (
+    ChunkLocation,
+    SafeLoadPlanner,
+    TensorRead,
+    TensorTarget,
+    held_by_this_rank,
+    is_expanded,
+    kept_name,
+)
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading._checkpoint import CheckpointPart
 from ckpt_core.loading._selection import Selection
@@ -261,7 +269,9 @@ class PartLoad:
             else:
                 self._plan_tensor(item, place, contents)
 
-    def _plan_value(self, item: ReadItem, place: ChunkLocation, contents: CheckpointPart, selection: Selection) -> None:
+    def _plan_value(
+        self, item: ReadItem, place: ChunkLocation, contents: CheckpointPart, selection: Selection
+    ) -> None:
         def renamed(path: tuple[str | int, ...], value: Any) -> Any:
             lists_parameters = "param_groups" in path and path[-1] == "params"
             return selection.renamed(value) if lists_parameters else value

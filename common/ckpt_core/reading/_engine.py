@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, Self, final
 
 from ckpt_core.crew import run_all
@@ -100,7 +101,7 @@ class Engine:
             if each.take is not None and each.start == each.stop:
                 each.take(memoryview(bytearray()))
         requests = self._plan_fetch(ranges)
-        self._run(lambda request: deliver(request, self._files, self._buffers), requests)
+        self._run(partial(deliver, files=self._files, buffers=self._buffers), requests)
 
     def close(self) -> None:
         """Close all files and forget what was kept; harmless when repeated."""

@@ -1,6 +1,7 @@
-"""What a manager holds of its root: the right to write, the lineage of its saves, and retention."""
+"""The root of a run: the right to write to it, the lineage of its saves, and retention."""
 
+from ckpt_core.root._context import Job
 from ckpt_core.root._ownership import Ownership
 from ckpt_core.root._pruner import Pruner
 
-__all__ = ["Ownership", "Pruner"]
+__all__ = ["Job", "Ownership", "Pruner"]

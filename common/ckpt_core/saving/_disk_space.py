@@ -21,8 +21,8 @@ from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, No
 from ckpt_core.options import CheckpointOptions, bytes_text
 from ckpt_core.retention import Abandoned, KeepAll, RetentionPolicy, plan_prune
 from ckpt_core.root import Ownership
-from ckpt_core.saving._prepare import PreparedSave
-from ckpt_core.saving._size_estimate import Overhead, SpaceFree, SpaceNeeded, SizeEstimator
+from ckpt_core.saving._prepared import PreparedSave
+from ckpt_core.saving._size_estimate import Overhead, SizeEstimator, SpaceFree, SpaceNeeded
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo
@@ -163,7 +163,9 @@ class DiskSpace:
             _figures_text(need, free),
         )
 
-    def _refusal(self, prepared: PreparedSave, need: SpaceNeeded, removed: Sequence[CheckpointInfo]) -> NoRoomError:
+    def _refusal(
+        self, prepared: PreparedSave, need: SpaceNeeded, removed: Sequence[CheckpointInfo]
+    ) -> NoRoomError:
         free, step = self._free(), prepared.request.step
         history = self._ownership.inventory.history()
         gone = f" Step(s) {_steps(removed)} went ahead of the policy." if removed else ""

@@ -1,4 +1,4 @@
-"""Saves in flight: one after another on one background thread, watched, their outcomes never lost."""
+"""Saves in flight: one after another on one watched background thread, their outcomes never lost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import SaveError
-from ckpt_core.options import BackPressure, OnError
+from ckpt_core.options import CheckpointOptions
 from ckpt_core.saving._handle import SaveHandle, reject
 
 _logger = logger_of(__name__)
@@ -21,8 +22,8 @@ _logger = logger_of(__name__)
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Beat:
-    """When the thread got on last, with what, and for how long that may take."""
+class _Heartbeat:
+    """The last progress of the thread, what it does since, and for how long that may take."""
 
     doing: str
     limit_seconds: float
@@ -33,108 +34,118 @@ class _Beat:
         return self.since + self.limit_seconds - time.monotonic()
 
 
+def _log_broken(error: BaseException) -> None:
+    _logger.error("a task of the save thread broke", exc_info=error)
+
+
 @final
-class Run:
-    """One piece of work of the background thread.
+class Task:
+    """One piece of work for the save thread.
+
+    Args:
+        run: the work.
+        give_up: called once, on another thread, with the reason if the work hangs.
+        fail: called with what `run` raised.
 
     Attributes:
         over: set when it has ended, or was given up.
         ended: set when it has ended.
     """
 
-    def __init__(self, work: Callable[[], None], give_up: Callable[[str], None]) -> None:
-        self.work = work
+    def __init__(
+        self,
+        run: Callable[[], None],
+        give_up: Callable[[str], None],
+        fail: Callable[[BaseException], None] = _log_broken,
+    ) -> None:
+        self.run = run
         self.give_up = give_up
+        self.fail = fail
         self.over = threading.Event()
         self.ended = threading.Event()
 
 
 @final
 class SaveThread:
-    """Runs one piece of work after another.
+    """Runs one task after another, and notices one that stops making progress.
 
-    Concurrency: `submit`, `stuck` and `close` on the main thread, `beat` on the background thread.
+    Concurrency: `submit`, `stuck` and `close` on the main thread, `heartbeat` on the save thread.
     """
 
     def __init__(self, deadline_seconds: float) -> None:
         self.deadline_seconds = deadline_seconds
-        self._work: SimpleQueue[Run | None] = SimpleQueue()
-        self._beat = _Beat("nothing", deadline_seconds)
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._heartbeat = _Heartbeat("nothing", deadline_seconds)
         self._thread: threading.Thread | None = None
-        self._last: Run | None = None
+        self._last: Task | None = None
 
-    def submit(self, work: Callable[[], None], give_up: Callable[[str], None]) -> Run:
-        """Do `work` after all that was submitted before.
-
-        Args:
-            work: raises nothing.
-            give_up: called once, on another thread, with what the background thread hangs in, if it does.
-        """
-        run = Run(work, give_up)
+    def submit(self, task: Task) -> Task:
+        """Run `task` after every task submitted before."""
         if self._thread is None:
             # A daemon: the process must be able to end while the thread hangs.
-            self._thread = threading.Thread(target=self._go, name="ckpt-save", daemon=True)
+            self._thread = threading.Thread(target=self._loop, name="ckpt-save", daemon=True)
             self._thread.start()
         if self._last is None or self._last.ended.is_set():
-            self.beat("beginning")
-        self._last = run
-        self._work.put(run)
+            self.heartbeat("beginning")
+        self._last = task
+        self._tasks.put(task)
         # Not a daemon: a process whose main thread ends waits for its last save, but not for ever.
-        threading.Thread(target=self._watch, args=(run,), name="ckpt-save-watch").start()
-        return run
+        threading.Thread(target=self._watch, args=(task,), name="ckpt-save-watch").start()
+        return task
 
-    def beat(self, doing: str, limit_seconds: float | None = None) -> None:
-        """The thread has got on.
+    def heartbeat(self, doing: str, limit_seconds: float | None = None) -> None:
+        """Record progress.
 
         Args:
-            doing: what it does next, in words.
-            limit_seconds: after how long it counts as hanging; by default after the deadline.
+            doing: what the thread does next, in words.
+            limit_seconds: how long that may take before it counts as hanging; by default the deadline.
         """
-        self._beat = _Beat(doing, self.deadline_seconds if limit_seconds is None else limit_seconds)
+        self._heartbeat = _Heartbeat(doing, self.deadline_seconds if limit_seconds is None else limit_seconds)
 
     @property
     def waiting(self) -> bool:
-        """Whether more work waits for the thread."""
-        return not self._work.empty()
+        """Whether more tasks wait for the thread."""
+        return not self._tasks.empty()
 
     def until_idle(self) -> None:
-        """Return when all work is over: done, or given up. On any thread."""
+        """Block until every task is over: done, or given up. On any thread."""
         if (last := self._last) is not None:
             last.over.wait()
 
     def stuck(self) -> str:
-        """In what the thread hangs still, after it was given up; "" if it is not so."""
+        """Describe what the thread still hangs in after it was given up; "" if it does not hang."""
         last = self._last
-        return (
-            self._described() if last is not None and last.over.is_set() and not last.ended.is_set() else ""
-        )
+        hangs = last is not None and last.over.is_set() and not last.ended.is_set()
+        return self._described() if hangs else ""
 
     def close(self) -> None:
-        """Take no more work; the thread ends when it can. All work must be over."""
-        self._work.put(None)
+        """Take no more tasks; the thread ends when it can. All tasks must be over."""
+        self._tasks.put(None)
 
-    def _go(self) -> None:
-        while (run := self._work.get()) is not None:
+    def _loop(self) -> None:
+        while (task := self._tasks.get()) is not None:
             try:
-                run.work()
+                task.run()
+            except BaseException as error:  # noqa: BLE001 - reported to whoever waits for the task
+                task.fail(error)
             finally:
-                self.beat("beginning")
-                run.ended.set()
-                run.over.set()
+                self.heartbeat("beginning")
+                task.ended.set()
+                task.over.set()
 
-    def _watch(self, run: Run) -> None:
-        while not run.over.wait(max(0.0, (beat := self._beat).remaining_seconds)):
-            if self._beat is beat and beat.remaining_seconds <= 0:
-                run.give_up(self._described())
-                run.over.set()
+    def _watch(self, task: Task) -> None:
+        while not task.over.wait(max(0.0, (last := self._heartbeat).remaining_seconds)):
+            if self._heartbeat is last and last.remaining_seconds <= 0:
+                task.give_up(self._described())
+                task.over.set()
 
     def _described(self) -> str:
-        beat = self._beat
-        return f"{beat.doing} has not got on for {time.monotonic() - beat.since:.3g} s"
+        last = self._heartbeat
+        return f"{last.doing} has made no progress for {time.monotonic() - last.since:.3g} s"
 
 
-def within(seconds: float, act: Callable[[], None]) -> bool:
-    """Do something that may hang; whether it was done in time. What it raises is logged."""
+def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:
+    """Run something that may hang; return whether it ended in time. What it raises is logged."""
 
     def quietly() -> None:
         try:
@@ -150,53 +161,43 @@ def within(seconds: float, act: Callable[[], None]) -> bool:
 
 @final
 class InFlightSaves:
-    """Runs saves in the order in which they were started and delivers each failure to the main thread, once.
+    """Back-pressure, and the outcome of every save, delivered exactly once.
 
-    Up to `limit` saves are in flight, as many as there are arenas. One that has ended counts until its
-    outcome is delivered, which happens at the same calls on every rank.
-
-    A save whose thread does not get on for longer than the deadline has failed; see `SaveThread`. So nothing
-    here waits without end.
+    At most `options.arenas` saves are in flight. A save counts until its outcome is delivered, which happens
+    at the same calls on every rank. A save without progress for longer than the deadline has failed (see
+    `SaveThread`), so nothing here waits for ever.
 
     Concurrency: all methods on the main thread; `ready` and `overdue` are collective.
+
+    Attributes:
+        latest: the last save started, unless it is known to have failed.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        *,
-        background: SaveThread,
-        back_pressure: BackPressure,
-        on_error: OnError,
-        limit: int = 1,
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, thread: SaveThread, options: CheckpointOptions) -> None:
         self._coordinator = coordinator
-        self._back_pressure = back_pressure
-        self._on_error = on_error
-        self._limit = limit
-        self._background = background
+        self._thread = thread
+        self._options = options
         self._undelivered: deque[SaveHandle] = deque()
-        self._run: Run | None = None
+        self._task: Task | None = None
         self._pending = self._closed = False
         self.latest: SaveHandle | None = None
-        """The last save started, unless it is known to have failed."""
 
     def ready(self) -> bool:
-        """Whether a new save may start; waits for the oldest in flight unless the policy is to skip.
+        """Return whether a new save may start; wait for the oldest in flight unless the policy is to skip.
 
         Raises:
             SaveError: the oldest save has failed, and errors are to be raised.
         """
-        if self._back_pressure != "wait" and self._full():
-            self._pending = self._back_pressure == "coalesce"
+        if self._options.back_pressure != "wait" and self._full():
+            self._pending = self._options.back_pressure == "coalesce"
             return False
         # How many there are is the same on every rank, so that all of them raise at the same call.
-        while len(self._undelivered) >= self._limit:
+        while len(self._undelivered) >= self._options.arenas:
             self._deliver()
         return True
 
     def overdue(self) -> bool:
-        """Whether a save that back-pressure kept from starting can be made up for now.
+        """Return whether a save that back-pressure kept from starting can be made up for now.
 
         Communicates only while there is one.
         """
@@ -208,42 +209,35 @@ class InFlightSaves:
         Args:
             handle: of the save.
             run: resolves the handle.
-            give_up: resolves it, if it is not yet, when the save hangs; see `SaveThread.submit`.
+            give_up: resolves it, if it is not yet, when the save hangs; see `Task`.
         """
         if self._closed:
             raise RuntimeError("cannot start a save after shutdown")
         self.latest = handle
         self._undelivered.append(handle)
         self._pending = False
-
-        def work() -> None:
-            try:
-                run()
-            except BaseException as error:  # whoever waits for the save is told
-                if not reject(handle.committed, error):
-                    _logger.exception("after the commit of step %d: %s", handle.step, error)  # noqa: TRY401
-
-        self._run = self._background.submit(work, give_up)
+        self._task = self._thread.submit(Task(run, give_up, partial(_fail, handle)))
 
     def stuck(self) -> str:
-        """In what a save hangs that has been given up; "" if none does."""
-        return self._background.stuck()
+        """Describe what a given-up save still hangs in; "" if none does."""
+        return self._thread.stuck()
 
     def wait(self) -> None:
-        """Wait for every save in flight, and for the prune behind it, and deliver the first failure.
+        """Wait for every save in flight and for the prune behind it, and deliver the first failure.
 
         Raises:
-            SaveError: one failed, and errors are to be raised. Failures behind it come with the next call.
+            SaveError: a save failed, and errors are to be raised. If several did, the next call raises the
+                next error.
         """
-        if self._run is not None:
-            self._run.over.wait()
+        if self._task is not None:
+            self._task.over.wait()
         while self._undelivered:
             self._deliver()
 
     def settle(self) -> None:
-        """Wait for every save in flight, for one follows that must be made; failures are only logged."""
-        if self._run is not None:
-            self._run.over.wait()
+        """Wait for every save in flight, because one follows that must be made; failures are only logged."""
+        if self._task is not None:
+            self._task.over.wait()
         while self._undelivered:
             try:
                 self._deliver()
@@ -251,7 +245,7 @@ class InFlightSaves:
                 _logger.error("%s", error)  # noqa: TRY400 - the next save makes up for it
 
     def forget(self) -> None:
-        """The training has moved to another step: a save of a name seen before is not the same save again."""
+        """Forget the last save: after a load, a save of the same name is not the same save again."""
         self.latest = None
         self._pending = False
 
@@ -261,7 +255,7 @@ class InFlightSaves:
         try:
             self.wait()
         finally:
-            self._background.close()
+            self._thread.close()
             for handle in self._undelivered:
                 _log_failure(handle)
             self._undelivered.clear()
@@ -269,11 +263,13 @@ class InFlightSaves:
     def _full(self) -> bool:
         """Whether every arena is in flight on some rank; ranks finish at different moments."""
         flying = sum(not handle.done() for handle in self._undelivered)
-        full = self._coordinator.combine([int(flying >= self._limit)], what="deciding whether to save")
+        full = self._coordinator.combine(
+            [int(flying >= self._options.arenas)], what="deciding whether to save"
+        )
         return bool(full[0])
 
     def _deliver(self) -> None:
-        """Wait for the oldest save and tell what became of it."""
+        """Wait for the oldest save and raise or log its failure."""
         handle = self._undelivered[0]
         error = handle.committed.exception()
         self._undelivered.popleft()
@@ -282,9 +278,14 @@ class InFlightSaves:
         if self.latest is handle:
             self.latest = None  # a save of the same name from now on is another try
         # Only a save that failed may be lived with: that the root belongs to another job may not.
-        if self._on_error == "raise" or not isinstance(error, SaveError):
+        if self._options.on_error == "raise" or not isinstance(error, SaveError):
             raise error
         _log_failure(handle)
+
+
+def _fail(handle: SaveHandle, error: BaseException) -> None:
+    if not reject(handle.committed, error):
+        _logger.error("after the commit of step %d: %s", handle.step, error, exc_info=error)
 
 
 def _log_failure(handle: SaveHandle) -> None:

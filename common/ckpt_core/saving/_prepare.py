@@ -1,127 +1,61 @@
-"""The first half of a save, on the main thread: capture, agree, stage. For so long the training stands still.
+"""The part of a save that blocks training: capture the state, agree on the plan, stage the copies.
 
-A save whose state is made up as that of the save before costs one all-reduce of a few integers, however many
-ranks and tensors there are; nothing here touches storage unless there is something to refuse.
+If names, shapes, dtypes and placements are those of the save before, ranks exchange one all-reduce of a few
+integers, however many ranks and tensors there are. Storage is not touched unless a save has to be refused.
 """
 
 from __future__ import annotations
 
-import errno
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
-
-from torch.distributed.checkpoint.metadata import Metadata
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
 
 from ckpt_core.commit import working_name
-from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import GroupNames, Replicas
-from ckpt_core.errors import (
-    ConfigError,
-    CoordinationError,
-    DeadlineError,
-    SaveError,
-    SavePhase,
-    failure_text,
-)
+from ckpt_core.dcp import GroupNames
+from ckpt_core.errors import ConfigError, CoordinationError
 from ckpt_core.names import SHARED, rank_name, shared_name
-from ckpt_core.root import Ownership
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.root import Job, Ownership
 from ckpt_core.saving._checks import LoadNotes
-from ckpt_core.saving._plan_cache import PlanCache, KeepOwn, Offer
-from ckpt_core.saving._prepared import SaveRequest
-from ckpt_core.saving._replicas import Evidence
-from ckpt_core.saving._size_estimate import NO_OVERHEAD, Overhead
-from ckpt_core.saving._stager import NOTHING_STAGED, StagedParts, Stager
-from ckpt_core.state import PICKLED, EncodedItems, RankBuffers, encode_items, get, pickled_key
-from ckpt_core.storage import Storage
+from ckpt_core.saving._failure import failed_in, save_error
+from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache
+from ckpt_core.saving._prepared import Assignment, PreparedSave, SaveRequest
+from ckpt_core.saving._size_estimate import Overhead
+from ckpt_core.saving._stager import NOTHING_STAGED, Stager
+from ckpt_core.staging import Arenas
+from ckpt_core.state import (
+    PICKLED,
+    EncodedItems,
+    RankBuffers,
+    State,
+    as_captured,
+    encode_items,
+    get,
+    pickled_key,
+)
 from ckpt_core.types import CapturedState, Lineage
 
-_MICROSECONDS = 1_000_000
-_AGREEING = "agreeing on a save"
-_DOING: Final[Mapping[SavePhase, str]] = {
-    "plan": "planning",
-    "stage": "staging",
-    "open": "opening",
-    "write": "writing",
-    "commit": "committing",
-}
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_IN_JSON = 2
+_MICROSECONDS: Final = 1_000_000
+_AGREEING: Final = "agreeing on a save"
+_PLANNING: Final = "planning a save"
+_IN_JSON: Final = 2
 """More than how many times its size a tensor takes as JSON."""
-_FILES_PER_PART = 2
-_OTHER_FILES = 2
-"""The chunk table, and the file of buffers that differ."""
+_FILES_PER_PART: Final = 2
+_OTHER_FILES: Final = 2
+"""The chunk table, and the file of rank-local buffers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """Where a save goes; the same on every rank."""
-
-    save_id: str
-    working: str
-    created: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedSave:
-    """A save whose training-side work is done.
+class _LocalState:
+    """The captured state of this rank, with its small values encoded.
 
     Attributes:
-        request: what was asked for.
-        assignment: where it goes.
-        files: name -> content of this rank's small files.
-        metadata: part -> DCP metadata; on the coordinator only.
-        items: item -> kind, for the manifest.
-        local: this rank's values of entries that nothing keeps equal over ranks.
-        keeping: when it keeps them.
-        staged: the copies, to be released after the write.
-        rank: this rank.
-        optimizers: whose steps wait for copies that are still being made.
-        lineage: the line of saves that it belongs to; on the coordinator only.
-        buffers: (part, key) of module buffers.
-        error: what kept this rank from staging; it takes the error to the meeting instead of files.
-        extras: what ranks write beside tensors, at most.
-        evidence: what this rank has to show of what others hold, too.
-        replicas: part -> what several ranks hold under one name; on the coordinator only.
-    """
-
-    request: SaveRequest
-    assignment: Assignment
-    files: Mapping[str, bytes]
-    metadata: Mapping[str, Metadata]
-    items: Mapping[str, str]
-    local: RankBuffers
-    keeping: KeepOwn
-    staged: StagedParts
-    rank: int
-    optimizers: Sequence[Any] = ()
-    lineage: Lineage = field(default_factory=Lineage)
-    buffers: frozenset[tuple[str, str]] = frozenset()
-    error: BaseException | None = None
-    extras: Overhead = NO_OVERHEAD
-    evidence: Evidence | None = None
-    replicas: Mapping[str, Sequence[Replicas]] = field(default_factory=dict[str, Sequence[Replicas]])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workshop:
-    """What one rank keeps from save to save: the agreed plans, and the memory for the copies.
-
-    `overlapped` says whether copies may go on while the training computes.
-    """
-
-    plans: PlanCache
-    stager: Stager
-    notes: LoadNotes
-    overlapped: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Survey:
-    """This rank's state, small values encoded, and whether it changes the plans.
-
-    `extra_bytes` and `extra_files` are of what it writes beside tensors, at most.
+        state: live tensors and plain values.
+        files: name -> content of the small files that this rank could write.
+        shared: its shared items.
+        changed: whether the cached plan no longer fits.
+        extra_bytes, extra_files: upper bounds of what it writes beside tensors.
     """
 
     state: CapturedState
@@ -133,8 +67,8 @@ class _Survey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Verdict:
-    """What all ranks know after one all-reduce: the same on each."""
+class _Agreement:
+    """The result of the all-reduce, equal on every rank."""
 
     trouble: bool
     changed: bool
@@ -143,146 +77,210 @@ class _Verdict:
     most_extra_files: int
 
 
-def prepare(
-    request: SaveRequest,
-    capture: Callable[[], CapturedState],
-    *,
-    storage: Storage,
-    coordinator: Coordinator,
-    workshop: Workshop,
-    ownership: Ownership,
-) -> PreparedSave:
-    """Capture, agree and stage. Collective; nothing is written here.
+@final
+class Preparer:
+    """Captures, agrees on and stages saves. Keeps the plans and the arenas from save to save.
 
-    Args:
-        request: what is to be saved.
-        capture: gives the live state of this rank.
-        storage: where the checkpoint goes.
-        coordinator: the ranks of the job.
-        workshop: what is kept from save to save.
-        ownership: the right to write there, which must have been taken.
+    Attributes:
+        plans: who writes what.
+        stager: the memory for the copies.
 
-    Raises:
-        SaveError: planning failed on a rank; the same on every rank.
-        ConfigError: ranks ask for different saves; the same on every rank.
-        CheckpointExistsError: the name is taken; the same on every rank.
+    Concurrency: main thread; `prepare` and `prewarm` are collective.
     """
-    plans = workshop.plans
-    surveyed = _try_survey(capture, coordinator, plans)
-    try:
-        verdict = _combine(request, surveyed, coordinator, ownership)
-        survey, request = _settle(request, surveyed, verdict, coordinator=coordinator, ownership=ownership)
-        if verdict.changed:
-            plans.agree(coordinator)
-    except CoordinationError as error:
-        raise save_error(storage.url, request.step, "plan", error) from error
-    save_id = ownership.id_at(round(verdict.created * _MICROSECONDS))
-    prepared = PreparedSave(
-        request=request,
-        assignment=Assignment(
-            save_id=save_id,
-            working=working_name(storage, request.name, save_id),
-            created=verdict.created,
-        ),
-        files={
-            **{name: content for name, content in survey.files.items() if name in plans.files},
-            **_shared_file(survey.shared, plans.shared, coordinator),
-        },
-        metadata=plans.metadata,
-        items=_kinds(survey.state),
-        buffers=frozenset(survey.state.local),
-        local=RankBuffers({}),
-        keeping=plans.keeping,
-        staged=NOTHING_STAGED,
-        rank=coordinator.rank,
-        optimizers=survey.state.optimizers,
-        lineage=ownership.line.lineage_of(request.step) if coordinator.is_coordinator else Lineage(),
-        extras=Overhead(
-            generation=plans.generation,
-            ranks=coordinator.world_size,
-            rank_bytes=verdict.most_extra_bytes,
-            rank_files=verdict.most_extra_files,
-        ),
-        replicas=plans.replicas,
-    )
-    return _stage(prepared, survey, workshop, storage.url)
 
+    def __init__(self, job: Job, ownership: Ownership, options: CheckpointOptions) -> None:
+        self._url = job.storage.url
+        self._storage = job.storage
+        self._coordinator = job.coordinator
+        self._ownership = ownership
+        self._notes = LoadNotes(allow_pickle=options.allow_pickle)
+        self._overlapped = options.staging == "overlapped"
+        self.plans = PlanCache(options.on_divergence)
+        self.stager = Stager(Arenas(options.arenas, options.staging_memory_bytes))
 
-def _shared_file(
-    items: EncodedItems, names: Collection[str], coordinator: Coordinator
-) -> Mapping[str, bytes]:
-    """The file of the shared items that this rank writes; ranks but the coordinator rarely have one."""
-    if coordinator.is_coordinator:
-        return {SHARED: items.content_of(names)}
-    return {shared_name(coordinator.rank): items.content_of(names)} if names else {}
+    def prepare(self, request: SaveRequest, state: State | CapturedState) -> PreparedSave:
+        """Capture, agree and stage; nothing is written here, and the root must be owned.
 
+        Raises:
+            SaveError: planning failed on a rank; the same on every rank.
+            ConfigError: ranks ask for different saves; the same on every rank.
+            CheckpointExistsError: the name is taken; the same on every rank.
+        """
+        plans, coordinator = self.plans, self._coordinator
+        captured = self._capture(state, request.refusal)
+        try:
+            agreement = self._all_reduce(request, captured)
+            local, request = self._settle(request, captured, agreement)
+            if agreement.changed:
+                plans.agree(coordinator)
+        except CoordinationError as error:
+            raise save_error(self._url, request.step, "plan", error) from error
+        save_id = self._ownership.id_at(round(agreement.created * _MICROSECONDS))
+        prepared = PreparedSave(
+            request=request,
+            assignment=Assignment(
+                save_id=save_id,
+                working=working_name(self._storage, request.name, save_id),
+                created=agreement.created,
+            ),
+            files={
+                **{name: content for name, content in local.files.items() if name in plans.files},
+                **self._shared_file(local.shared),
+            },
+            metadata=plans.metadata,
+            items=_kinds(local.state),
+            buffers=frozenset(local.state.local),
+            local=RankBuffers({}),
+            keeping=plans.keeping,
+            staged=NOTHING_STAGED,
+            rank=coordinator.rank,
+            optimizers=local.state.optimizers,
+            lineage=self._ownership.line.lineage_of(request.step)
+            if coordinator.is_coordinator
+            else Lineage(),
+            extras=Overhead(
+                generation=plans.generation,
+                ranks=coordinator.world_size,
+                rank_bytes=agreement.most_extra_bytes,
+                rank_files=agreement.most_extra_files,
+            ),
+            replicas=plans.replicas,
+        )
+        return self._stage(prepared, local)
 
-def warm_up(
-    capture: Callable[[], CapturedState], *, coordinator: Coordinator, workshop: Workshop, url: str
-) -> int:
-    """Do ahead of the first save what only the first save has to do: plan, and make the arenas. Collective.
+    def prewarm(self, state: State | CapturedState) -> int:
+        """Plan and allocate the arenas ahead of the first save.
 
-    Returns:
-        Bytes of host memory that this rank's arenas take.
+        Returns:
+            Bytes of host memory that this rank's arenas take.
 
-    Raises:
-        SaveError: planning failed on a rank; the same on every rank.
-        StagingMemoryError: this rank's share does not fit; others may have room.
-    """
-    plans = workshop.plans
-    survey = _try_survey(capture, coordinator, plans)
-    failed = isinstance(survey, BaseException)
-    try:
-        if coordinator.combine([int(failed)], what="planning a save")[0]:
-            coordinator.gather(survey if isinstance(survey, BaseException) else None)
-        changed = not isinstance(survey, BaseException) and survey.changed
-        if coordinator.combine([int(changed)], what="planning a save")[0]:
-            plans.agree(coordinator)
-        plans.check()
-    except CoordinationError as error:
-        raise save_error(url, 0, "plan", error) from error
-    try:
-        return workshop.stager.prewarm(plans.parts, plans.generation)
-    finally:
-        plans.forget()
+        Raises:
+            SaveError: planning failed on a rank; the same on every rank.
+            StagingMemoryError: this rank's share does not fit; others may have room.
+        """
+        plans, coordinator = self.plans, self._coordinator
+        captured = self._capture(state)
+        failed = isinstance(captured, BaseException)
+        try:
+            if coordinator.combine([int(failed)], what=_PLANNING)[0]:
+                coordinator.gather(captured if isinstance(captured, BaseException) else None)
+            changed = not isinstance(captured, BaseException) and captured.changed
+            if coordinator.combine([int(changed)], what=_PLANNING)[0]:
+                plans.agree(coordinator)
+            plans.check()
+        except CoordinationError as error:
+            raise save_error(self._url, 0, "plan", error) from error
+        try:
+            return self.stager.prewarm(plans.parts, plans.generation)
+        finally:
+            plans.forget()
 
+    def _capture(
+        self, state: State | CapturedState, refusal: Exception | None = None
+    ) -> _LocalState | BaseException:
+        try:
+            if refusal is not None:
+                raise refusal
+            return self._look(as_captured(state))
+        except Exception as error:  # noqa: BLE001 - an exchange carries it to every rank
+            return error
 
-def _try_survey(
-    capture: Callable[[], CapturedState], coordinator: Coordinator, plans: PlanCache
-) -> _Survey | BaseException:
-    try:
-        return _survey(capture(), coordinator, plans)
-    except Exception as error:  # noqa: BLE001 - an exchange carries it to every rank
-        return error
+    def _look(self, state: CapturedState) -> _LocalState:
+        plans, coordinator = self.plans, self._coordinator
+        scope, several = rank_name(coordinator.rank), coordinator.world_size > 1
+        per_rank, shared = encode_items(state.per_rank), encode_items(state.shared)
+        files = {**state.files, scope: per_rank.content}
+        sharded: dict[str, Mapping[str, Any]] = dict(state.sharded)
+        pickled = {pickled_key(scope, name): content for name, content in per_rank.pickled.items()}
+        pickled |= {pickled_key("shared", name): content for name, content in shared.pickled.items()}
+        if pickled:
+            sharded[""] = {**sharded.get("", {}), PICKLED: pickled}
+        changed = plans.look(sharded, _offer(state, files, several=several))
+        small = [len(content) for name, content in files.items() if changed or name in plans.files]
+        if coordinator.is_coordinator or changed or plans.shared:
+            small.append(len(shared.content))
+        buffers = (
+            sum(tensor.numel() * tensor.element_size() for tensor in state.local.values()) if several else 0
+        )
+        return _LocalState(
+            state=state,
+            files=files,
+            shared=shared,
+            changed=changed,
+            extra_bytes=sum(small) + sum(map(len, pickled.values())) + buffers * _IN_JSON,
+            extra_files=len(small) + _FILES_PER_PART * len(sharded) + _OTHER_FILES,
+        )
 
+    def _all_reduce(self, request: SaveRequest, captured: _LocalState | BaseException) -> _Agreement:
+        lead, failed = self._coordinator.is_coordinator, isinstance(captured, BaseException)
+        taken = lead and self._ownership.is_taken(request.name, replace=request.replace)
+        changed = isinstance(captured, BaseException) or captured.changed
+        created = int(time.time() * _MICROSECONDS) if lead else 0
+        digest = request.digest()
+        extra = (
+            (0, 0) if isinstance(captured, BaseException) else (captured.extra_bytes, captured.extra_files)
+        )
+        # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
+        found = self._coordinator.combine(
+            [int(failed or taken), int(changed), digest, -digest, created, *extra], what=_AGREEING
+        )
+        return _Agreement(
+            trouble=bool(found[0]) or found[2] != -found[3],
+            changed=bool(found[1]),
+            created=found[4] / _MICROSECONDS,
+            most_extra_bytes=found[5],
+            most_extra_files=found[6],
+        )
 
-def _survey(state: CapturedState, coordinator: Coordinator, plans: PlanCache) -> _Survey:
-    scope = rank_name(coordinator.rank)
-    per_rank = encode_items(state.per_rank)
-    shared = encode_items(state.shared)
-    files = {**state.files, scope: per_rank.content}
-    sharded: dict[str, Mapping[str, Any]] = dict(state.sharded)
-    pickled = {pickled_key(scope, name): content for name, content in per_rank.pickled.items()}
-    pickled |= {pickled_key("shared", name): content for name, content in shared.pickled.items()}
-    if pickled:
-        sharded[""] = {**sharded.get("", {}), PICKLED: pickled}
-    changed = plans.look(sharded, _offer(state, files, several=coordinator.world_size > 1))
-    small = [len(content) for name, content in files.items() if changed or name in plans.files]
-    if coordinator.is_coordinator or changed or plans.shared:
-        small.append(len(shared.content))
-    own = (
-        sum(tensor.numel() * tensor.element_size() for tensor in state.local.values())
-        if coordinator.world_size > 1
-        else 0
-    )
-    return _Survey(
-        state=state,
-        files=files,
-        shared=shared,
-        changed=changed,
-        extra_bytes=sum(small) + sum(map(len, pickled.values())) + own * _IN_JSON,
-        extra_files=len(small) + _FILES_PER_PART * len(sharded) + _OTHER_FILES,
-    )
+    def _settle(
+        self, request: SaveRequest, captured: _LocalState | BaseException, agreement: _Agreement
+    ) -> tuple[_LocalState, SaveRequest]:
+        """Report what is wrong to every rank, or clear the name: see `Ownership.clear_name`."""
+
+        def decide(asked: list[tuple[int, str]]) -> list[str]:
+            if len(set(asked)) > 1:
+                different = sorted(set(asked))
+                raise ConfigError(f"ranks ask to save different things at once: {different}; they must agree")
+            name = self._ownership.clear_name(request.name, request.step, replace=request.replace)
+            return [name] * len(asked)
+
+        error = captured if isinstance(captured, BaseException) else None
+        if agreement.trouble:
+            name = self._coordinator.exchange(error or (request.step, request.name), decide, what=_AGREEING)
+            request = replace(request, name=name)
+        if isinstance(captured, BaseException):
+            raise captured  # unreachable: a rank that brings an error makes every rank raise
+        return captured, request
+
+    def _stage(self, prepared: PreparedSave, local: _LocalState) -> PreparedSave:
+        plans, state = self.plans, local.state
+        try:
+            plans.check()
+            alike = {name: local.shared.digest(name) for name in state.alike}
+            evidence = plans.show(alike) if prepared.extras.ranks > 1 else None
+            kept = plans.keeping is not KeepOwn.NEVER or (prepared.rank == 0 and state.local)
+            stable = state.stable if self._overlapped and state.optimizers else None
+            # Last: from here on the memory is taken, and only the prepared save can give it back.
+            staged = self.stager.stage(plans.parts, plans.generation, stable=stable)
+            self._notes.tell(state, plans, staged, self._url)
+            return replace(
+                prepared,
+                staged=staged,
+                evidence=evidence,
+                local=RankBuffers(state.local if kept else {}),
+                extras=prepared.extras.with_values(staged.values.values()),
+            )
+        except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
+            return replace(prepared, error=failed_in("stage", caught))
+        finally:
+            plans.forget()
+
+    def _shared_file(self, items: EncodedItems) -> Mapping[str, bytes]:
+        """The file of the shared items that this rank writes; ranks but the coordinator rarely have one."""
+        names = self.plans.shared
+        if self._coordinator.is_coordinator:
+            return {SHARED: items.content_of(names)}
+        return {shared_name(self._coordinator.rank): items.content_of(names)} if names else {}
 
 
 def _offer(state: CapturedState, files: Collection[str], *, several: bool) -> Offer:
@@ -304,106 +302,3 @@ def _kinds(state: CapturedState) -> dict[str, str]:
     if state.files:
         kinds["files"] = "files"
     return kinds
-
-
-def _combine(
-    request: SaveRequest, survey: _Survey | BaseException, coordinator: Coordinator, ownership: Ownership
-) -> _Verdict:
-    failed = isinstance(survey, BaseException)
-    trouble = failed or (
-        coordinator.is_coordinator and ownership.is_taken(request.name, replace=request.replace)
-    )
-    changed = isinstance(survey, BaseException) or survey.changed
-    digest = request.digest()
-    created = int(time.time() * _MICROSECONDS) if coordinator.is_coordinator else 0
-    extra = (0, 0) if isinstance(survey, BaseException) else (survey.extra_bytes, survey.extra_files)
-    # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
-    found = coordinator.combine(
-        [int(trouble), int(changed), digest, -digest, created, *extra], what=_AGREEING
-    )
-    return _Verdict(
-        trouble=bool(found[0]) or found[2] != -found[3],
-        changed=bool(found[1]),
-        created=found[4] / _MICROSECONDS,
-        most_extra_bytes=found[5],
-        most_extra_files=found[6],
-    )
-
-
-def _settle(
-    request: SaveRequest,
-    survey: _Survey | BaseException,
-    verdict: _Verdict,
-    *,
-    coordinator: Coordinator,
-    ownership: Ownership,
-) -> tuple[_Survey, SaveRequest]:
-    """Tell every rank what is wrong, or put it right: see `Ownership.clear_name`."""
-
-    def decide(asked: list[tuple[int, str]]) -> list[str]:
-        if len(set(asked)) > 1:
-            different = sorted(set(asked))
-            raise ConfigError(f"ranks ask to save different things at once: {different}; they must agree")
-        name = ownership.clear_name(request.name, request.step, replace=request.replace)
-        return [name] * len(asked)
-
-    error = survey if isinstance(survey, BaseException) else None
-    if verdict.trouble:
-        name = coordinator.exchange(error or (request.step, request.name), decide, what=_AGREEING)
-        request = replace(request, name=name)
-    if isinstance(survey, BaseException):
-        raise survey  # unreachable: a rank that brings an error makes every rank raise
-    return survey, request
-
-
-def _stage(prepared: PreparedSave, survey: _Survey, workshop: Workshop, url: str) -> PreparedSave:
-    plans, state = workshop.plans, survey.state
-    try:
-        plans.check()
-        if prepared.extras.ranks > 1:
-            alike = {name: survey.shared.digest(name) for name in state.alike}
-            prepared = replace(prepared, evidence=plans.show(alike))
-        if plans.keeping is not KeepOwn.NEVER or (prepared.rank == 0 and state.local):
-            prepared = replace(prepared, local=RankBuffers(state.local))
-        stable = state.stable if workshop.overlapped and state.optimizers else None
-        # Last: from here on the memory is taken, and only the prepared save knows to give it back.
-        staged = workshop.stager.stage(plans.parts, plans.generation, stable=stable)
-        workshop.notes.tell(state, plans, staged, url)
-        return replace(prepared, staged=staged, extras=prepared.extras.with_values(staged.values.values()))
-    except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
-        return replace(prepared, error=failed_in("stage", caught))
-    finally:
-        plans.forget()
-
-
-def failed_in(phase: SavePhase, error: BaseException) -> SaveError:
-    """The error that a rank tells the others of when something failed on it while it saved."""
-    if isinstance(error, SaveError):
-        told = error if error.phase else error.retold(str(error), phase=phase)
-    else:
-        told = SaveError(f"while {_DOING[phase]}: {failure_text(error)}", phase=phase)
-    if told is not error:
-        told.__cause__ = error
-    return told
-
-
-def save_error(url: str, step: int, phase: SavePhase, error: CoordinationError) -> SaveError:
-    """The one error that every rank raises for a failed save."""
-    # Nothing is written while ranks plan, whether or not this one heard how that ended.
-    in_doubt = error.in_doubt and phase != "plan"
-    verdict = f"it is not known whether step {step} was" if in_doubt else f"step {step} was not"
-    return SaveError(
-        f"{verdict} saved to {url} (phase {phase}): {error}. "
-        f"Every checkpoint committed before is untouched; {_remedy(error)}, then save again",
-        step=step,
-        phase=phase,
-        failures=error.failures,
-        in_doubt=in_doubt,
-    )
-
-
-def _remedy(error: CoordinationError) -> str:
-    if isinstance(error, DeadlineError):
-        return "find out what stopped those ranks"
-    full = any(cause.errno in _FULL for cause in error.causes.values())
-    return "free space there" if full else "remove the cause"

@@ -1,26 +1,45 @@
-"""What is asked of a save, checked before anything else happens."""
+"""Values that travel through one save: the request, where it goes, and the state made ready to write."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_core.errors import ConfigError
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt_core.dcp import Replicas
+from ckpt_core.errors import CheckpointError, ConfigError
 from ckpt_core.names import parse_step_name
+from ckpt_core.saving._plan_cache import KeepOwn
+from ckpt_core.saving._replicas import Evidence
+from ckpt_core.saving._size_estimate import NO_OVERHEAD, Overhead
+from ckpt_core.saving._stager import StagedParts
+from ckpt_core.state import RankBuffers
+from ckpt_core.types import Lineage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
-    """What is to be saved under which name. `replace` allows `name` to be committed already."""
+    """What to save under which name.
+
+    Attributes:
+        step: optimizer steps done.
+        name: of the checkpoint's directory.
+        metrics: numbers by name.
+        annotations: plain JSON.
+        replace: whether `name` may be committed already.
+        refusal: why this rank cannot ask for a save; reported to the ranks that can.
+    """
 
     step: int
     name: str
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
     replace: bool = False
+    refusal: CheckpointError | None = None
 
     def __post_init__(self) -> None:
         named = parse_step_name(self.name)
@@ -45,6 +64,56 @@ class SaveRequest:
         """A number, positive and below 2**62, by which ranks tell whether they ask for the same save."""
         text = f"{self.step} {self.replace} {self.name}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Where a save goes; the same on every rank."""
+
+    save_id: str
+    working: str
+    created: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedSave:
+    """A save whose training-side work is done.
+
+    Attributes:
+        request: what was asked for.
+        assignment: where it goes.
+        files: name -> content of this rank's small files.
+        metadata: part -> DCP metadata; on the coordinator only.
+        items: item -> kind, for the manifest.
+        local: this rank's values of entries that nothing keeps equal over ranks.
+        keeping: when it keeps them.
+        staged: the copies, to be released after the write.
+        rank: this rank.
+        optimizers: whose steps wait for copies that are still being made.
+        lineage: the line of saves that it belongs to; on the coordinator only.
+        buffers: (part, key) of module buffers.
+        error: what kept this rank from staging; it takes the error to the meeting instead of files.
+        extras: what ranks write beside tensors, at most.
+        evidence: what this rank has to show of what others hold, too.
+        replicas: part -> what several ranks hold under one name; on the coordinator only.
+    """
+
+    request: SaveRequest
+    assignment: Assignment
+    files: Mapping[str, bytes]
+    metadata: Mapping[str, Metadata]
+    items: Mapping[str, str]
+    local: RankBuffers
+    keeping: KeepOwn
+    staged: StagedParts
+    rank: int
+    optimizers: Sequence[Any] = ()
+    lineage: Lineage = field(default_factory=Lineage)
+    buffers: frozenset[tuple[str, str]] = frozenset()
+    error: BaseException | None = None
+    extras: Overhead = NO_OVERHEAD
+    evidence: Evidence | None = None
+    replicas: Mapping[str, Sequence[Replicas]] = field(default_factory=dict[str, Sequence[Replicas]])
 
 
 def _number(value: Any) -> float:

@@ -1,4 +1,4 @@
-"""One save from staged to committed, on the background thread."""
+"""One save from staged to committed, on the save thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import partial
 from typing import final
 
 from ckpt_core.commit import abandon, begin
-from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -22,15 +21,16 @@ from ckpt_core.errors import (
     SavePhase,
 )
 from ckpt_core.options import SignManifest
+from ckpt_core.root import Job
 from ckpt_core.saving._checks import refuse_non_finite
+from ckpt_core.saving._failure import failed_in, save_error
 from ckpt_core.saving._handle import SaveHandle, fulfil, reject
 from ckpt_core.saving._in_flight import SaveThread
 from ckpt_core.saving._plan_cache import KeepOwn
-from ckpt_core.saving._prepare import PreparedSave, failed_in, save_error
+from ckpt_core.saving._prepared import PreparedSave
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._write import Terms, commit_all, write_rank
 from ckpt_core.storage import Storage
-from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
@@ -38,26 +38,22 @@ _logger = logger_of(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveContext:
-    """What all saves of a manager have in common.
+    """The values that all saves of a manager share.
 
     Attributes:
-        storage: where checkpoints go.
-        coordinator: the ranks of the job.
-        telemetry: receives spans.
-        memory: what writing keeps from save to save.
-        background: told whenever a save gets on.
+        job: storage, ranks and telemetry.
+        thread: receives a heartbeat for every progress.
+        reports: what writing keeps from save to save.
         terms: what a commit depends on; `check` is also called before anything is written.
         make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
+        diverged: called on every rank when replicas were found to differ, and refused.
         reject_non_finite: whether NaN and infinities in staged weights make the save fail.
-        diverged: called on every rank when that was found to differ, and refused.
     """
 
-    storage: Storage
-    coordinator: Coordinator
-    telemetry: Telemetry
-    memory: ReportCache
-    background: SaveThread
+    job: Job
+    thread: SaveThread
+    reports: ReportCache
     terms: Terms
     make_room: Callable[[PreparedSave], None]
     committed: Callable[[CheckpointInfo], None]
@@ -69,125 +65,113 @@ class SaveContext:
 class SaveRun:
     """One save on one rank, from staged to committed.
 
-    Concurrency: `run` is called once, on the background thread; it uses no collective. `give_up` may
-    be called on another thread meanwhile: from then on this rank brings its error and commits nothing.
+    Concurrency: `run` is called once, on the save thread, and uses no collective. `give_up` may be called on
+    another thread meanwhile: from then on this rank brings its error and commits nothing.
     """
 
     def __init__(self, prepared: PreparedSave, handle: SaveHandle, context: SaveContext) -> None:
         self._prepared = prepared
         self._handle = handle
-        self._storage = context.storage
-        self._coordinator = context.coordinator.as_of_now()
-        self._telemetry = context.telemetry
-        self._memory = context.memory
         self._context = context
+        self._storage = context.job.storage
+        self._coordinator = context.job.coordinator.as_of_now()
+        self._telemetry = context.job.telemetry
         sign = context.terms.sign
         self._terms = replace(context.terms, sign=None if sign is None else partial(self._sign, sign))
-        self._beat = context.background.beat
-        self._deadline_seconds = context.background.deadline_seconds
+        self._heartbeat = context.thread.heartbeat
+        self._deadline_seconds = context.thread.deadline_seconds
         # Exchanges with other ranks have deadlines of their own; after this even they count as hanging.
         self._patience_seconds = 3 * self._deadline_seconds + 10
         self._refusal: CheckpointError | None = None
         self._opened = False
         self._silence: DeadlineError | None = None
-        # What is left to do for as long as an earlier save keeps this one from beginning.
+        # The phase that is next for as long as an earlier save keeps this one from beginning.
         self._phase: SavePhase = "open"
         self._committing = False
         self._giving_up = threading.Lock()
 
     def run(self) -> None:
-        """Go through with the save; its outcome goes to the handle, nothing is raised.
+        """Write this rank's files, then commit with all ranks; the outcome goes to the handle.
 
-        A rank that failed still goes to the meeting: it brings its error, so that every rank learns of it.
+        Nothing is raised. A rank that failed still arrives at the commit barrier with its error, so that
+        every rank learns of it.
         """
-        payload = self._write_and_report(self._stage())
+        reference, failure = self._open(self._watch_copies())
+        report = self._write(reference) if failure is None else failure
         self._prepared.staged.release()
         try:
-            info = self._meet(payload)
+            info = self._commit_with_all(report)
         except CheckpointError as error:
             reject(self._handle.committed, self._failed(error))
             return
-        self._memory.committed()
+        self._context.reports.committed()
         fulfil(self._handle.committed, info)
         if self._coordinator.is_coordinator:
-            self._beat("pruning")
+            self._heartbeat("pruning")
             self._context.committed(info)
 
-    def give_up(self, told: str) -> None:
-        """The background thread hangs: this save has failed on this rank, and in the end on all."""
+    def give_up(self, reason: str) -> None:
+        """Fail this save on this rank, and in the end on all, because the save thread hangs."""
         request, rank = self._prepared.request, self._coordinator.rank
         with self._giving_up:
             # Whenever it wakes up it goes on, and a commit cannot be called back.
-            error = DeadlineError(f"rank {rank}: {told}", failures={rank: told}, in_doubt=self._committing)
+            error = DeadlineError(
+                f"rank {rank}: {reason}", failures={rank: reason}, in_doubt=self._committing
+            )
             failed = save_error(self._storage.url, request.step, self._phase, error)
             reject(self._handle.staged, failed)
-            told_in_time = reject(self._handle.committed, failed)
-        if not told_in_time:
+            in_time = reject(self._handle.committed, failed)
+        if not in_time:
             _logger.error("after the commit of step %d: %s", request.step, error)
 
-    def _get_on(self, doing: str) -> None:
-        """Tell that the writing gets on; of a save that was given up meanwhile nothing more is written."""
-        if (late := self._given_up()) is not None:
-            raise late
-        self._beat(doing)
-
-    def _given_up(self) -> SaveError | None:
-        if not self._handle.done():
-            return None
-        error = self._handle.committed.exception()
-        return SaveError(f"while writing: given up before it ended ({error})", phase="write")
-
-    def _stage(self) -> BaseException | None:
-        """Have the handle told when the copies are made; what kept this rank from making them."""
+    def _watch_copies(self) -> BaseException | None:
+        """Resolve the handle's `staged` when the copies are made; return what kept them from being made."""
         error, deferred = self._prepared.error or self._given_up(), self._prepared.staged.deferred
         if deferred is None or error is not None:
-            self._tell_staged(error)
+            self._resolve_staged(error)
             return error
         try:
-            # Writing begins while the rest is being copied, and tells in the end whether all of it was.
-            deferred.when_done(self._tell_staged)
-        except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
+            # Writing begins while the rest is being copied, and reports in the end whether all of it was.
+            deferred.when_done(self._resolve_staged)
+        except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
             return failed_in("stage", caught)
         return None
 
-    def _tell_staged(self, error: BaseException | None) -> None:
+    def _resolve_staged(self, error: BaseException | None) -> None:
         if error is None:
             fulfil(self._handle.staged, None)
         else:
             reject(self._handle.staged, failed_in("stage", error))
 
-    def _write_and_report(self, error: BaseException | None) -> bytes | BaseException:
-        """Write this rank's files once the coordinator has opened the save; the report, or what went wrong.
+    def _open(self, error: BaseException | None) -> tuple[bytes, bytes | BaseException | None]:
+        """Create the working directory, or wait until the coordinator has.
 
-        Nobody writes before it has. If it cannot, it says so to all at once.
+        Nobody writes before it exists. If the coordinator cannot create it, it reports that to all ranks.
+
+        Returns:
+            Digests of the coordinator's rank-local buffers, and what to report instead of a write: None if
+            this rank may write.
         """
-        if error is not None and not self._coordinator.is_coordinator:
-            return error
+        lead = self._coordinator.is_coordinator
+        if error is not None and not lead:
+            return b"", error
+        self._heartbeat("opening", None if lead else self._patience_seconds)
+        topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
         try:
-            reference = self._open(error)
+            reference = self._coordinator.announce(
+                topic, lambda: self._create(error), deadline_seconds=self._deadline_seconds
+            )
         except DeadlineError as silence:
             self._silence = silence
-            return SaveError(f"while opening: {silence}", phase="open")
+            return b"", SaveError(f"while opening: {silence}", phase="open")
         except CheckpointError as refusal:
             self._refusal = refusal
-            return b""
+            return b"", b""
         self._opened = True
-        try:
-            report = self._write(reference)
-        except Exception as caught:  # noqa: BLE001 - the meeting carries it to every rank
-            return failed_in("write", caught)
-        return self._given_up() or report
+        return reference, None
 
-    def _open(self, error: BaseException | None) -> bytes:
-        """Prepare the place, or wait to be told that it is; how the coordinator's own values look."""
-        self._beat("opening", None if self._coordinator.is_coordinator else self._patience_seconds)
-        topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
-        return self._coordinator.announce(
-            topic, lambda: self._make_place(error), deadline_seconds=self._deadline_seconds
-        )
-
-    def _make_place(self, error: BaseException | None) -> bytes:
-        """On the coordinator: prepare the place; what it gives to all ranks is how its own values look."""
+    def _create(self, error: BaseException | None) -> bytes:
+        """Create the working directory; coordinator only."""
         if error is not None:
             found = Failure.of(error)
             raise CoordinationError(
@@ -199,19 +183,26 @@ class SaveRun:
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
 
-    def _write(self, reference: bytes) -> bytes:
+    def _write(self, reference: bytes) -> bytes | BaseException:
+        """Write this rank's files; return the report, or what went wrong."""
         prepared = self._prepared
         attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
         self._phase = "write"
-        self._beat("writing the tensors")
-        own = _own_files(prepared, reference)
-        with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
-            report = write_rank(self._storage, prepared, own, self._memory, beat=self._get_on)
-        if self._context.reject_non_finite:
-            refuse_non_finite(prepared.staged.images, prepared.buffers)
-        return report
+        self._heartbeat("writing the tensors")
+        try:
+            small = _small_files(prepared, reference)
+            with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
+                report = write_rank(
+                    self._storage, prepared, small, self._context.reports, progress=self._progress
+                )
+            if self._context.reject_non_finite:
+                refuse_non_finite(prepared.staged.images, prepared.buffers)
+        except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
+            return failed_in("write", caught)
+        return self._given_up() or report
 
-    def _meet(self, payload: bytes | BaseException) -> CheckpointInfo:
+    def _commit_with_all(self, report: bytes | BaseException) -> CheckpointInfo:
+        """Wait for the reports of all ranks; the coordinator then commits, and every rank learns of it."""
         request, assignment = self._prepared.request, self._prepared.assignment
 
         def commit(reports: list[bytes]) -> bytes:
@@ -222,11 +213,11 @@ class SaveRun:
         name = f"save/{request.name}/{assignment.save_id}"
         attributes = {"step": request.step, "rank": self._coordinator.rank}
         self._phase = "commit"
-        self._beat("waiting for the other ranks", self._patience_seconds)
+        self._heartbeat("waiting for the other ranks", self._patience_seconds)
         # The error is left for a coordinator that wakes up; to wait for it as long again is no use.
         deadline = self._deadline_seconds if self._silence is None else 0.0
         with self._telemetry.span("save.commit", **attributes) as details:
-            info = _decoded(self._coordinator.meet(name, payload, commit, deadline_seconds=deadline))
+            info = _decoded(self._coordinator.meet(name, report, commit, deadline_seconds=deadline))
             details["size_bytes"] = info.size_bytes
         return info
 
@@ -234,10 +225,12 @@ class SaveRun:
         self._begin_committing()
         try:
             self._terms.check()
-            return commit_all(self._storage, self._prepared, reports, self._memory, terms=self._terms)
+            return commit_all(
+                self._storage, self._prepared, reports, self._context.reports, terms=self._terms
+            )
         finally:
-            # Only to be told yet, for which a store may take its time.
-            self._beat("telling the other ranks", self._patience_seconds)
+            # Only to be reported yet, for which a store may take its time.
+            self._heartbeat("telling the other ranks", self._patience_seconds)
 
     def _begin_committing(self) -> None:
         """From now on it is in doubt whether a save that is given up is committed."""
@@ -245,33 +238,45 @@ class SaveRun:
             if (late := self._given_up()) is not None:
                 raise late
             self._committing = True
-        self._beat("committing")
+        self._heartbeat("committing")
 
     def _sign(self, sign: SignManifest, name: str, manifest: bytes) -> bytes:
         """Sign, unless that takes so long that the save was given up: then it is not committed any more."""
         self._committing = False
-        self._beat("signing the manifest")
+        self._heartbeat("signing the manifest")
         signature = sign(name, manifest)
         self._begin_committing()
         return signature
 
+    def _progress(self, doing: str) -> None:
+        """Record progress of the writing; a save that was given up meanwhile writes nothing more."""
+        if (late := self._given_up()) is not None:
+            raise late
+        self._heartbeat(doing)
+
+    def _given_up(self) -> SaveError | None:
+        if not self._handle.done():
+            return None
+        error = self._handle.committed.exception()
+        return SaveError(f"while writing: given up before it ended ({error})", phase="write")
+
     def _failed(self, error: CheckpointError) -> CheckpointError:
-        """Clear up, unless it may be committed all the same; what to tell whoever waits."""
+        """Remove what was written, unless it may be committed; return what the handle raises."""
         self._committing = False
         in_doubt = isinstance(error, SaveError | CoordinationError) and error.in_doubt
         if isinstance(error, DivergenceError):
             self._context.diverged()
         if self._coordinator.is_coordinator and self._opened and not in_doubt:
-            self._beat("removing what was written")
+            self._heartbeat("removing what was written")
             _abandon(self._storage, self._prepared.assignment.working, self._terms)
-        told = error
+        raised = error
         if isinstance(error, CoordinationError):
             phase = "open" if self._silence else _phase_of(error, "open" if self._refusal else "commit")
             error = self._silence or error
-            told = save_error(self._storage.url, self._prepared.request.step, phase, error)
-            told.__cause__ = error
+            raised = save_error(self._storage.url, self._prepared.request.step, phase, error)
+            raised.__cause__ = error
         _logger.error("%s", error)
-        return told
+        return raised
 
 
 def _abandon(storage: Storage, working: str, terms: Terms) -> None:
@@ -284,8 +289,8 @@ def _abandon(storage: Storage, working: str, terms: Terms) -> None:
         abandon(storage, working)
 
 
-def _own_files(prepared: PreparedSave, reference: bytes) -> Mapping[str, bytes]:
-    """A rank's small files, with those of its values that the checkpoint would not give it back."""
+def _small_files(prepared: PreparedSave, reference: bytes) -> Mapping[str, bytes]:
+    """This rank's small files, with the buffers that the checkpoint would not give it back."""
     rank, local = prepared.rank, prepared.local
     match prepared.keeping:
         case KeepOwn.NEVER:

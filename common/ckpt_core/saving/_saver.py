@@ -1,32 +1,28 @@
-"""All saves of one manager: ownership of the root, back-pressure, staging, and the flight to the commit."""
+"""All saves of one manager: back-pressure, preparation, and the way to the commit."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from typing import final
 
-from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.root import Ownership, Pruner
-from ckpt_core.saving._checks import LoadNotes, refuse_non_finite_loss
+from ckpt_core.root import Job, Ownership, Pruner
+from ckpt_core.saving._checks import refuse_non_finite_loss
 from ckpt_core.saving._disk_space import DiskSpace
 from ckpt_core.saving._handle import SaveHandle
-from ckpt_core.saving._in_flight import SaveThread, InFlightSaves, within
-from ckpt_core.saving._plan_cache import PlanCache
-from ckpt_core.saving._prepare import PreparedSave, Workshop, prepare, warm_up
+from ckpt_core.saving._in_flight import InFlightSaves, SaveThread, run_with_timeout
+from ckpt_core.saving._prepare import Preparer
 from ckpt_core.saving._prepared import SaveRequest
 from ckpt_core.saving._replicas import Judge
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._run import SaveContext, SaveRun
-from ckpt_core.saving._stager import Stager, StepGuard
+from ckpt_core.saving._stager import StepGuard
 from ckpt_core.saving._write import Terms, Throttle
-from ckpt_core.staging import Arenas
-from ckpt_core.storage import Storage
-from ckpt_core.telemetry import Telemetry
+from ckpt_core.state import State
 from ckpt_core.types import CapturedState, CheckpointInfo
 
 _logger = logger_of(__name__)
@@ -36,193 +32,157 @@ _logger = logger_of(__name__)
 class Saver:
     """Saves one checkpoint after another into one root.
 
-    Attributes:
-        ownership: of the root.
-        pruner: applies the retention policy; on the coordinator only.
+    Args:
+        job: storage, ranks and telemetry.
+        thread: on which saves end.
+        options: of the manager.
+        ownership: the right to write to the root; taken at the first save.
+        pruner: applies the retention policy after every commit.
 
-    Concurrency: methods on the main thread; `save` and `own_root` are collective.
+    Attributes:
+        in_flight: the saves that have not ended.
+        copies: makes optimizer steps wait for copies that are still being made.
+
+    Concurrency: methods on the main thread; `save` and `prewarm` are collective.
     """
 
     def __init__(
-        self, storage: Storage, coordinator: Coordinator, options: CheckpointOptions, telemetry: Telemetry
+        self,
+        job: Job,
+        thread: SaveThread,
+        options: CheckpointOptions,
+        *,
+        ownership: Ownership,
+        pruner: Pruner,
     ) -> None:
-        self._storage = storage
-        self._coordinator = coordinator
+        self._job = job
+        self._ownership = ownership
+        self._pruner = pruner
+        self._thread = thread
         self._options = options
-        self._telemetry = telemetry
-        self._workshop = Workshop(
-            plans=PlanCache(options.on_divergence),
-            stager=Stager(Arenas(options.arenas, options.staging_memory_bytes)),
-            notes=LoadNotes(allow_pickle=options.allow_pickle),
-            overlapped=options.staging == "overlapped",
-        )
-        self._guard = StepGuard()
+        self._preparer = Preparer(job, ownership, options)
+        self._space = DiskSpace(job.storage, options, ownership=ownership, telemetry=job.telemetry)
         self._asked = ""
         self._entered = threading.Lock()
-        self._background = background = SaveThread(options.deadline_seconds)
-        self.ownership = Ownership(
-            storage, coordinator, job_name=options.job_name, until_idle=background.until_idle
-        )
-        self._room = DiskSpace(storage, options, ownership=self.ownership, telemetry=telemetry)
-        self.pruner = Pruner(storage, options, ownership=self.ownership, telemetry=telemetry)
         rate = options.write_bytes_per_second
         self._context = SaveContext(
-            storage=storage,
-            coordinator=coordinator,
-            telemetry=telemetry,
-            memory=ReportCache(pace=None if rate is None else Throttle(rate), algorithm=options.checksum),
-            background=background,
+            job=job,
+            thread=thread,
+            reports=ReportCache(pace=None if rate is None else Throttle(rate), algorithm=options.checksum),
             terms=Terms(
-                check=self.ownership.check,
+                check=ownership.check,
                 judge=Judge(options.on_divergence),
                 sign=options.manifest_signer,
             ),
-            make_room=self._room.make,
+            make_room=self._space.make,
             reject_non_finite=options.reject_non_finite,
             committed=self._committed,
-            diverged=self._workshop.plans.distrust,
+            diverged=self._preparer.plans.distrust,
         )
-        self._flight = InFlightSaves(
-            coordinator,
-            background=background,
-            back_pressure=options.back_pressure,
-            on_error=options.on_error,
-            limit=options.arenas,
-        )
+        self.in_flight = InFlightSaves(job.coordinator, thread, options)
+        self.copies = StepGuard()
 
-    def save(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> SaveHandle | None:
+    def save(self, request: SaveRequest, state: State | CapturedState) -> SaveHandle | None:
         """Stage now, commit later; None if the policy is to skip it: a save in flight, or an error.
 
         Raises:
             SaveError: it could not start, or the save before has failed.
-            CheckpointError: see `prepare`.
+            CheckpointError: see `Preparer.prepare`.
             ConfigError: another thread is saving.
         """
         if not self._entered.acquire(blocking=False):
             raise ConfigError(
-                f"step {request.step} was not saved to {self._storage.url}: another thread of this process "
-                "is in save() of the same CheckpointManager; call its methods on the thread that trains"
+                f"step {request.step} was not saved to {self._job.storage.url}: another thread of this "
+                "process is in save() of the same CheckpointManager; call its methods on the thread that "
+                "trains"
             )
+        rank, telemetry = self._job.coordinator.rank, self._job.telemetry
         try:
-            return self._save(request, capture)
-        finally:
-            self._entered.release()
-
-    def _save(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> SaveHandle | None:
-        if not self._flight.ready():
-            self._telemetry.point("save.skipped", step=request.step, rank=self._coordinator.rank)
-            return None
-        latest = self._flight.latest
-        if latest is not None and not request.replace and self._asked == request.name:
-            return latest  # asked for twice: by the cadence, and at the end of the run
-        try:
-            with self._telemetry.span("save.stall", step=request.step, rank=self._coordinator.rank):
-                self.ownership.take()
-                prepared = prepare(
-                    request,
-                    lambda: self._captured(request, capture),
-                    storage=self._storage,
-                    coordinator=self._coordinator,
-                    workshop=self._workshop,
-                    ownership=self.ownership,
-                )
+            if not self.in_flight.ready():
+                telemetry.point("save.skipped", step=request.step, rank=rank)
+                return None
+            latest = self.in_flight.latest
+            if latest is not None and not request.replace and self._asked == request.name:
+                return latest  # asked for twice: by the cadence, and at the end of the run
+            with telemetry.span("save.stall", step=request.step, rank=rank):
+                self._ownership.take()
+                prepared = self._preparer.prepare(self._checked(request), state)
+            self._asked = request.name
+            handle = SaveHandle(request.step, prepared.request.name, prepared.assignment.created)
+            self.copies.watch(prepared.staged.deferred, prepared.optimizers)
+            run = SaveRun(prepared, handle, self._context)
+            self.in_flight.start(handle, run.run, run.give_up)
         except SaveError:
             if self._options.on_error == "raise":
                 raise
             _logger.exception("training goes on without the checkpoint of step %d", request.step)
             return None
-        self._asked = request.name
-        return self._launch(prepared)
+        else:
+            return handle
+        finally:
+            self._entered.release()
 
-    def prewarm(self, capture: Callable[[], CapturedState]) -> int:
-        """Plan and make the arenas ahead of the first save; see `warm_up`."""
-        self._flight.wait()
-        return warm_up(capture, coordinator=self._coordinator, workshop=self._workshop, url=self._storage.url)
+    def prewarm(self, state: State | CapturedState) -> int:
+        """Plan and allocate the arenas ahead of the first save; see `Preparer.prewarm`."""
+        self.in_flight.wait()
+        return self._preparer.prewarm(state)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of host memory that the arenas take."""
-        return self._workshop.stager.arenas.size_bytes
-
-    def overdue(self) -> bool:
-        """Whether a save that had to be left out can be made up for now; see `InFlightSaves.overdue`."""
-        return self._flight.overdue()
-
-    def wait_staged(self) -> None:
-        """Let what this thread does next come after the copies of saves in flight; see `StepGuard.wait`."""
-        self._guard.wait()
-
-    def own_root(self) -> None:
-        """Wait for the save in flight and claim the root; see `Ownership.take` and `check`."""
-        self._flight.wait()
-        self.ownership.take()
-        self._coordinator.once(self.ownership.check, what="taking the root")
-
-    def wait(self) -> None:
-        """Wait for the saves in flight and deliver a failure; see `InFlightSaves.wait`."""
-        self._flight.wait()
-
-    def settle(self) -> None:
-        """Wait for the saves in flight, whatever becomes of them; see `InFlightSaves.settle`."""
-        self._flight.settle()
-
-    def rewound(self) -> None:
-        """A checkpoint is being loaded: what was saved before it says nothing about steps to come."""
-        self._flight.wait()
-        self._flight.forget()
+        return self._preparer.stager.arenas.size_bytes
 
     def close(self) -> None:
-        """Wait for the save in flight and give the root back; same errors as `wait`."""
+        """Wait for the saves in flight and give memory and root back.
+
+        Raises:
+            SaveError: see `InFlightSaves.wait`.
+        """
         try:
-            self._flight.close()
+            self.in_flight.close()
         finally:
-            self._guard.close()
-            self._workshop.stager.close()
-            if self._flight.stuck():
+            self.copies.close()
+            self._preparer.stager.close()
+            if self.in_flight.stuck():
                 # Storage may hang for this thread just as well; the lock goes with the process at the latest.
-                within(self._options.deadline_seconds, self.ownership.release)
+                run_with_timeout(self._options.deadline_seconds, self._ownership.release)
             else:
-                self.ownership.release()
+                self._ownership.release()
 
-    def _launch(self, prepared: PreparedSave) -> SaveHandle:
-        request = prepared.request
-        handle = SaveHandle(request.step, request.name, prepared.assignment.created)
-        deferred = prepared.staged.deferred
-        if deferred is not None:
-            self._guard.watch(deferred, prepared.optimizers)
-        run = SaveRun(prepared, handle, self._context)
-        self._flight.start(handle, run.run, run.give_up)
-        return handle
-
-    def _captured(self, request: SaveRequest, capture: Callable[[], CapturedState]) -> CapturedState:
-        """The state, if this rank can save it; every rank is told if it cannot."""
-        if self._options.reject_non_finite:
-            refuse_non_finite_loss(request.metrics)
-        if hung := self._flight.stuck():
-            raise SaveError(f"a save before this one was given up and still hangs here: {hung}")
-        return capture()
+    def _checked(self, request: SaveRequest) -> SaveRequest:
+        """The request, with the reason why this rank cannot save, which every rank learns."""
+        if request.refusal is not None:
+            return request
+        try:
+            if self._options.reject_non_finite:
+                refuse_non_finite_loss(request.metrics)
+            if hung := self.in_flight.stuck():
+                raise SaveError(f"a save before this one was given up and still hangs here: {hung}")
+        except CheckpointError as error:
+            return replace(request, refusal=error)
+        return request
 
     def _committed(self, info: CheckpointInfo) -> None:
-        self.ownership.note_committed(info)
+        self._ownership.note_committed(info)
         if self._options.verification == "off":
-            self.ownership.soundness.vouch(info)
+            self._ownership.soundness.vouch(info)
         if self._options.keep is not None:
             self._prune(info)
         try:
-            self._room.look_ahead(info)
+            self._space.look_ahead(info)
         except (OSError, CheckpointError) as error:
-            _logger.warning("the room left in %s is not known: %s", self._storage.url, error)
+            _logger.warning("the room left in %s is not known: %s", self._job.storage.url, error)
 
     def _prune(self, info: CheckpointInfo) -> None:
         deadline = time.monotonic() + self._options.deadline_seconds / 2
 
         def go_on() -> bool:
-            self._background.beat("verifying what is relied on before older checkpoints are removed")
-            return not self._background.waiting and time.monotonic() < deadline
+            self._thread.heartbeat("verifying what is relied on before older checkpoints are removed")
+            return not self._thread.waiting and time.monotonic() < deadline
 
         try:
-            self.pruner.apply(newest=info.step, go_on=go_on)
+            self._pruner.apply(newest=info.step, go_on=go_on)
         except (OSError, CheckpointError) as error:
             # The checkpoint is committed all the same; what was not removed is removed after the next commit.
-            self._telemetry.point("prune.failed", error=str(error))
-            _logger.warning("old checkpoints in %s were not all removed: %s", self._storage.url, error)
+            self._job.telemetry.point("prune.failed", error=str(error))
+            _logger.warning("old checkpoints in %s were not all removed: %s", self._job.storage.url, error)

@@ -26,8 +26,10 @@ class StepGuard:
         self._pending: list[DeferredCopies] = []
         self._hooks: list[RemovableHandle] = []
 
-    def watch(self, deferred: DeferredCopies, optimizers: Sequence[Any]) -> None:
-        """From now on steps of `optimizers` wait for `deferred`, and for those before that are not done."""
+    def watch(self, deferred: DeferredCopies | None, optimizers: Sequence[Any]) -> None:
+        """Make steps of `optimizers` wait for `deferred`, and for earlier copies that are not done."""
+        if deferred is None:
+            return
         self._pending = [each for each in self._pending if not each.done] + [deferred]
         self._unhook()
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]

@@ -20,7 +20,8 @@ from ckpt_core.formats.checksums import checksum
 from ckpt_core.formats.chunks import TableEntry, encode_table
 from ckpt_core.names import METADATA, chunks_name, is_own_file
 from ckpt_core.options import SignManifest
-from ckpt_core.saving._prepare import Assignment, PreparedSave, failed_in
+from ckpt_core.saving._failure import failed_in
+from ckpt_core.saving._prepared import Assignment, PreparedSave
 from ckpt_core.saving._replicas import Judge
 from ckpt_core.saving._reports import RankReport, ReportCache
 from ckpt_core.saving._stager import StagedParts
@@ -70,12 +71,12 @@ def write_rank(
     small: Mapping[str, bytes],
     memory: ReportCache,
     *,
-    beat: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> bytes:
     """Write this rank's files durably and report them, as a message to the coordinator.
 
-    What is copied is written while the rest is still being copied; when this returns, all of it was. `beat`
-    is told whenever the writing gets on, and with what.
+    Copies are written while the rest is still being copied; when this returns, all of them are. `progress` is
+    called with what comes next.
 
     Raises:
         SaveError: a tensor could not be copied, or was changed meanwhile.
@@ -89,19 +90,19 @@ def write_rank(
             writer = ShardWriter(
                 storage, working, part=part, rank=prepared.rank, pace=memory.pace, hashing=hashing
             )
-            writer.write_image(image, partial(_next_slot, staged, part, beat))
-            beat(f"writing the values in {working}")
+            writer.write_image(image, partial(_next_slot, staged, part, progress))
+            progress(f"writing the values in {working}")
             writer.write_values(staged.values[part])
             files += writer.files
             entries += writer.tables
         _finish_copies(staged)
         for name, content in {**_table(storage, prepared.rank, entries, small), **small}.items():
-            beat(f"writing {working}/{name}")
+            progress(f"writing {working}/{name}")
             files.append(_write_file(storage, working, name, content, algorithm=memory.algorithm))
-        hashed = hashing.checksums(beat)
+        hashed = hashing.checksums(progress)
     files = [replace(entry, checksum=hashed.get(entry.path, entry.checksum)) for entry in files]
     for directory in _directories(prepared.assignment, files):
-        beat(f"writing {directory}")
+        progress(f"writing {directory}")
         storage.sync_directory(directory)
     report = replace(memory.report(files, entries), place=(storage.url, platform.node()))
     if prepared.evidence is not None:
@@ -118,8 +119,8 @@ def _table(
     return {chunks_name(rank): encode_table(entries, beside=beside)} if entries or beside else {}
 
 
-def _next_slot(staged: StagedParts, part: str, beat: Callable[[str], None], slot: int) -> None:
-    beat("writing the tensors")
+def _next_slot(staged: StagedParts, part: str, progress: Callable[[str], None], slot: int) -> None:
+    progress("writing the tensors")
     staged.wait_for(part, slot)
 
 

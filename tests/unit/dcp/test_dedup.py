@@ -195,7 +195,10 @@ def test_what_a_rank_must_write_anyhow_counts_before_it_is_given_more():
 
 def test_a_large_tensor_at_the_end_does_not_land_on_top_of_an_even_load():
     items = [*(whole(f"w{number}", 100_000) for number in range(4)), whole("head", 400_000)]
-    assert sorted(loads(assign_writers([plan(*items)] * 2, ()))) == [400_000 + ENTRY_BYTES, 400_000 + 4 * ENTRY_BYTES]
+    assert sorted(loads(assign_writers([plan(*items)] * 2, ()))) == [
+        400_000 + ENTRY_BYTES,
+        400_000 + 4 * ENTRY_BYTES,
+    ]
 
 
 def test_hybrid_shards_are_shared_out_within_their_group_of_replicas():

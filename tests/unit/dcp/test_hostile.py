@@ -291,7 +291,9 @@ def saved(value: object) -> bytes:
 def place_of(chunk: bytes, shape: tuple[int, ...] = (2,)) -> Any:
     made = read(metadata(tensor(shape, ((0,) * len(shape), shape)), len(chunk)))
     (index,) = made.storage_data
-    places = ChunkLocator(made, directory="root/step", read_at=lambda _, start, size: chunk[start : start + size])
+    places = ChunkLocator(
+        made, directory="root/step", read_at=lambda _, start, size: chunk[start : start + size]
+    )
     return places.find([index])[index]
 
 

@@ -63,7 +63,9 @@ def save_stock(root: Path, tree: dict[str, Any]) -> None:
 
 
 def ours(root: Path, part: str = "") -> ChunkLocator:
-    return ChunkLocator(metadata_of(root, part), part=part, directory="root/x", read_table=lambda _: table_of(root))
+    return ChunkLocator(
+        metadata_of(root, part), part=part, directory="root/x", read_table=lambda _: table_of(root)
+    )
 
 
 def table_of(root: Path) -> ChunkTable:

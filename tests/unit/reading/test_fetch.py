@@ -60,7 +60,9 @@ def test_a_range_is_taken_once_on_a_reading_thread(file):
     file.put(storage := MemoryStorage())
     calls = []
     wanted = [
-        RangeRead(payload=p, start=0, stop=p.size_bytes, take=lambda view, p=p: calls.append((p.key, len(view))))
+        RangeRead(
+            payload=p, start=0, stop=p.size_bytes, take=lambda view, p=p: calls.append((p.key, len(view)))
+        )
         for p in file.payloads
     ]
     with Engine(storage, "step", threads=4) as engine:
@@ -72,7 +74,9 @@ def test_an_empty_range_is_taken_without_reading():
     payload = Payload(path="0.distcp", key="w", offset=100, size_bytes=0, crc32=0)
     storage, calls = FaultyStorage(MemoryStorage()), []
     with Engine(storage, "step") as engine:
-        engine.fetch([RangeRead(payload=payload, start=0, stop=0, take=lambda view: calls.append(bytes(view)))])
+        engine.fetch(
+            [RangeRead(payload=payload, start=0, stop=0, take=lambda view: calls.append(bytes(view)))]
+        )
     assert calls == [b""]
     assert storage.operations == ()
 

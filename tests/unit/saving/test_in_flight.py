@@ -10,8 +10,9 @@ import pytest
 
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import SaveError
+from ckpt_core.options import CheckpointOptions
 from ckpt_core.saving._handle import SaveHandle
-from ckpt_core.saving._in_flight import SaveThread, InFlightSaves
+from ckpt_core.saving._in_flight import InFlightSaves, SaveThread
 from ckpt_core.types import CheckpointInfo
 
 INFO = CheckpointInfo(step=1, name="step-000000001", created=0.0)
@@ -24,12 +25,12 @@ def handle(step: int = 1) -> SaveHandle:
 
 @contextmanager
 def flight(back_pressure: str = "wait", on_error: str = "raise", limit: int = 1) -> Generator[InFlightSaves]:
-    background = SaveThread(LONG)
-    made = InFlightSaves(Solo(), background=background, back_pressure=back_pressure, on_error=on_error, limit=limit)
+    thread = SaveThread(LONG)
+    options = CheckpointOptions(back_pressure=back_pressure, on_error=on_error, arenas=limit)
     try:
-        yield made
+        yield InFlightSaves(Solo(), thread, options)
     finally:
-        background.close()
+        thread.close()
 
 
 def start(of: InFlightSaves, save: SaveHandle, run: Callable[[], None]) -> None:

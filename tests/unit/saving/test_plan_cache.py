@@ -9,7 +9,7 @@ import torch
 from ckpt_core import CheckpointManager
 from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.errors import CoordinationError
-from ckpt_core.saving._plan_cache import PlanCache, KeepOwn, Offer, _keepings
+from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache, _keepings
 
 
 @final

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-from ckpt_core.saving._in_flight import SaveThread, within
+from ckpt_core.saving._in_flight import SaveThread, Task, run_with_timeout
 
 pytestmark = pytest.mark.reliability
 
@@ -24,7 +24,7 @@ def background() -> Generator[SaveThread]:
 
 def test_work_is_done_in_its_order(background):
     done: list[int] = []
-    runs = [background.submit(lambda each=each: done.append(each), done.append) for each in range(3)]
+    runs = [background.submit(Task(lambda each=each: done.append(each), done.append)) for each in range(3)]
     assert all(run.ended.wait(LONG) for run in runs)
     assert done == [0, 1, 2]
     assert background.stuck() == ""
@@ -34,14 +34,14 @@ def test_work_that_does_not_get_on_is_given_up_once_and_told_what_it_hangs_in(ba
     gate, told = threading.Event(), list[str]()
 
     def work() -> None:
-        background.beat("writing a/b")
+        background.heartbeat("writing a/b")
         gate.wait(LONG)
 
-    run = background.submit(work, told.append)
+    run = background.submit(Task(work, told.append))
     assert run.over.wait(LONG)
     assert not run.ended.is_set()
-    assert [text.partition(" has not got on for")[0] for text in told] == ["writing a/b"]
-    assert "writing a/b has not got on for" in background.stuck()
+    assert [text.partition(" has made no progress for")[0] for text in told] == ["writing a/b"]
+    assert "writing a/b has made no progress for" in background.stuck()
     gate.set()
     assert run.ended.wait(LONG)
     assert len(told) == 1
@@ -49,20 +49,20 @@ def test_work_that_does_not_get_on_is_given_up_once_and_told_what_it_hangs_in(ba
 
 def test_a_thread_that_has_woken_up_takes_work_again(background):
     gate, told = threading.Event(), list[str]()
-    first = background.submit(lambda: gate.wait(LONG) and None, told.append)
+    first = background.submit(Task(lambda: gate.wait(LONG) and None, told.append))
     assert first.over.wait(LONG)
     gate.set()
     assert first.ended.wait(LONG)
     assert background.stuck() == ""
-    again = background.submit(lambda: told.append("done"), told.append)
+    again = background.submit(Task(lambda: told.append("done"), told.append))
     assert again.ended.wait(LONG)
     assert told[1:] == ["done"]
 
 
 def test_work_behind_work_that_hangs_is_given_up_too(background):
     gate, told = threading.Event(), list[str]()
-    first = background.submit(lambda: gate.wait(LONG) and None, lambda _: told.append("first"))
-    behind = background.submit(lambda: None, lambda _: told.append("second"))
+    first = background.submit(Task(lambda: gate.wait(LONG) and None, lambda _: told.append("first")))
+    behind = background.submit(Task(lambda: None, lambda _: told.append("second")))
     assert first.over.wait(LONG)
     assert behind.over.wait(LONG)
     gate.set()
@@ -76,10 +76,10 @@ def test_work_that_gets_on_is_not_given_up_however_long_it_takes():
 
     def work() -> None:
         for tick in ticks:
-            background.beat("writing")
+            background.heartbeat("writing")
             tick.wait(0.15)  # the time it takes is what is tested: 0.9 s in all
 
-    run = background.submit(work, told.append)
+    run = background.submit(Task(work, told.append))
     assert run.ended.wait(LONG)
     assert told == []
     background.close()
@@ -89,20 +89,20 @@ def test_what_may_take_longer_says_so(background):
     gate, told = threading.Event(), list[str]()
 
     def work() -> None:
-        background.beat("waiting for others", LONG)
+        background.heartbeat("waiting for others", LONG)
         gate.wait(4 * SHORT)
 
-    assert background.submit(work, told.append).ended.wait(LONG)
+    assert background.submit(Task(work, told.append)).ended.wait(LONG)
     assert told == []
 
 
 def test_a_farewell_that_hangs_is_not_waited_for(caplog):
     gate = threading.Event()
-    assert not within(SHORT, lambda: gate.wait(LONG) and None)
+    assert not run_with_timeout(SHORT, lambda: gate.wait(LONG) and None)
     gate.set()
 
     def fail() -> None:
         raise OSError("gone")
 
-    assert within(LONG, fail)
+    assert run_with_timeout(LONG, fail)
     assert "while cleaning up" in caplog.text

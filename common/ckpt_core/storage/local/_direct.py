@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterable
 from queue import Queue
-from typing import final
+from typing import Self, final
 
 from ckpt_core.storage._base import ALIGNMENT
 from ckpt_core.storage.local._paths import Place
@@ -29,20 +29,13 @@ def write_direct(place: Place, pieces: Iterable[memoryview]) -> None:
         OSError: a write or the fsync failed.
     """
     with place.create_stream(buffering=0) as file, _DirectFile(place, file.fileno()) as direct:
-        _write_concurrently(direct, pieces)
+        with _Crew(direct) as crew:
+            offset = 0
+            for piece in pieces:
+                crew.take(piece, offset)
+                offset += len(piece)
+        crew.raise_first()
         os.fsync(file.fileno())
-
-
-def _write_concurrently(direct: _DirectFile, pieces: Iterable[memoryview]) -> None:
-    crew = _Crew(direct)
-    offset = 0
-    try:
-        for piece in pieces:
-            crew.take(piece, offset)
-            offset += len(piece)
-    finally:
-        crew.finish()
-    crew.raise_first()
 
 
 @final
@@ -67,6 +60,16 @@ class _Crew:
                 break
             self._threads.append(thread)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Wait until everything is written, or has failed."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
     def take(self, piece: memoryview, offset: int) -> None:
         """Write `piece` soon; raises what went wrong with one before."""
         self.raise_first()
@@ -74,13 +77,6 @@ class _Crew:
             self._work.put((piece, offset))
         else:
             self._direct.write(piece, offset)
-
-    def finish(self) -> None:
-        """Wait until everything is written, or has failed."""
-        for _ in self._threads:
-            self._work.put(None)
-        for thread in self._threads:
-            thread.join()
 
     def raise_first(self) -> None:
         """Raise the first failure, if there is one."""
@@ -114,22 +110,20 @@ class _DirectFile:
     def write(self, piece: memoryview, offset: int) -> None:
         """Write all of `piece` at `offset`; called from several threads at once."""
         while len(piece):
-            written = self._write_some(piece, offset)
+            direct = self._direct
+            whole = len(piece) - len(piece) % ALIGNMENT
+            # The end of the file is rarely a whole block; after a short write nothing may be aligned.
+            if direct is None or offset % ALIGNMENT or not whole:
+                written = os.pwrite(self._buffered, piece, offset)
+            else:
+                try:
+                    written = os.pwrite(direct, piece[:whole], offset)
+                except OSError as error:
+                    if error.errno not in _REFUSALS:
+                        raise
+                    written = os.pwrite(self._buffered, piece, offset)
             piece = piece[written:]
             offset += written
-
-    def _write_some(self, piece: memoryview, offset: int) -> int:
-        direct = self._direct
-        whole = len(piece) - len(piece) % ALIGNMENT
-        # The end of the file is rarely a whole block; after a short write nothing may be aligned.
-        if direct is None or offset % ALIGNMENT or not whole:
-            return os.pwrite(self._buffered, piece, offset)
-        try:
-            return os.pwrite(direct, piece[:whole], offset)
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
-            return os.pwrite(self._buffered, piece, offset)
 
     @staticmethod
     def _open(place: Place, buffered: int) -> int | None:
