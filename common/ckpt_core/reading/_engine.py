@@ -82,7 +82,7 @@ class Engine:
         self._has_verified = True
         examination = VerifyPass(self._files, self._buffers, self._steps)
         requests = examination.plan(wanted, self._limits)
-        self._run(examination.serve, requests)
+        run_all(self._announced(requests, examination.serve), requests, self._threads)
         return examination.report()
 
     def fetch(self, wanted: Iterable[RangeRead]) -> None:
@@ -101,7 +101,8 @@ class Engine:
             if each.take is not None and each.start == each.stop:
                 each.take(memoryview(bytearray()))
         requests = self._plan_fetch(ranges)
-        self._run(partial(deliver, files=self._files, buffers=self._buffers), requests)
+        serve = partial(deliver, files=self._files, buffers=self._buffers)
+        run_all(self._announced(requests, serve), requests, self._threads)
 
     def close(self) -> None:
         """Close all files and forget what was kept; harmless when repeated."""
@@ -117,7 +118,10 @@ class Engine:
     def _crc32(self, piece: Piece) -> int | None:
         return self._steps.get(piece.place) if piece.crc32 is None else piece.crc32
 
-    def _run(self, serve: Callable[[Request], None], requests: Sequence[Request]) -> None:
+    def _announced(
+        self, requests: Sequence[Request], serve: Callable[[Request], None]
+    ) -> Callable[[Request], None]:
+        """Announce the requests of a pass; return `serve`, which then closes files as soon as it may."""
         self._files.begin(Counter(request.path for request in requests))
 
         def work(request: Request) -> None:
@@ -126,7 +130,7 @@ class Engine:
             finally:
                 self._files.done(request.path)
 
-        run_all(work, requests, self._threads)
+        return work
 
 
 def _cpus() -> int:

@@ -73,7 +73,7 @@ class Job:
             )
             saves.append(prepared)
         messages = [
-            write_rank(self.storage, save, save.files, memory, beat=lambda _: None)
+            write_rank(self.storage, save, save.files, memory, progress=lambda _: None)
             for save, memory in zip(saves, self.memories, strict=True)
         ]
         for save in saves:
@@ -123,7 +123,7 @@ def test_a_rank_that_failed_to_write_tells_nothing_new(job):
     job.save()
     saves, _ = job.write()
     with pytest.raises(FileExistsError):
-        write_rank(job.storage, saves[1], 1, job.memories[1], beat=lambda _: None)
+        write_rank(job.storage, saves[1], 1, job.memories[1], progress=lambda _: None)
     assert told(job.save()) == [True, True]
 
 

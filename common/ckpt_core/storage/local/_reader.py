@@ -77,19 +77,16 @@ class LocalRanges:
         """Fill the buffer with what follows `offset`."""
         end = offset + len(buffer)
         while offset < end:
-            count = self._read_some(offset, buffer)
+            try:
+                count = os.preadv(self._descriptor, [buffer], offset)
+            except OSError as error:
+                # The kernel knows a descriptor only; whoever reads the error needs the name.
+                error.filename = self._where
+                raise
             if count == 0:
                 raise ends_early(self._where, end, min(offset, os.fstat(self._descriptor).st_size))
             offset += count
             buffer = buffer[count:]
-
-    def _read_some(self, offset: int, buffer: memoryview) -> int:
-        try:
-            return os.preadv(self._descriptor, [buffer], offset)
-        except OSError as error:
-            # The kernel knows a descriptor only; whoever reads the error needs the name.
-            error.filename = self._where
-            raise
 
 
 def _announce_order(descriptor: int) -> None:
