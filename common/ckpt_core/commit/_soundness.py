@@ -204,7 +204,10 @@ class Soundness:
             stays = [
                 info for info in history if info.usable and not info.abandoned and info.name not in names
             ]
-            if not drop or any(_key(info) in self._whole and inventory.still_there(info) for info in stays):
+            # The newest first: it is the most likely to be known, and there may be thousands.
+            if not drop or any(
+                _key(info) in self._whole and inventory.still_there(info) for info in reversed(stays)
+            ):
                 return drop
             if not stays:
                 return ()

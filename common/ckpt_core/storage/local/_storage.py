@@ -8,6 +8,7 @@ import secrets
 import tempfile
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, final
 
@@ -125,10 +126,10 @@ class LocalStorage(Storage):
         """Children of a directory, sorted by name; [] if it does not exist."""
         try:
             with os.scandir(self.local_path(key)) as children:
-                found = [_entry(child) for child in children]
+                found = [_entry(child) for child in sorted(children, key=attrgetter("name"))]
         except FileNotFoundError:
             return []
-        return sorted(entry for entry in found if entry is not None)
+        return [entry for entry in found if entry is not None]
 
     def entry(self, key: str) -> StorageEntry | None:
         """What `list` of its directory says of one child, without looking at the others."""
