@@ -161,6 +161,13 @@ def test_every_private_name_that_we_use_is_listed():
     assert sorted(f"{name} in {path}" for name, path in used if name not in listed) == []
 
 
+def test_the_core_uses_private_names_of_torch_in_one_module_only():
+    ours = {name for key in TORCH for name in parts(key) if is_private(name)}
+    trees = [(path, ast.parse(path.read_text())) for path in modules() if "ckpt_core" in path.parts]
+    used = {f"{name} in {path.name}" for path, tree in trees for name in private_names(tree) if name in ours}
+    assert sorted(each for each in used if not each.endswith(" in _torch_internals.py")) == []
+
+
 def check(prefix: str, name: str, parameters: str | None) -> None:
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(prefix + module)

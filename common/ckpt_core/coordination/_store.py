@@ -12,9 +12,9 @@ from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from typing_extensions import override
 
+from ckpt_core._torch_internals import PrefixStore, default_store
 from ckpt_core.coordination._base import Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
 from ckpt_core.coordination._signer import KEY_VARIABLE, Signer, fingerprint, job_key, session_secret
@@ -209,8 +209,7 @@ class StoreCoordinator(Coordinator):
         )  # fmt: skip
 
     def _open_channel(self, name: str) -> Channel:
-        default: Any = _get_default_store()  # its stubs know no `clone`
-        clone = default.clone()
+        clone = default_store().clone()
         # How long a FileStore looks for its file when that was removed.
         clone.set_timeout(timedelta(seconds=self._deadline_seconds))
         store: Any = PrefixStore(f"{self._prefix}/{name}", clone)

@@ -11,9 +11,9 @@ from math import prod
 from typing import Final, TypeAlias, final
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from ckpt_core._torch_internals import StorageInfo
 from ckpt_core.dcp._torch_zip import NotPlainError, TensorForm, read_form, read_record, tensor_pickle
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
@@ -120,7 +120,7 @@ class ChunkLocation:
     reason: str = ""
 
 
-_Entry: TypeAlias = tuple[MetadataIndex, _StorageInfo]
+_Entry: TypeAlias = tuple[MetadataIndex, StorageInfo]
 _Rows: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], int]
 
 
@@ -150,7 +150,7 @@ class ChunkLocator:
         if (read_table is None) == (read_at is None):
             raise ValueError("exactly one of read_table and read_at must be given")
         self._metadata = metadata
-        self._infos: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
+        self._infos: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
         self._part = part
         self._directory = directory
         self._read_table = read_table
@@ -184,7 +184,7 @@ class ChunkLocator:
                 self._find_by_zip(path, entries, found, self._read_at)
         return found
 
-    def _path(self, info: _StorageInfo) -> str:
+    def _path(self, info: StorageInfo) -> str:
         return f"{self._part}/{info.relative_path}" if self._part else info.relative_path
 
     def _name(self, path: str, key: str) -> str:
@@ -291,7 +291,7 @@ class _ContradictionError(ValueError):
 
 
 def _contradiction(
-    chunks: FileChunks, row: int, info: _StorageInfo, form: tuple[torch.dtype, torch.Size] | None
+    chunks: FileChunks, row: int, info: StorageInfo, form: tuple[torch.dtype, torch.Size] | None
 ) -> str:
     """How `.metadata` and the chunk table differ, first the former; empty if they do not."""
     columns = chunks.columns
@@ -329,7 +329,7 @@ def _filled(
     )
 
 
-def _windows(info: _StorageInfo) -> list[tuple[int, int]]:
+def _windows(info: StorageInfo) -> list[tuple[int, int]]:
     """The parts of a zip that are looked at, if it is as torch mostly writes it."""
     end = info.offset + info.length
     return [

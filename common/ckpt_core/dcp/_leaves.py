@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from ckpt_core._torch_internals import ShardedTensor, new_dtypes, storage_types_by_dtype
 from ckpt_core.errors import ConfigError
 
 
@@ -95,7 +95,7 @@ def _has_bytes(dtype: torch.dtype) -> bool:
     name = str(dtype).removeprefix("torch.")
     if name.startswith(("q", "bits")):
         return False
-    return dtype in torch.storage._new_dtypes() or dtype in torch.storage._dtype_to_storage_type_map()
+    return dtype in new_dtypes() or dtype in storage_types_by_dtype()
 
 
 def _expanded(tensor: torch.Tensor) -> str | None:

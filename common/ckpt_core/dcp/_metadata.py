@@ -11,7 +11,6 @@ from types import NoneType
 from typing import Any, Final, final
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from typing_extensions import override
 
+from ckpt_core._torch_internals import StorageInfo, layout_named
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
 from ckpt_core.formats.codec import MAX_COUNT, relative_paths
 from ckpt_core.formats.consistency import MAX_DIMS
@@ -68,8 +68,7 @@ class _Size(metaclass=Sealed):
 
 class _Layout(metaclass=Sealed):
     def __new__(cls, name: str) -> Any:
-        get_layout: Any = torch.serialization._get_layout
-        return get_layout(name)
+        return layout_named(name)
 
 
 class _Encoding(metaclass=Sealed):
@@ -110,7 +109,7 @@ _STAND_INS: Final[dict[tuple[str, str], Any]] = {
             StorageMeta,
         )
     },
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in(StorageInfo),
     (_DCP, "MetadataIndex"): _Index,
     (_DCP, "TensorProperties"): _Properties,
     (_DCP, "_MEM_FORMAT_ENCODING"): _Encoding,
@@ -221,8 +220,8 @@ def _index(index: Any) -> MetadataIndex:
     return MetadataIndex(key, offset, hint)
 
 
-def _place(info: Any) -> _StorageInfo:
-    if type(info) is not _StorageInfo:
+def _place(info: Any) -> StorageInfo:
+    if type(info) is not StorageInfo:
         raise TypeError(f"storage data of type {type(info).__name__} is not supported")
     fields: dict[str, Any] = vars(info)
     path, offset, length = (fields.get(name, "") for name in ("relative_path", "offset", "length"))

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, cast, final
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
+from ckpt_core._torch_internals import ShardedTensor
 from ckpt_core.dcp._dedup import Meshes, Replicas, assign_writers
 from ckpt_core.dcp._fingerprints import Written
 from ckpt_core.dcp._image import ShardSpec

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.tensor import DTensor
 
+from ckpt_core._torch_internals import ShardedTensor
 from ckpt_core.names import KEPT
 
 

@@ -20,14 +20,13 @@ from torch.distributed.checkpoint import (
     LoadPlanner,
     StorageReader,
 )
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 from typing_extensions import override
 
+from ckpt_core._torch_internals import StorageInfo, metadata_path, set_element
 from ckpt_core.dcp._metadata import load_metadata
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.errors import (
@@ -52,7 +51,7 @@ class ShardReader(StorageReader):
     def __init__(self, storage: Storage, directory: str) -> None:
         self._storage = storage
         self._directory = directory
-        self._infos: Mapping[MetadataIndex, _StorageInfo] = {}
+        self._infos: Mapping[MetadataIndex, StorageInfo] = {}
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -114,7 +113,7 @@ class ShardReader(StorageReader):
                 chunk_of = item.storage_index
             _copy_range(chunk, item, planner)
 
-    def _read_chunk(self, stream: IO[bytes], path: str, info: _StorageInfo) -> bytes:
+    def _read_chunk(self, stream: IO[bytes], path: str, info: StorageInfo) -> bytes:
         if info.transform_descriptors:
             raise IncompatibleCheckpointError(
                 f"{self._key(path)} uses the DCP stream extensions {list(info.transform_descriptors)}, which "
@@ -284,7 +283,7 @@ def _metadata(content: bytes, source: str) -> Metadata:
 
 def _stock_metadata(self: Any, *_: Any, **asked: Any) -> Metadata:
     """Stands for `FileSystemReader.read_metadata`."""
-    path = self._get_metadata_path(asked.get("rank"))
+    path = metadata_path(self, asked.get("rank"))
     with self.fs.create_stream(path, "rb") as stream:
         metadata = _metadata(stream.read(), str(path))
     if metadata.storage_meta is None:

@@ -13,10 +13,15 @@ from functools import lru_cache
 from typing import Any, Final, final
 
 import torch
-from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
-from torch.storage import _new_dtypes, _storage_type_to_dtype_map
 from typing_extensions import override
 
+from ckpt_core._torch_internals import (
+    dtypes_by_storage_type,
+    new_dtypes,
+    rebuild_tensor,
+    rebuild_tensor_of_new_dtype,
+    storage_types_by_dtype,
+)
 from ckpt_core.dcp._rehearsal import dry_run_unpickle
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
 from ckpt_core.formats.pickles import Ordered, Row, Sealed, sanitize_pickle
@@ -50,7 +55,7 @@ class _TensorPickler(pickle.Pickler):
             return None
         if obj.untyped:
             return "storage", torch.storage.UntypedStorage, "0", "cpu", obj.numel * obj.dtype.itemsize
-        name = torch.storage._dtype_to_storage_type_map()[obj.dtype]
+        name = storage_types_by_dtype()[obj.dtype]
         return "storage", getattr(torch, name), "0", "cpu", obj.numel
 
 
@@ -66,12 +71,12 @@ class _Rebuild:
         for length in reversed(self.shape):
             stride.append(numel)
             numel *= max(length, 1)
-        untyped = self.dtype in torch.storage._new_dtypes()
+        untyped = self.dtype in new_dtypes()
         storage = _StorageRef(self.dtype, 0 if 0 in self.shape else numel, untyped)
         arguments: tuple[Any, ...] = (storage, 0, self.shape, tuple(reversed(stride)), False, OrderedDict())
         if untyped:
-            return _rebuild_tensor_v3, (*arguments, self.dtype)
-        return _rebuild_tensor_v2, arguments
+            return rebuild_tensor_of_new_dtype, (*arguments, self.dtype)
+        return rebuild_tensor, arguments
 
 
 @lru_cache(maxsize=4096)
@@ -318,10 +323,10 @@ class _FormUnpickler(pickle.Unpickler):  # noqa: S301 - the allow-list is what m
             return _CALLS[module_name, global_name]
         if module_name == "torch":
             dtype = vars(torch).get(global_name)
-            if isinstance(dtype, torch.dtype) and dtype in _new_dtypes():
+            if isinstance(dtype, torch.dtype) and dtype in new_dtypes():
                 return dtype
-            if global_name in _storage_type_to_dtype_map():
-                return _StorageKind(_storage_type_to_dtype_map()[global_name])
+            if global_name in dtypes_by_storage_type():
+                return _StorageKind(dtypes_by_storage_type()[global_name])
         if (module_name, global_name) == ("torch.storage", "UntypedStorage"):
             return _StorageKind(None)
         raise NotPlainError(f"its pickle refers to {module_name:.80}.{global_name:.80}")

@@ -16,13 +16,14 @@ from typing import Any, Self, TypeAlias, final
 import numpy as np
 import torch
 from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from ckpt_core._torch_internals import StorageInfo
 from ckpt_core.dcp._image import Image, ImageLayout, Spans, spec_of
 from ckpt_core.dcp._torch_zip import pad_archive
 from ckpt_core.formats.checksums import CRC32, Checksum, checksum, crc32
@@ -290,20 +291,20 @@ def _results(indices: Iterable[MetadataIndex], name: str, spans: Spans) -> list[
         WriteResult(
             index=index,
             size_in_bytes=end - start,
-            storage_data=_StorageInfo(relative_path=name, offset=start, length=end - start),
+            storage_data=StorageInfo(relative_path=name, offset=start, length=end - start),
         )
         for index, (start, end) in zip(indices, spans.tolist(), strict=True)
     ]
 
 
-def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> bytes:
+def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, StorageInfo]) -> bytes:
     """The content of `.metadata`, with `places` as what DCP calls storage data."""
     return pickle.dumps(
         replace(metadata, storage_data=dict(places), storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     )
 
 
-def places_in(table: ChunkTable, part: str) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+def places_in(table: ChunkTable, part: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
     """What DCP's metadata says about where the chunks of one part are, from the table of their rank."""
     for path, chunks in table.files.items():
         directory, _, name = path.rpartition("/")
@@ -313,7 +314,7 @@ def places_in(table: ChunkTable, part: str) -> Iterator[tuple[MetadataIndex, _St
         rows = zip(columns.key, columns.shard_offsets, columns.offset, columns.size_bytes, strict=True)
         for key, shard_offsets, offset, size in rows:
             index = MetadataIndex(key) if shard_offsets is None else MetadataIndex(key, shard_offsets)
-            yield index, _StorageInfo(relative_path=name, offset=offset, length=size)
+            yield index, StorageInfo(relative_path=name, offset=offset, length=size)
 
 
 def _capacity(size_bytes: int) -> int:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self, final
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckpt_core._torch_internals import ShardedTensor
 from ckpt_core.collective import Note, collective_phase
 from ckpt_core.commit import verify, verify_stock
 from ckpt_core.disclosure import logger_of

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from ckpt_core._torch_internals import copy_all
 from ckpt_core.dcp import Image, ImageLayout, Part
 from ckpt_core.errors import ConfigError
 from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
@@ -193,7 +194,7 @@ class Stager:
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if sources:
         with torch.no_grad():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            copy_all(targets, sources, non_blocking=True)
 
 
 def _copy_unstable(

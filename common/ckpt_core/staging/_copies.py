@@ -9,6 +9,8 @@ from typing import Any, Protocol, final
 import numpy as np
 import torch
 
+from ckpt_core._torch_internals import copy_all
+
 PIECE_BYTES = 16 << 20
 """Large enough that a piece costs nothing to hand out, small enough that nobody waits long for one."""
 
@@ -93,7 +95,7 @@ class _Batch:
 
     def __call__(self) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(self.targets, self.sources)
+            copy_all(self.targets, self.sources)
 
 
 @final

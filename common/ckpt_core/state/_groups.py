@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from ckpt_core._torch_internals import STEP_HOOKS
 from ckpt_core.errors import IncompatibleCheckpointError
 
 
@@ -21,8 +22,7 @@ def probe(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor)
     double.__dict__.update(
         state=defaultdict(dict),
         param_groups=[{**optimizer.param_groups[group], "params": [copy]}],
-        _optimizer_step_pre_hooks=OrderedDict(),
-        _optimizer_step_post_hooks=OrderedDict(),
+        **STEP_HOOKS,
     )
     # The instance's `step` may be a scheduler's wrapper around the live optimizer.
     type(optimizer).step(double)

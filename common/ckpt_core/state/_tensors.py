@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from ckpt_core._torch_internals import ShardedTensor, TensorShard, sharded_tensor
 from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.state._nested import leaves, put
 from ckpt_core.types import SavedEntries, SavedTensor
@@ -62,15 +62,12 @@ def empty_like(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _empty_sharded(reference: ShardedTensor, dtype: torch.dtype) -> torch.Tensor:
     # `torch.empty_like` of a ShardedTensor is a collective and forgets the process group.
     shards = [
-        Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata)
+        TensorShard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata)
         for shard in reference.local_shards()
     ]
     metadata = copy.deepcopy(reference.metadata())
     metadata.tensor_properties.dtype = dtype
-    made: torch.Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, metadata, process_group=reference._process_group
-    )
-    return made
+    return sharded_tensor(shards, metadata, like=reference)
 
 
 def template(live: Any, saved: SavedEntries) -> dict[str, Any]:

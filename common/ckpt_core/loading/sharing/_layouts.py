@@ -9,15 +9,14 @@ from typing import Any, Final, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from ckpt_core._torch_internals import ShardedTensor, StridedShard, chunks_of
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
-_KNOWN: Final = frozenset({Shard, _StridedShard, Replicate})
+_KNOWN: Final = frozenset({Shard, StridedShard, Replicate})
 
 _Place: TypeAlias = tuple[IntArray, int, Placement]
 """Of one dimension of a mesh: the coordinate of every rank, its length, how a tensor is placed on it."""
@@ -115,7 +114,7 @@ def placed_boxes(shape: Sequence[int], mesh: IntArray, placements: Sequence[Plac
     ends: list[tuple[IntArray, IntArray]] = []
     for dim, size in enumerate(shape):
         cuts = [place for place in places if _cuts(place[2], dim)]
-        strided = any(isinstance(placement, _StridedShard) for _, _, placement in cuts)
+        strided = any(isinstance(placement, StridedShard) for _, _, placement in cuts)
         found = _strided_ends(size, mesh.size, cuts) if strided else _even_ends(size, mesh.size, cuts)
         if found is None:
             return None
@@ -128,7 +127,7 @@ def placed_boxes(shape: Sequence[int], mesh: IntArray, placements: Sequence[Plac
 
 
 def _cuts(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+    return isinstance(placement, Shard | StridedShard) and placement.dim == dim
 
 
 def _columns(columns: list[IntArray], rows: int) -> IntArray:
@@ -163,7 +162,7 @@ def _strided_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArr
 
 
 def _split(indices: IntArray, parts: int, placement: Placement) -> list[IntArray]:
-    if not isinstance(placement, _StridedShard):
+    if not isinstance(placement, StridedShard):
         return _chunks(indices, parts)
     combed = [_chunks(piece, parts) for piece in _chunks(indices, int(placement.split_factor))]
     return [np.concatenate([piece[part] for piece in combed]) for part in range(parts)]
@@ -195,4 +194,4 @@ def _holds_its_own(value: torch.Tensor, own: Boxes) -> bool:
         sizes, held = (own.hi - own.lo)[0].tolist(), list(value.to_local().shape)
         if sizes != held and not (0 in sizes and 0 in held):
             return False
-    return all(own.contain(chunk) for chunk in _create_chunk_list(value))
+    return all(own.contain(chunk) for chunk in chunks_of(value))

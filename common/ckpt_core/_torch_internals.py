@@ -1,0 +1,88 @@
+"""Every private name of torch that the core uses, under a name of ours.
+
+When a new torch moves one, this module is where to mend it, and `tests/test_private_names.py` fails by name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
+from torch._utils import _rebuild_tensor_v3 as rebuild_tensor_of_new_dtype
+from torch.distributed._shard.sharded_tensor import Shard as TensorShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as chunks_of
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.storage import _dtype_to_storage_type_map as storage_types_by_dtype
+from torch.storage import _new_dtypes as new_dtypes
+from torch.storage import _storage_type_to_dtype_map as dtypes_by_storage_type
+
+STEP_HOOKS: Final[Mapping[str, Any]] = {
+    "_optimizer_step_pre_hooks": OrderedDict(),
+    "_optimizer_step_post_hooks": OrderedDict(),
+}
+"""Attributes of an optimizer whose `step` runs no hooks."""
+
+
+def copy_all(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False
+) -> None:
+    """Copy many tensors with one call, `torch._foreach_copy_`."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return torch's counter of in-place changes; -1 for a tensor of inference mode, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def layout_named(name: str) -> torch.layout:
+    """Return the `torch.layout` of a name in a pickle."""
+    get_layout: Callable[[str], torch.layout] = torch.serialization._get_layout  # type: ignore[attr-defined]
+    return get_layout(name)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group; its stubs know no `clone`."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def sharded_tensor(shards: list[TensorShard], metadata: Any, like: ShardedTensor) -> ShardedTensor:
+    """Make a ShardedTensor of these local shards, without a collective, over the process group of another."""
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=like._process_group
+    )
+
+
+def metadata_path(reader: Any, rank: int | None) -> Any:
+    """Return the path of `.metadata` that a stock `FileSystemReader` reads."""
+    return reader._get_metadata_path(rank)
+
+
+__all__ = [
+    "STEP_HOOKS",
+    "PrefixStore",
+    "ShardedTensor",
+    "StorageInfo",
+    "StridedShard",
+    "TensorShard",
+    "chunks_of",
+    "copy_all",
+    "default_store",
+    "dtypes_by_storage_type",
+    "layout_named",
+    "metadata_path",
+    "new_dtypes",
+    "rebuild_tensor",
+    "rebuild_tensor_of_new_dtype",
+    "set_element",
+    "sharded_tensor",
+    "storage_types_by_dtype",
+    "version_of",
+]
