@@ -1,6 +1,6 @@
-# Everything from nothing but Python 3.11 or 3.12: `make test`, `make demo`.
+# All targets need only Python 3.11 or 3.12 and a network: `make test`, `make demo`.
 
-# A candidate counts only if it runs (version managers leave shims that do not), is in range and can make a venv.
+# A candidate must run (version managers leave shims that do not), be in range and be able to create a venv.
 PROBE   := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON  ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(PROBE)' >/dev/null 2>&1 && echo $$p && break; done)
 TORCH   ?= torch==2.13.0
@@ -15,10 +15,10 @@ PIP     := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench clean
 
-help:  ## Show the targets
+help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.installed  ## Create .venv and install everything (TORCH=torch==… for another torch)
+setup: $(VENV)/.installed  ## Create .venv and install everything (TORCH=torch==… chooses torch)
 
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 (with venv) is needed: make PYTHON=/path/to/python" >&2; exit 1; }
@@ -28,26 +28,26 @@ $(VENV)/.installed: pyproject.toml
 	@$(PIP) install --editable ".[dev]"
 	@touch $@
 
-demo: setup  ## Kill a training run, resume it, and show that nothing was lost
+demo: setup  ## Kill a training, resume it, and compare every value
 	@$(BIN)/python -m examples.demo $(ARGS)
 
-test: setup  ## Run all tests (ARGS="-m 'not slow'" for the quick ones)
+test: setup  ## Run all tests (ARGS="-m 'not slow'": only the quick ones)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: setup  ## Format, lint, types and layers, without changing anything
+check: setup  ## Check format, lint, types and layers; change nothing
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports
 
-bench: setup $(VENV)/.bench  ## Measure saves, or with MODULE=benchmarks.load loads (ARGS="--gib 2 --rounds 11 --picture out.png")
+bench: setup $(VENV)/.bench  ## Measure saves, or loads with MODULE=benchmarks.load (ARGS="--gib 2 --rounds 11 --picture out.png")
 	@$(BIN)/python -m $(MODULE) $(ARGS)
 
 $(VENV)/.bench: $(VENV)/.installed
 	@$(PIP) install --editable ".[bench]"
 	@touch $@
 
-clean:  ## Remove what make and the tools created
+clean:  ## Remove the files that make and the tools created
 	rm -rf $(VENV) dist build demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

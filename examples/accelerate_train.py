@@ -1,4 +1,4 @@
-"""Accelerate with asynchronous, sharded, exact checkpoints: run it, stop it with Ctrl-C, run it again.
+"""Train with Accelerate: run it, stop it with Ctrl-C, run it again.
 
 python examples/accelerate_train.py runs/accelerate                      # one process
 accelerate launch examples/accelerate_train.py runs/accelerate           # as `accelerate config` says
@@ -19,7 +19,7 @@ EPOCHS = 3
 
 
 def main(root: str) -> None:
-    # What a script has anyway: names `checkpoint_{n}` below `<root>/checkpoints`, and how many stay.
+    # Stock settings: names `checkpoint_{n}` below `<root>/checkpoints`, and how many stay.
     project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(project_config=project)
     # The one new line: `save_state` may be called at every step, and saves when it is due.

@@ -1,4 +1,4 @@
-"""Checkpoints from configuration alone; the configuration is `lightning_cli.yaml` beside this."""
+"""Train with LightningCLI; `lightning_cli.yaml` alone configures checkpoints."""
 
 from __future__ import annotations
 

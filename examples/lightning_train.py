@@ -1,4 +1,4 @@
-"""Lightning with asynchronous, sharded, exact checkpoints: run it, stop it with Ctrl-C, run it again."""
+"""Train with Lightning: run it, stop it with Ctrl-C, run it again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(root: str, max_steps: int) -> None:
         logger=False,
         enable_model_summary=False,
     )
-    data = StatefulDataLoader(torch.randn(512, 16), batch_size=8, shuffle=True)  # it can tell its position
+    data = StatefulDataLoader(torch.randn(512, 16), batch_size=8, shuffle=True)  # saves its position
     trainer.fit(Classifier(), data, ckpt_path="last")
     print(f"last: {checkpoint.last_model_path}, best: {checkpoint.best_model_path}")
 

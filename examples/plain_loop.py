@@ -1,4 +1,4 @@
-"""A plain PyTorch loop that survives whatever happens to it.
+"""Train in a plain PyTorch loop that resumes after any crash.
 
     python examples/plain_loop.py runs/plain                          # one process
     torchrun --nproc-per-node 2 examples/plain_loop.py runs/plain     # FSDP2 on two
@@ -68,7 +68,7 @@ def main(root: str) -> None:
 
 
 def make_dataset() -> TensorDataset:
-    """Sums of 32 numbers."""
+    """Return inputs of 32 numbers, with their sums as targets."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(STEPS_PER_EPOCH * BATCH_SIZE * WORLD_SIZE, 32, generator=generator)
     return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))

@@ -1,8 +1,8 @@
-"""Checkpoints that nobody else can exchange: hashed with SHA-256, signed by the job, judged before a load.
+"""Sign checkpoints with SHA-256 and a key, and judge them before a load.
 
     python examples/signed_checkpoints.py [root]
 
-The key is shared by whoever saves and whoever loads; see docs/signing.md for public keys and key services.
+Saving and loading jobs share the key; see docs/signing.md for public keys and key services.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ckpt_core import CheckpointManager, TrainState, UntrustedCheckpointError
 
 
 def key() -> bytes:
-    """From the environment of the job, never from the storage that it protects."""
+    """Read the key from the environment, never from the storage that it protects."""
     return bytes.fromhex(os.environ["RUN_KEY"])
 
 
 def sign(name: str, manifest: bytes) -> bytes:
-    del name  # the manifest says which step it is of
+    del name  # the manifest contains the step
     return hmac.digest(key(), manifest, "sha256")
 
 
@@ -33,7 +33,7 @@ def judge(name: str, manifest: bytes, signature: bytes) -> bool:
 
 
 def main(root: str = "signed") -> None:
-    os.environ.setdefault("RUN_KEY", secrets.token_hex(32))  # a real job is given one
+    os.environ.setdefault("RUN_KEY", secrets.token_hex(32))  # a real job gets its key from outside
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     state = TrainState(model=model, optimizer=optimizer)
@@ -42,7 +42,7 @@ def main(root: str = "signed") -> None:
         checksum="sha256",  # a signature is worth no more than the checksums that it covers
         sign_manifest=sign,
         verify_manifest=judge,
-        verify="full",  # compares these checksums, and not only the CRC-32 of what is loaded
+        verify="full",  # compares these checksums, not only the CRC-32 of loaded bytes
     ) as checkpoints:
         for step in (1, 2):
             model(torch.randn(8, 4)).pow(2).mean().backward()

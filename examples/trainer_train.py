@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with asynchronous, sharded, exact checkpoints: run it, stop it, run it again."""
+"""Train with the Hugging Face Trainer: run it, stop it, run it again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(root: str, max_steps: int) -> None:
         disable_tqdm=True,
     )
     trainer = Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=Counting())
-    # The one new line; `save` takes the place of `save_strategy`, `save_total_limit` becomes a retention.
+    # The one new line; `save` replaces `save_strategy`, `save_total_limit` becomes a retention policy.
     accelerate_ckpt.enable_trainer(trainer, save=EverySteps(20) | EverySeconds(300) | OnPreemption())
     latest = accelerate_ckpt.trainer_checkpoints(trainer).latest()
     print("starting afresh" if latest is None else f"resuming from {latest.name}")

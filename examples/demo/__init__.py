@@ -1,1 +1,1 @@
-"""The main job: kill a real training run in the middle of a save, resume it, show that nothing was lost."""
+"""Kill a training in the middle of a save, resume it, and compare the results."""

@@ -1,4 +1,4 @@
-"""`python -m examples.demo`: exit code 0 only if every run was equal to the uninterrupted one."""
+"""Run the demo; exit with 0 only if every run equals the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run_phases(framework: str, plan: Plan, folder: Path, console: Console) -> None:
-    """Run all phases of a framework, with a bar for each."""
+    """Run all phases of a framework, with a progress bar for each."""
     columns = (
         TextColumn("{task.description:<30}"),
         BarColumn(bar_width=30),

@@ -1,4 +1,4 @@
-"""The training data: the bytes of this machine's own Python standard library."""
+"""Provide training data: the bytes of this machine's Python standard library."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAX_BYTES = 4 << 20
 
 
 def standard_library_bytes() -> bytes:
-    """The sources of the standard library's top-level modules, by name, a few MB of them."""
+    """Return the sources of the standard library's modules, a few MB in name order."""
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return b"\n".join(source.read_bytes() for source in sources)[:MAX_BYTES]
 
 
 class ByteWindows(Dataset[Batch]):
-    """`num_windows` windows, evenly spread over the corpus, each with the same window one byte later."""
+    """Windows spread evenly over the corpus, each with targets shifted by one byte."""
 
     def __init__(self, corpus: bytes, num_windows: int) -> None:
         self._corpus = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
@@ -46,16 +46,16 @@ class ByteWindows(Dataset[Batch]):
 
 
 def make_dataset(plan: Plan) -> ByteWindows:
-    """One epoch of it takes `plan.steps_per_epoch` steps on `plan.ranks` ranks."""
+    """Return a data set whose epoch has `plan.steps_per_epoch` steps on all ranks."""
     return ByteWindows(standard_library_bytes(), plan.steps_per_epoch * plan.ranks * BATCH_SIZE)
 
 
 def make_sampler(plan: Plan, *, rank: int, world_size: int) -> StatefulDistributedSampler:
-    """Shuffled anew in every epoch and shared among the ranks."""
+    """Return a sampler that reshuffles in every epoch and shards over the ranks."""
     return StatefulDistributedSampler(make_dataset(plan), num_replicas=world_size, rank=rank, seed=SEED)
 
 
 def make_loader(sampler: StatefulDistributedSampler) -> StatefulDataLoader[Batch]:
-    """Can tell its position in the epoch."""
+    """Return a loader that saves its position in the epoch."""
     dataset = sampler.dataset
     return StatefulDataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler, drop_last=True)

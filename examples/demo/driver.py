@@ -1,4 +1,4 @@
-"""Runs the phases of one framework, one after another, and kills the second one at the worst moment."""
+"""Run the phases of one framework in turn, and kill the second during a save."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Progress = Callable[[str, int, str], None]
 
 @final
 class Driver:
-    """All phases of one framework.
+    """Runs all phases of one framework.
 
     Args:
         framework: one of `plan.FRAMEWORKS`.
         plan: the steps.
-        folder: where everything goes; what an earlier demo has left there is cleared first.
-        progress: called often, with the phase, the last step done, and what there is to say about it.
+        folder: where everything goes; files of an earlier demo are removed first.
+        progress: called often, with the phase, the last step done, and a note.
     """
 
     def __init__(self, framework: str, plan: Plan, folder: Path, progress: Progress) -> None:
@@ -47,9 +47,9 @@ class Driver:
         """Run every phase.
 
         Raises:
-            RanksFailedError: a process ended otherwise than it should have, or did not end in time.
+            RanksFailedError: a process failed, or did not end in time.
         """
-        # Only what an earlier demo has left: the folder is the user's.
+        # Only files of an earlier demo: the folder is the user's.
         for left in (*(self._folder / phase for phase in PHASES), self._root):
             shutil.rmtree(left, ignore_errors=True)
         for phase in PHASES:
@@ -61,7 +61,7 @@ class Driver:
                 self._run_to_the_end(task)
 
     def task(self, phase: str) -> Task:
-        """What the ranks of a phase are told."""
+        """Return the task of the ranks of a phase."""
         task = Task(
             phase=phase,
             folder=str(self._folder / phase),
@@ -101,7 +101,7 @@ class Driver:
         return kill
 
     def _ripe(self, task: Task) -> bool:
-        """Whether the write is held on every rank and training has gone on in the meantime."""
+        """Return whether every rank holds its write and training has continued meanwhile."""
         held = all(task.file("held", rank).exists() for rank in range(self._plan.ranks))
         return held and last_step(task, self._plan.ranks) >= self._plan.kill_step
 
@@ -117,7 +117,7 @@ class Driver:
 
 
 def last_step(task: Task, world_size: int) -> int:
-    """The last step that every rank has recorded."""
+    """Return the last step that every rank has recorded."""
     return min(_last_step(task.file("losses", rank)) for rank in range(world_size))
 
 
@@ -127,7 +127,7 @@ def _last_step(path: Path) -> int:
 
 
 def look_around(root: Path, killed_at: float) -> Kill:
-    """What a crash has left in a checkpoint root."""
+    """Return the state of a checkpoint root after a crash."""
     torn = tuple(sorted(child.name for child in root.iterdir() if is_incomplete(child.name)))
     files = [file for name in torn for file in (root / name).rglob("*") if file.is_file()]
     committed = Catalog(LocalStorage(root)).committed()

@@ -1,4 +1,4 @@
-"""What the ranks and the driver have left on disk, read back as values; needs no torch."""
+"""Read back the records of the ranks and the driver, without torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """What was found after the kill.
+    """The state of the checkpoint root after the kill.
 
     Attributes:
         time: when, Unix seconds.
         torn: names of the directories of saves that will never be committed.
-        torn_bytes: what had reached the disk of them.
+        torn_bytes: their bytes on disk.
         committed: the steps that a resume may choose from.
     """
 
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseEvidence:
-    """Everything one phase has left: losses and spans by rank, digests of its full state, its logs."""
+    """The records of one phase: losses and spans by rank, state digests, logs."""
 
     losses: Mapping[int, Sequence[Loss]]
     spans: Sequence[Span]
@@ -72,7 +72,7 @@ class PhaseEvidence:
 
     @property
     def steps(self) -> range:
-        """The steps that all ranks have recorded."""
+        """Return the steps that all ranks have recorded."""
         if not self.losses or not all(self.losses.values()):
             return range(0)
         first = max(losses[0].step for losses in self.losses.values())
@@ -82,7 +82,7 @@ class PhaseEvidence:
         return [span for span in self.spans if span.name == name and span.end is not None]
 
     def mean_losses(self) -> list[tuple[int, float]]:
-        """Per step, the mean over the ranks."""
+        """Return the mean over the ranks for each step."""
         by_step: dict[int, list[float]] = {}
         for losses in self.losses.values():
             for loss in losses:
@@ -92,7 +92,7 @@ class PhaseEvidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """All phases of one framework; `still_torn` is what the resumed run has not cleared away."""
+    """All phases of one framework; `still_torn` is left over after the resumed run."""
 
     framework: str
     uninterrupted: PhaseEvidence
@@ -121,7 +121,7 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file that may be cut off anywhere, or be written at this moment."""
+    """Return the complete lines of a file that may be cut off or still being written."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 

@@ -1,4 +1,4 @@
-"""A storage that stops in the middle of one write, so that the kill surely meets a save in flight."""
+"""Hold one write of a storage, so that the kill meets a save in flight."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from examples.demo.plan import Task
 
 
 class Hold:
-    """Never returns once some bytes of the held checkpoint have reached the disk; tells by a file.
+    """Blocks for ever once bytes of the held checkpoint are on disk; creates a file.
 
-    Only the background thread that writes is held: training goes on.
+    Only the background thread that writes is held: training continues.
     """
 
     def __init__(self, storage: LocalStorage, announcement: Path) -> None:
@@ -23,7 +23,7 @@ class Hold:
 
     def __call__(self, operation: Operation) -> None:
         held = threading.Event()
-        # At `close` every byte has been handed over, but the threads that write may not have written any.
+        # At `close` every byte has been handed over, but the writer threads may not have written any.
         while operation.method == "close" and not self._storage.size(operation.key):
             held.wait(0.01)
         if self._storage.size(operation.key):
@@ -32,13 +32,13 @@ class Hold:
 
 
 def open_root(task: Task, rank: int, held_directory: str | None) -> Storage:
-    """The checkpoint root; with `held_directory`, a pattern, the write of that checkpoint is held."""
+    """Open the checkpoint root; hold writes below `held_directory`, a pattern."""
     storage = LocalStorage(task.root)
     if held_directory is None:
         return storage
     hold = Hold(storage, task.file("held", rank))
     key = f".incomplete-*-{held_directory}/*{DATA_SUFFIX}"
-    # `close` for the case that all of a file goes out in its first write.
+    # `close`, in case the first write covers the whole file.
     return FaultyStorage(
         storage, [Fault(method=method, key=key, before=hold) for method in ("write", "close")]
     )

@@ -1,4 +1,4 @@
-"""A byte-level GPT of 3.3 million parameters: pre-norm, learned positions, dropout on, tied to nothing."""
+"""Define a byte-level GPT of 3.3 million parameters, with dropout, untied."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns the mean cross-entropy of the next byte."""
+    """Return the mean cross-entropy of the next byte."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def make_model() -> GPT:
-    """The same weights on every rank and in every phase."""
+    """Build a model with the same weights on every rank and in every phase."""
     torch.manual_seed(SEED)
     return GPT(GPTConfig())
 
@@ -90,9 +90,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, plan: Plan, *, calls_per_step: int = 1
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """A short warm-up, then a cosine down to a tenth.
+    """Build a scheduler with a short warm-up, then a cosine down to a tenth.
 
-    Accelerate calls the scheduler once per rank at every step; `calls_per_step` makes up for that.
+    Accelerate calls the scheduler once per rank at every step; `calls_per_step` compensates for that.
     """
 
     def factor(calls: int) -> float:
@@ -107,7 +107,7 @@ def make_scheduler(
 
 
 def make_deterministic(rank: int) -> None:
-    """Fixed order of every sum, and another stream of random numbers on every rank (dropout)."""
+    """Fix the order of every sum, and seed each rank differently (dropout)."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     torch.manual_seed(SEED + 1 + rank)

@@ -1,4 +1,4 @@
-"""The picture: for each framework, the loss curve with kill and resume, and the time line of the saves."""
+"""Draw the loss curves with kill and resume, and the timeline of the saves."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _mark(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stretch:
-    """A phase on the common time axis: from `begin` to `end` in its own time, drawn from `at` on."""
+    """A phase, `begin` to `end` in its own time, at `at` on the common time axis."""
 
     phase: PhaseEvidence
     begin: float

@@ -1,4 +1,4 @@
-"""What is going to happen: the steps of the demo, and what one rank of one phase is told to do."""
+"""Define the steps of the demo and the task of one rank in one phase."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ UNINTERRUPTED, KILLED, RESUMED, RESHARDED = PHASES = ("uninterrupted", "killed",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The steps of a run, all derived from how many there are: a multiple of 6, at least 12.
+    """The steps of a run, all derived from their number: a multiple of 6, at least 12.
 
-    The kill and the resume both fall into the middle of the second epoch, for that is where frameworks err.
+    The kill and the resume both fall into the middle of the second epoch, where frameworks err.
     """
 
     steps: int = 24
@@ -37,23 +37,23 @@ class Plan:
 
     @property
     def resume_step(self) -> int:
-        """The last step that is committed before the kill."""
+        """Return the last step committed before the kill."""
         return 3 * self.save_every
 
     @property
     def torn_step(self) -> int:
-        """The step whose save is in flight at the kill."""
+        """Return the step whose save is in flight at the kill."""
         return 4 * self.save_every
 
     @property
     def kill_step(self) -> int:
-        """The kill comes after this step: training has gone on while the save was in flight."""
+        """Return the last step before the kill, trained while the save was in flight."""
         return self.torn_step + max(1, self.save_every // 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What the processes of one phase are told.
+    """The task of the processes of one phase.
 
     Attributes:
         phase: which of `PHASES`.
@@ -77,7 +77,7 @@ class Task:
 
     @property
     def saves(self) -> bool:
-        """Whether this phase uses the checkpoint suite at all; the reference does not."""
+        """Return whether this phase saves at all; the reference does not."""
         return self.phase != UNINTERRUPTED
 
     @property
@@ -85,7 +85,7 @@ class Task:
         return self.phase in {RESUMED, RESHARDED}
 
     def file(self, kind: str, rank: int) -> Path:
-        """`losses-0.jsonl`, `telemetry-0.jsonl`, `held-0`."""
+        """Return the path of a record: `losses-0.jsonl`, `telemetry-0.jsonl`, `held-0`."""
         return Path(self.folder) / f"{kind}-{rank}{'' if kind == 'held' else '.jsonl'}"
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""The processes of one phase: started as torchrun does, watched through their files, killed as one."""
+"""Start the processes of one phase as torchrun does, and kill them together."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class RanksFailedError(Exception):
-    """A rank ended otherwise than it should have; the message ends with what it printed last."""
+    """A rank failed; the message ends with its last output."""
 
 
 class Ranks:
-    """Real processes, each the leader of its own process group, gloo on loopback between them.
+    """Real processes with gloo on loopback, each in a process group of its own.
 
-    On leaving the context, whatever the reason, all of them are gone.
+    Leaving the context kills all of them.
     """
 
     def __init__(self, framework: str, task: Task, world_size: int) -> None:
@@ -67,10 +67,10 @@ class Ranks:
         return self._folder / f"rank-{rank}.log"
 
     def running(self) -> bool:
-        """Whether any rank still runs.
+        """Return whether any rank still runs.
 
         Raises:
-            RanksFailedError: one has failed.
+            RanksFailedError: a rank has failed.
         """
         codes = [process.poll() for process in self._processes]
         for rank, code in enumerate(codes):
@@ -80,7 +80,7 @@ class Ranks:
         return None in codes
 
     def kill(self) -> list[int]:
-        """SIGKILL to every process group at once; the exit codes."""
+        """Send SIGKILL to every process group; return the exit codes."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

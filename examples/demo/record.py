@@ -1,4 +1,4 @@
-"""What a rank leaves behind for the comparison: the bits of every loss, and a digest of every tensor."""
+"""Record the bits of every loss and a digest of every tensor for the comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.demo.evidence import STATE_FILE
 
 
 class LossLog:
-    """Appends one line per step, so that a killed run leaves what it had done."""
+    """Appends one line per step, so that the records of a killed run stay."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,9 +31,9 @@ class LossLog:
 
 
 def write_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> None:
-    """Digests of all weights and of the whole optimizer state, gathered to full tensors. Collective.
+    """Return digests of the full weights and optimizer state. Collective.
 
-    This is torch's own state-dict API on purpose: what is compared must not come from what is tested.
+    Uses torch's own state-dict API: the comparison must not depend on the code under test.
     """
     options = StateDictOptions(full_state_dict=True)
     weights, gathered = get_state_dict(model, optimizer, options=options)

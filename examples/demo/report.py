@@ -1,4 +1,4 @@
-"""The verdict: what was compared, what differs, and the table that says so."""
+"""Compare the phases, list the differences, and print the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN_DIFFERENCES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One comparison: of what, how many values, and each that differs."""
+    """One comparison: its subject, the number of values, and the differences."""
 
     phase: str
     subject: str
@@ -27,12 +27,12 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Nothing compared proves nothing."""
+        """Return whether values were compared and none differs."""
         return self.compared > 0 and not self.differences
 
 
 def judge(evidence: Evidence, plan: Plan) -> list[Check]:
-    """Compare with the run that nobody interrupted and that never saved; on 1 rank, with the run before."""
+    """Compare with the uninterrupted run; on one rank, with the resumed run."""
     killed_at = max(plan.kill_step, last(evidence.killed))
     return [
         _losses(evidence, UNINTERRUPTED, range(1, plan.steps + 1)),
@@ -45,7 +45,7 @@ def judge(evidence: Evidence, plan: Plan) -> list[Check]:
 
 
 def last(phase: PhaseEvidence) -> int:
-    """The last step that every rank has done; 0 if none."""
+    """Return the last step that every rank has done; 0 if none."""
     return phase.steps[-1] if phase.steps else 0
 
 
@@ -63,7 +63,7 @@ def _loss_differences(expected: PhaseEvidence, found: PhaseEvidence, steps: rang
             one, two = right.get(step, "none"), other.get(step, "none")
             if one != two or one == "none":
                 yield f"step {step}, rank {rank}: {one} and {two}"
-        # Ranks are killed in different moments, so that one may have done a step more than the others.
+        # The kill reaches ranks at different moments: one may be a step ahead of the others.
         for step in sorted(set(other) - set(steps)):
             if step < steps.start or other[step] != right.get(step):
                 yield f"step {step}, rank {rank}: not expected, {other[step]}"
@@ -96,7 +96,7 @@ def _torn(evidence: Evidence, plan: Plan) -> Check:
 
 
 def table(evidence: Evidence, checks: Sequence[Check]) -> RenderableType:
-    """One row per phase, and below it whatever differs."""
+    """Build a table with one row per phase and its differences below."""
     title = f"[bold]{evidence.framework}"
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("run", "ranks", "steps", "saved", "torn", "stall ms\nmedian, max", "MB\neach", "equal"):
@@ -136,7 +136,7 @@ def _complaints(check: Check) -> Iterator[str]:
 
 
 def report(console: Console, evidence: Evidence, plan: Plan) -> bool:
-    """Print the table of one framework; whether everything is equal."""
+    """Print the table of one framework; return whether everything is equal."""
     checks = judge(evidence, plan)
     console.print(table(evidence, checks))
     return all(check.holds for check in checks)

@@ -1,4 +1,4 @@
-"""One rank of a training with Accelerate: FSDP2 on several ranks, nothing on one."""
+"""Train one rank with Accelerate: FSDP2 on several ranks, unwrapped on one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def make_accelerator() -> Accelerator:
-    """With FSDP2 on several ranks, which Accelerate refuses to set up itself where there is no GPU."""
+    """Build an accelerator with FSDP2, which Accelerate itself refuses without a GPU."""
     os.environ |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
     loading = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=SEED)
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
@@ -48,7 +48,7 @@ def make_accelerator() -> Accelerator:
 
 
 def enable(accelerator: Accelerator, task: Task) -> None:
-    """From here on `save_state` saves every few steps, in the background."""
+    """Let `save_state` save every few steps, in the background."""
     rank = accelerator.process_index
     # Accelerate numbers its checkpoints from 0.
     held = None if task.held_step is None else f"checkpoint_{task.held_step // task.plan.save_every - 1}"

@@ -1,4 +1,4 @@
-"""One rank of a training with Lightning: FSDP2 (`ModelParallelStrategy`) on several ranks, nothing on one."""
+"""Train one rank with Lightning: FSDP2 on several ranks, unwrapped on one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from examples.demo.record import LossLog, leave, write_state
 
 
 class Training(LightningModule):
-    """What anyone would write; nothing in it knows of checkpoints."""
+    """An ordinary module, without any code for checkpoints."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Training(LightningModule):
 
 
 class Recorder(Callback):
-    """Writes down what the comparison needs. The random numbers start here, when everything is built."""
+    """Records the losses for the comparison, and seeds once everything is built."""
 
     def __init__(self, task: Task, rank: int) -> None:
         self._task = task
@@ -105,12 +105,12 @@ def strategy_for(world_size: int) -> ModelParallelStrategy | str:
 
 
 def checkpointing(task: Task, rank: int) -> list[Callback]:
-    """The one callback that makes the run survive."""
+    """Return the callback that saves and resumes."""
     if not task.saves:
         return []
     held = None if task.held_step is None else step_name(task.held_step)
     callback: Callback = lightning_ckpt.ShardedCheckpoint(
-        # For this experiment the root is a storage whose writes can be held; a path is what one gives.
+        # The demo needs a storage whose writes can be held; usually this is a path.
         open_root(task, rank, held),
         save=EverySteps(task.plan.save_every),
         keep=KeepLatest(3),

@@ -1,4 +1,4 @@
-"""One rank of a plain PyTorch loop: FSDP2 on several ranks, nothing on one."""
+"""Train one rank in a plain loop: FSDP2 on several ranks, unwrapped on one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def train(task: Task, rank: int, world_size: int) -> None:
 def batches(
     loader: StatefulDataLoader[Batch], sampler: StatefulDistributedSampler, task: Task, step: int
 ) -> Iterator[tuple[int, Batch]]:
-    """From after `step` to the task's last, epoch by epoch."""
+    """Train from after `step` to the task's last step, epoch by epoch."""
     while step < task.steps:
         sampler.set_epoch(step // task.plan.steps_per_epoch)
         for batch in loader:
