@@ -143,7 +143,7 @@ def test_stock_load_state_reads_no_more_kinds_of_files_than_we_know():
     calls = [call for reader in readers for call in loads(inspect.getsource(reader))]
     trusting = [call for call in calls if "weights_only=False" in call]
     assert trusting == ["load(load_location, map_location='cpu', weights_only=False)"], "of custom objects"
-    assert len(calls) <= 8, f"accelerate reads another file: see accelerate_ckpt/_small.py; {calls}"
+    assert len(calls) <= 8, f"accelerate reads another file: see accelerate_ckpt/_small_files.py; {calls}"
 
 
 def test_every_private_name_that_we_use_is_listed():

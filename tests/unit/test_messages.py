@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint import SavePlan
 
-import lightning_ckpt._places
 from ckpt_core import errors, messages
 from ckpt_core.commit import Survey
 from ckpt_core.dcp import Part
@@ -36,6 +35,7 @@ from ckpt_core.errors import (
     SaveError,
     StagingMemoryError,
 )
+from ckpt_core.hosting import Kind
 from ckpt_core.lifecycle._plans import Keeping, Offer
 from ckpt_core.messages import MessageError, decode, encode
 from ckpt_core.types import CheckpointInfo, Lineage
@@ -136,7 +136,7 @@ def test_what_is_declared_arrives_as_it_was():
     there = decode(encode(survey))
     assert (there.committed, there.lineage) == ([info], lineage)
     assert same(Keeping.ALWAYS)
-    assert same(lightning_ckpt._places.Kind.ROOT)
+    assert same(Kind.ROOT)
     assert same(Offer(uneven=frozenset({("a", "b")}), groups={"p": {("o", 0): [("n",), ()]}}))
 
 

@@ -4,7 +4,7 @@ from ckpt_core.state._as_source import State, as_captured, as_source, takes_all
 from ckpt_core.state._codec import NotEncodableError, decode, encode
 from ckpt_core.state._data import check_dataloader, dataloader_state, load_dataloader_state
 from ckpt_core.state._dict_state import DictState
-from ckpt_core.state._items import Counters
+from ckpt_core.state._items import Counters, function_free
 from ckpt_core.state._model import as_module, load_model_state, local_buffers, model_state, model_target
 from ckpt_core.state._nested import get, leaves, under
 from ckpt_core.state._optimizer import (
@@ -38,6 +38,7 @@ __all__ = [
     "derive_rng",
     "empty_like",
     "encode",
+    "function_free",
     "get",
     "leaves",
     "load_dataloader_state",
