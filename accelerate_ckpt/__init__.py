@@ -1,4 +1,4 @@
-"""Accelerate and the Hugging Face Trainer on ckpt-suite: life-cycle events in, core calls out."""
+"""Checkpoints for Accelerate and the Hugging Face Trainer, made by the core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if find_spec("accelerate") is None:
 if TYPE_CHECKING:
     from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
     from accelerate_ckpt._patch import checkpoints, disable, enable
-    from accelerate_ckpt._trainer import (
+    from accelerate_ckpt.trainer._checkpoints import (
         TrainerCheckpoints,
         disable_trainer,
         enable_trainer,
@@ -36,7 +36,8 @@ _HOMES = {
     "AcceleratorCheckpoints": "_checkpoints",
     **dict.fromkeys(("checkpoints", "disable", "enable"), "_patch"),
     **dict.fromkeys(
-        ("TrainerCheckpoints", "disable_trainer", "enable_trainer", "trainer_checkpoints"), "_trainer"
+        ("TrainerCheckpoints", "disable_trainer", "enable_trainer", "trainer_checkpoints"),
+        "trainer._checkpoints",
     ),
 }
 

@@ -8,17 +8,17 @@ from typing import Any, final
 
 from accelerate import Accelerator
 
+from accelerate_ckpt._host_calls import StockMethods
 from accelerate_ckpt._loading import Loading
 from accelerate_ckpt._metrics import Metrics
-from accelerate_ckpt._places import Place
 from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._roots import Roots
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import AcceleratorState, CallArguments, within_window
-from accelerate_ckpt._stock import StockMethods
 from ckpt_core import CheckpointInfo, CheckpointManager, SaveHandle
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import CheckpointPath
 from ckpt_core.telemetry import Sink
 
 _logger = logger_of(__name__)
@@ -35,8 +35,8 @@ class AcceleratorCheckpoints:
     Attributes:
         progress: follows optimizers and data loaders.
         stock: the accelerator's own methods.
-        implicit: whether nobody asked for it in the script: `enable` may still be called, and a preemption
-            ends the script, which does not know of it.
+        implicit: whether the script did not ask for it: it may still call `enable`, and a preemption ends it,
+            because it does not check for one.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class AcceleratorCheckpoints:
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager of the root for automatic names, or of the only root in use.
+        """The manager of the root for automatic names, or of the only root.
 
         Raises:
             ConfigError: there is neither.
@@ -82,29 +82,30 @@ class AcceleratorCheckpoints:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, those before the last load included."""
+        """Number of optimizer steps, those before the last load included."""
         return self.progress.steps.step
 
     @property
     def preempted(self) -> bool:
-        """Whether training is to stop for a preemption announced to any rank, as of the last look for one."""
+        """Whether the last look found a preemption that stops training, on any rank."""
         return self._roots.preempted
 
     def check_preemption(self) -> bool:
-        """Look for a preemption where `save_state` is not called, as in an evaluation; returns `preempted`.
+        """Look for a preemption and return `preempted`, where nothing is saved.
+
+        It is for code that does not call `save_state`, such as an evaluation.
 
         Collective where the save policy has an `OnPreemption`; the next `save_state` then saves.
         """
         return self._roots.check_preemption()
 
     def directory(self, output_dir: str | os.PathLike[str] | None = None) -> str:
-        """Path or URL that `save(output_dir)` would save to now.
+        """Return the path or URL that `save(output_dir)` would save to now.
 
         Raises:
             ConfigError: there is no directory to save to.
         """
-        place = self._roots.place(output_dir)
-        return f"{place.root}/{place.name}"
+        return str(self._roots.place(output_dir))
 
     def save(
         self,
@@ -113,7 +114,9 @@ class AcceleratorCheckpoints:
         metrics: Mapping[str, float] | None = None,
         safe_serialization: bool = True,
     ) -> SaveHandle | None:
-        """Save now, whatever the save policy says; None if a save is in flight and `back_pressure` is `skip`.
+        """Save now, whatever the save policy says.
+
+        Returns None if a save is in flight and `back_pressure` is `skip`.
 
         Args:
             output_dir: directory or URL; the next automatic name if None, or if automatic naming is on.
@@ -135,7 +138,9 @@ class AcceleratorCheckpoints:
         safe_serialization: bool = True,
         total_steps: int | None = None,
     ) -> SaveHandle | None:
-        """Save if the save policy says so, or if there is none: what `save_state` does. See `save`.
+        """Save if the save policy says so, or if there is none, as `save_state` does.
+
+        See `save`.
 
         Where it is called for every batch, the save policy is only asked when an optimizer step is complete.
         """
@@ -144,7 +149,7 @@ class AcceleratorCheckpoints:
             return None
         reason: str | None = "call"
         if self._gated:
-            reason = self._roots.at(place.root).due(self.step, total_steps=total_steps)
+            reason = self._roots.managers.at(place.root).due(self.step, total_steps=total_steps)
         if reason is None:
             return None
         return self._save(place, metrics or {}, reason, safe=safe_serialization)
@@ -155,7 +160,9 @@ class AcceleratorCheckpoints:
         load_kwargs: Mapping[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load a checkpoint of ours, of any strategy and any number of ranks, or one of stock Accelerate.
+        """Load a checkpoint of ours, or one of stock Accelerate.
+
+        Ours may be of any strategy and any number of ranks.
 
         Args:
             input_dir: directory or URL; the newest that verifies if None. If there is none yet, training
@@ -176,11 +183,11 @@ class AcceleratorCheckpoints:
         if input_dir is None:
             self._loading.newest(arguments)
         else:
-            self._loading.place(Place.of(input_dir), arguments)
+            self._loading.place(CheckpointPath.of(input_dir), arguments)
         self._roots.continue_numbering()
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest committed checkpoint of `manager`; it is not verified here."""
+        """Return the newest committed checkpoint of `manager`, unverified."""
         return self.manager.latest()
 
     def wait(self) -> None:
@@ -189,14 +196,16 @@ class AcceleratorCheckpoints:
         Raises:
             SaveError: one failed.
         """
-        self._roots.wait()
+        self._roots.managers.wait()
 
     def note_metrics(self, values: Mapping[str, Any]) -> None:
-        """Remember numbers that were logged: they belong to a save of this step, and to no later one."""
+        """Note logged numbers as metrics of a save of this step, and of no later one."""
         self._metrics.note(self.step, values)
 
     def begin_anew(self) -> None:
-        """Forget optimizers, loaders and steps: what is prepared from now on is another training.
+        """Forget optimizers, loaders and steps, as for a new training.
+
+        What is prepared from now on belongs to that.
 
         Raises:
             SaveError: a save in flight failed; everything is forgotten all the same.
@@ -204,10 +213,10 @@ class AcceleratorCheckpoints:
         self._metrics.forget()
         self.progress.release()
         self._batches_seen = -1
-        self._roots.begin_anew()
+        self._roots.begin_new_runs()
 
     def close(self) -> None:
-        """Wait for every save in flight and give the roots back; harmless when repeated.
+        """Wait for every save in flight and release the roots; idempotent.
 
         Raises:
             SaveError: a save in flight failed.
@@ -216,15 +225,15 @@ class AcceleratorCheckpoints:
         self._roots.close()
 
     def _within_window(self) -> bool:
-        """Whether gradients are being accumulated, and the end of that will be seen, as the last one was."""
+        """Return whether gradients accumulate, in a window whose end will be seen."""
         accelerator, seen = self._accelerator, self._batches_seen
         self._batches_seen = accelerator.step
         return not accelerator.sync_gradients and accelerator.step - seen in {0, 1}
 
     def _save(
-        self, place: Place, metrics: Mapping[str, float], reason: str, *, safe: bool
+        self, place: CheckpointPath, metrics: Mapping[str, float], reason: str, *, safe: bool
     ) -> SaveHandle | None:
-        accelerator, manager = self._accelerator, self._roots.at(place.root)
+        accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
         if within_window(accelerator):
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
@@ -255,7 +264,7 @@ class AcceleratorCheckpoints:
             self._accelerator,
             self.stock,
             self.progress,
-            coordinator=self._roots.coordinator,
+            coordinator=self._roots.managers.coordinator,
             storage=manager.storage,
             arguments=arguments,
         )

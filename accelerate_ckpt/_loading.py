@@ -1,4 +1,4 @@
-"""Which checkpoint `load_state` loads: ours, one of stock Accelerate, or none yet."""
+"""The choice of what `load_state` loads: ours, stock Accelerate's, or nothing yet."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Any, final
 
 from accelerate import Accelerator
 
-from accelerate_ckpt._places import Place, kind_of, newest_stock, torn_in
-from accelerate_ckpt._progress import Progress
-from accelerate_ckpt._roots import Roots
-from accelerate_ckpt._small import load_by_stock, read_small
-from accelerate_ckpt._small_files import Pickles
+from accelerate_ckpt._host_calls import StockMethods
+from accelerate_ckpt._progress import Progress, steps_made
+from accelerate_ckpt._roots import Roots, newest_stock, torn_in
+from accelerate_ckpt._small_files import Pickles, load_by_stock, read_small
 from accelerate_ckpt._state import AcceleratorState, model_part
-from accelerate_ckpt._steps import steps_made
-from accelerate_ckpt._stock import StockMethods
 from ckpt_core import (
     CheckpointManager,
     CheckpointNotFoundError,
@@ -26,6 +23,7 @@ from ckpt_core import (
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import require_trusted
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import CheckpointPath, Kind, kind_of
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import LocalStorage, Storage
 
@@ -63,23 +61,23 @@ class Loading:
         self._state = state
 
     def newest(self, arguments: Mapping[str, Any]) -> bool:
-        """Load the newest that verifies; False, and a line in the log, if there is nothing yet."""
+        """Load the newest checkpoint that verifies; log and return False if there is none."""
         manager = self._roots.only()
         self._refuse_to_unpickle(arguments)
         state = self._state(manager)
         if arguments.get("strict", True) is True:
             found = manager.resume(state) is not None
         else:
-            found = self._roots.coordinator.once(lambda: bool(manager.checkpoints(abandoned=True)))
+            found = self._roots.managers.coordinator.once(lambda: bool(manager.checkpoints(abandoned=True)))
             if found:
                 manager.load(state, strict=arguments["strict"])
         if found:
             return True
-        name = self._roots.coordinator.once(lambda: newest_stock(manager.storage))
+        name = self._roots.managers.coordinator.once(lambda: newest_stock(manager.storage))
         if name is not None:
             self._load_stock(manager, name, arguments)
             return True
-        torn = self._roots.coordinator.once(lambda: torn_in(manager.storage))
+        torn = self._roots.managers.coordinator.once(lambda: torn_in(manager.storage))
         _logger.log(
             logging.WARNING if torn else logging.INFO,
             "nothing has been committed to %s yet%s: training starts afresh",
@@ -88,7 +86,7 @@ class Loading:
         )
         return False
 
-    def place(self, place: Place, arguments: Mapping[str, Any]) -> None:
+    def place(self, place: CheckpointPath, arguments: Mapping[str, Any]) -> None:
         """Load the checkpoint of that name.
 
         Raises:
@@ -96,20 +94,20 @@ class Loading:
             ConfigError: what was named is a file, or holds checkpoints but is none.
             CorruptCheckpointError: it was never committed, or is damaged; nothing was touched.
         """
-        manager = self._roots.at(place.root)
+        manager = self._roots.managers.at(place.root)
         self._refuse_to_unpickle(arguments)
         where = f"{manager.storage.url}/{place.name}"
-        kind, problem = self._roots.coordinator.once(lambda: _looked_at(manager.storage, place.name))
+        kind, problem = self._roots.managers.coordinator.once(lambda: _looked_at(manager.storage, place.name))
         if problem:
             raise ConfigError(f"{where} is no checkpoint: {problem}")
-        if kind == "missing":
+        if kind is Kind.NOTHING:
             raise CheckpointNotFoundError(f"there is no checkpoint at {where}")
-        if kind == "torn":
+        if kind is Kind.TORN:
             raise CorruptCheckpointError(
                 f"{where} was never committed: its save was interrupted, and nothing was loaded. Load "
                 "another one, or call load_state() without a directory to get the newest that is whole"
             )
-        if kind == "stock":
+        if kind is Kind.STOCK:
             self._load_stock(manager, place.name, arguments)
         else:
             self._load(manager, place.name, arguments)
@@ -118,11 +116,11 @@ class Loading:
         manager.load(self._state(manager), name=name, strict=arguments.get("strict", True))
 
     def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
-        """Load what stock Accelerate wrote: its shards ourselves, for it loses FSDP1's optimizer state."""
+        """Load what stock wrote; shards by the core: stock loses FSDP1's optimizer."""
         storage, accelerator = manager.storage, self._accelerator
         _logger.info("%s/%s was written by stock Accelerate", storage.url, name)
         verify = manager.options.manifest_verifier
-        self._roots.coordinator.once(lambda: require_trusted(storage, name, verify))
+        self._roots.managers.coordinator.once(lambda: require_trusted(storage, name, verify))
         if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load(manager, name, arguments)
         elif not isinstance(storage, LocalStorage):
@@ -131,7 +129,7 @@ class Loading:
             )
         else:
             untouched = f"{storage.url}/{name} could not be read, and nothing was loaded"
-            with collective_phase(self._roots.coordinator, untouched, what="reading small files"):
+            with collective_phase(self._roots.managers.coordinator, untouched, what="reading small files"):
                 small = read_small(accelerator, storage, name, self._pickles, committed=False)
             load_by_stock(
                 accelerator,
@@ -152,14 +150,14 @@ class Loading:
             )
 
 
-def _looked_at(storage: Storage, name: str) -> tuple[str, str]:
-    """The kind of what was named, and why it cannot be meant, if so."""
+def _looked_at(storage: Storage, name: str) -> tuple[Kind, str]:
+    """Return the kind of what was named, and why it cannot be meant, if so."""
     try:
         kind = kind_of(storage, name)
     except NotADirectoryError:
-        return "missing", "it is a file; give load_state the directory that it is in"
+        return Kind.NOTHING, "it is a file; give load_state the directory that it is in"
     # Stock Accelerate, too, writes the random states of every rank directly into a checkpoint.
-    if kind in {"committed", "torn"} or storage.exists(f"{name}/random_states_0.pkl"):
+    if kind in {Kind.COMMITTED, Kind.TORN} or storage.exists(f"{name}/random_states_0.pkl"):
         return kind, ""
     inside = [entry.name for entry in storage.list(name) if storage.exists(f"{name}/{entry.name}/{MARKER}")]
     if not inside:

@@ -1,10 +1,8 @@
-"""The one line that switches it on, and the one that switches it off."""
+"""`enable` and `disable`: replacing the methods of one accelerator, and back."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,12 @@ from typing import Any
 from accelerate import Accelerator
 
 from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
+from accelerate_ckpt._host_calls import UNSUPPORTED
 from accelerate_ckpt._settings import Settings
-from accelerate_ckpt._stock import UNSUPPORTED
-from ckpt_core import CheckpointError, ConfigError
+from ckpt_core import ConfigError
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import close_at_exit
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
@@ -24,7 +23,7 @@ from ckpt_core.telemetry import Sink
 _logger = logger_of(__name__)
 
 ENDED = 143
-"""Exit code of a script that was preempted and knows nothing of us: what a shell says of SIGTERM."""
+"""Exit code of a preempted script that does not check for it: that of a shell after SIGTERM."""
 
 _ATTACHED = "_ckpt_suite"
 _SHADOWED = (
@@ -48,7 +47,7 @@ def enable(
     sinks: Sequence[Sink] = (),
     **options: Any,
 ) -> Accelerator:
-    """Make this accelerator's `save_state` and `load_state` asynchronous, sharded and committed.
+    """Make `save_state` and `load_state` asynchronous, sharded and committed.
 
     Collective. What is not given here comes from `CKPT_SUITE_…` in the environment, then from the `ckpt`
     section of the accelerate configuration, then from the defaults. DeepSpeed, Megatron-LM and XLA keep their
@@ -78,7 +77,7 @@ def enable(
 
 
 def enable_implicitly(accelerator: Accelerator) -> None:
-    """What the runner does for scripts that do not call `enable`; a later `enable` takes its place."""
+    """Enable an accelerator for a script that does not; a later `enable` replaces it."""
     attach(accelerator, Settings.resolve({}, stock_files=False), implicit=True)
 
 
@@ -97,7 +96,7 @@ def _refuse_others(accelerator: object) -> None:
 def attach(
     accelerator: Accelerator, settings: Settings, sinks: Sequence[Sink] = (), *, implicit: bool = False
 ) -> None:
-    """Shadow the methods of this instance; its class and other instances are left alone."""
+    """Replace methods of this instance; its class and other instances stay."""
     if accelerator.distributed_type in UNSUPPORTED:
         _logger.warning(
             "%s keeps its shards to itself: save_state and load_state stay as they are",
@@ -107,11 +106,11 @@ def attach(
     attached = AcceleratorCheckpoints(accelerator, settings, sinks, implicit=implicit)
     shadows = _shadows(accelerator, attached)
     accelerator.__dict__.update({**shadows, _ATTACHED: attached})
-    atexit.register(_close_at_exit, weakref.ref(attached))
+    close_at_exit(attached)
 
 
 def disable(accelerator: Accelerator) -> Accelerator:
-    """Wait for every save in flight and put the accelerator's own methods back; harmless when repeated.
+    """Wait for every save and put the accelerator's own methods back; idempotent.
 
     Raises:
         SaveError: a save in flight failed; the methods are back all the same.
@@ -127,7 +126,7 @@ def disable(accelerator: Accelerator) -> Accelerator:
 
 
 def checkpoints(accelerator: Accelerator) -> AcceleratorCheckpoints:
-    """The checkpoints of an enabled accelerator.
+    """Return the checkpoints of an enabled accelerator.
 
     Raises:
         ConfigError: it is not enabled.
@@ -142,7 +141,7 @@ def checkpoints(accelerator: Accelerator) -> AcceleratorCheckpoints:
 
 
 def checkpoints_or_none(accelerator: Accelerator) -> AcceleratorCheckpoints | None:
-    """The checkpoints of an accelerator, or None if it is not enabled."""
+    """Return the checkpoints of an accelerator, or None if it is not enabled."""
     return accelerator.__dict__.get(_ATTACHED)
 
 
@@ -205,14 +204,3 @@ def _save_state(attached: AcceleratorCheckpoints, end_training: Callable[[], Non
         return None if handle is None else where if "://" in where else Path(where)
 
     return save_state
-
-
-def _close_at_exit(reference: weakref.ref[AcceleratorCheckpoints]) -> None:
-    """For scripts without `end_training`: the saves have ended by now, the roots are still claimed."""
-    attached = reference()
-    if attached is None:
-        return
-    try:
-        attached.close()
-    except CheckpointError as error:
-        _logger.error("%s", error)  # noqa: TRY400 - the message is all there is to say

@@ -1,4 +1,8 @@
-"""Runs a script that knows nothing of us, with every `Accelerator` and `Trainer` it makes enabled."""
+"""Runs a script with every `Accelerator` and `Trainer` that it makes enabled.
+
+The script makes its Trainers itself, and transformers takes seconds to import: so their class is changed when
+its module is imported, if it ever is.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,19 @@ import functools
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, final
 
 from accelerate import Accelerator
 
 from accelerate_ckpt._patch import enable_implicitly
-from accelerate_ckpt._trainer_runner import enable_every_trainer, made_by_trainer
 
+_MODULE = "transformers.trainer"
+_making: list[object] = []
 _USAGE = """\
 usage: python -m accelerate_ckpt [-h] {-m MODULE | SCRIPT} [ARGUMENTS …]
 
@@ -60,3 +69,77 @@ def _enable_every_accelerator() -> None:
 
     # The script makes its accelerators itself: the class is the only place to reach them.
     Accelerator.__init__ = initialise  # type: ignore[method-assign]
+
+
+def enable_every_trainer() -> None:
+    """Enable every Trainer that is made from now on."""
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        _change(module)
+    else:
+        sys.meta_path.insert(0, _Watch())
+
+
+def made_by_trainer() -> bool:
+    """Return whether a Trainer is making its accelerator, which needs no `save_state`."""
+    return bool(_making)
+
+
+def _change(module: ModuleType) -> None:
+    trainer: Any = module.Trainer
+    stock_init, stock_create = trainer.__init__, trainer.create_accelerator_and_postprocess
+
+    @functools.wraps(stock_init)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        from accelerate_ckpt.trainer._checkpoints import enable_trainer_implicitly
+
+        enable_trainer_implicitly(self)
+
+    @functools.wraps(stock_create)
+    def create(self: Any) -> None:
+        _making.append(self)
+        try:
+            stock_create(self)
+        finally:
+            _making.pop()
+
+    trainer.__init__, trainer.create_accelerator_and_postprocess = initialise, create
+
+
+@final
+class _Watch(MetaPathFinder):
+    """Waits for the import of the Trainer's module; finds nothing else."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module as others would, with a loader that changes it."""
+        del path, target
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ChangingLoader(spec.loader)
+        return spec
+
+
+@final
+class _ChangingLoader(Loader):
+    """Loads a module as the loader it is given, then changes it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Make the module as the loader would."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then change it."""
+        self._loader.exec_module(module)
+        _change(module)

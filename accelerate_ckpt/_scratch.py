@@ -1,4 +1,4 @@
-"""Directories for what stock methods insist on writing to a path, which no kill leaves behind for good."""
+"""Temporary directories for stock methods, which no kill leaves behind for good."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _PREFIX = "accelerate-ckpt-"
 
 @contextmanager
 def private_directory() -> Generator[Path]:
-    """A directory of this rank alone: stock Accelerate lets ranks write to the same file.
+    """Make a directory of this rank alone.
 
-    It is locked while it is in use. One without a lock was left by a process that was killed; the next
-    process with the same temporary directory removes it.
+    Stock Accelerate lets ranks write to the same file.
+
+    It is locked while in use. One without a lock was left by a killed process; the next process with the same
+    temporary directory removes it.
     """
     _remove_abandoned(os.getpid())
     path, descriptor = _locked_directory()
@@ -36,7 +38,7 @@ def _locked_directory() -> tuple[Path, int]:
         # Until it is locked, another process takes it for abandoned: then it is gone, and the next is tried.
         with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(OSError):  # a filesystem without locks: nobody else can lock it either
+            with suppress(OSError):  # a filesystem without locks: no other process can lock it either
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():
                 return path, descriptor
@@ -45,9 +47,9 @@ def _locked_directory() -> tuple[Path, int]:
 
 @functools.cache
 def _remove_abandoned(_process: int) -> None:
-    """Once per process, for a temporary directory may hold very much."""
+    """Remove what killed processes left, once per process: there may be many entries."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # somebody else's, in use, or gone by now
+        with suppress(OSError):  # of another user, in use, or gone by now
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

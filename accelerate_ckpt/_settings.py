@@ -1,4 +1,4 @@
-"""Where settings come from: explicit arguments, then the environment, then a file, then the defaults.
+"""Settings from arguments, else the environment, else a file, else the defaults.
 
 `accelerate config` exports a fixed list of variables to the workers and knows no plug-ins. So there are three
 carriers, in the idiom of its own plug-ins: `CKPT_SUITE_<NAME>` for one setting, `CKPT_SUITE_CONFIG` for a
@@ -39,7 +39,7 @@ class Settings:
         root: where automatic names go.
         stock_files: whether plain replicas get single files for the stock loader.
         options: of the managers.
-        given: what somebody has asked for; everything else is a default.
+        given: the names of settings that were given; the others are defaults.
     """
 
     root: str | os.PathLike[str] | Storage | None = field(repr=False)
@@ -55,15 +55,15 @@ class Settings:
         *,
         stock_files: bool = True,
     ) -> Self:
-        """Settings from all carriers; None in `explicit` means not given.
+        """Collect the settings from all carriers; None in `explicit` means not given.
 
         Args:
-            explicit: what the script says.
+            explicit: the arguments of the script.
             environment: where `CKPT_SUITE_…` is looked for.
-            stock_files: if nobody says.
+            stock_files: the default.
 
         Raises:
-            ConfigError: one of them is wrong; the message says where it is written.
+            ConfigError: one of them is wrong; the message names its source.
         """
         given = {name: value for name, value in explicit.items() if value is not None}
         _refuse_unknown(given, _NAMES, "no such option")
@@ -79,12 +79,12 @@ class Settings:
         return cls(root=root, stock_files=stock_files, options=options, given=names)
 
 
-def _refuse_unknown(found: Collection[str], known: Collection[str], told: str) -> None:
+def _refuse_unknown(found: Collection[str], known: Collection[str], problem: str) -> None:
     for name in sorted(map(str, found)):
         if name not in known:
             near = get_close_matches(name, known, n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
-            raise ConfigError(f"{told}: {name}{meant}; there are {', '.join(known)}")
+            raise ConfigError(f"{problem}: {name}{meant}; there are {', '.join(known)}")
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 def _options(value: Any, where: str) -> Mapping[str, Any]:
-    """Options that a file holds; what is wrong is told with the name of the file."""
+    """Return the options that a file holds; errors name the file."""
     options = dict(_mapping(value, where))
     _refuse_unknown(options, _NAMES, f"{where}: no such option")
     if isinstance(options.get("root"), int):
@@ -136,9 +136,9 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def launch_configuration() -> Path | None:
-    """The YAML file that `accelerate launch` was started with, or its default one.
+    """Return the YAML file that `accelerate launch` was started with, or its default.
 
-    It is not exported to the workers; but the launcher is their parent, so its command line tells.
+    It is not exported to the workers, so it is read from the command line of their parent, the launcher.
     """
     try:
         lines = [parent.cmdline() for parent in psutil.Process().parents()[:2]]
@@ -152,7 +152,7 @@ def launch_configuration() -> Path | None:
 
 
 def _named_in(line: list[str]) -> Path | None:
-    """The last one given, which is the one that argparse takes."""
+    """Return the last file given, which is the one that argparse takes."""
     found = None
     for word, following in zip(line, [*line[1:], ""], strict=True):
         if word == "--config_file" and following:

@@ -1,4 +1,4 @@
-"""The training state of an accelerator, in the layout that stock Accelerate reads.
+"""The training state of an accelerator, in the layout of stock Accelerate.
 
     pytorch_model_fsdp_{i}/   DCP, {"model": …}          optimizer_{i}/   DCP, {"optimizer": …}
     scheduler.bin, scaler.pt, random_states_{rank}.pkl, custom_checkpoint_{i}.pkl     written by stock
@@ -19,19 +19,28 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from accelerate_ckpt._hooks import run_load_hooks, run_save_hooks
-from accelerate_ckpt._progress import Progress
-from accelerate_ckpt._scratch import private_directory
-from accelerate_ckpt._small import SmallState, load_small, read_small, small_owners
-from accelerate_ckpt._small_files import Pickles, link_files, verified_files, write_files
-from accelerate_ckpt._stock import (
+from accelerate_ckpt._host_calls import (
     StockMethods,
     files_in,
     is_stock_layout,
     optimizer_files,
+    run_load_hooks,
+    run_save_hooks,
     small_things_only,
     torch_bytes,
     weight_files,
+)
+from accelerate_ckpt._progress import Progress
+from accelerate_ckpt._scratch import private_directory
+from accelerate_ckpt._small_files import (
+    Pickles,
+    SmallState,
+    link_files,
+    load_small,
+    read_small,
+    small_owners,
+    verified_files,
+    write_files,
 )
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
@@ -65,17 +74,17 @@ _RNG = "rng"
 
 
 def model_part(index: int) -> str:
-    """Directory of a model's shards, as stock FSDP names it."""
+    """Return the directory of a model's shards, as stock FSDP names it."""
     return f"pytorch_model_fsdp_{index}"
 
 
 def optimizer_part(index: int) -> str:
-    """Directory of an optimizer's shards, as stock FSDP names it."""
+    """Return the directory of an optimizer's shards, as stock FSDP names it."""
     return f"optimizer_{index}"
 
 
 def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[nn.Module]:
-    """The models that optimizers train; others, such as averages of weights, may change at any time."""
+    """Return the models that optimizers train; others may change at any time."""
     trained = {
         id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
     }
@@ -83,12 +92,12 @@ def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[n
 
 
 def within_window(accelerator: Accelerator) -> bool:
-    """Whether gradients are being accumulated: they are in no checkpoint."""
+    """Return whether gradients are being accumulated; no checkpoint holds them."""
     return not accelerator.sync_gradients and accelerator.gradient_accumulation_steps > 1
 
 
 def owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
-    """The model that an optimizer trains, or all of them as one if it trains several."""
+    """Return the model that an optimizer trains, or all as one if it trains several."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
         if trained <= {id(parameter) for parameter in model.parameters()}:
@@ -97,7 +106,7 @@ def owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
 
 
 def inner_entries(saved: SavedState, part: str, key: str) -> SavedEntries:
-    """What a part holds below `key`.
+    """Return the entries of a part below `key`.
 
     Raises:
         IncompatibleCheckpointError: nothing.
@@ -119,7 +128,7 @@ class CallArguments:
     """How to save and load.
 
     Attributes:
-        pickles: reads small files, and tells of those that need pickle.
+        pickles: reads small files, and warns of those that need pickle.
         safe: whether single files of weights are safetensors.
         stock_files: whether plain replicas get single files for the stock loader.
     """
@@ -131,7 +140,7 @@ class CallArguments:
 
 @final
 class AcceleratorState:
-    """Captures and restores one accelerator; a `StateSource`. Main thread only."""
+    """Captures and loads one accelerator; a `StateSource`. Main thread only."""
 
     def __init__(
         self,
@@ -155,7 +164,7 @@ class AcceleratorState:
         self._arguments = arguments
 
     def capture(self) -> CapturedState:
-        """The state as it is now, with live tensors."""
+        """Capture the state as it is now, with live tensors."""
         accelerator = self._accelerator
         # First: nothing below may draw random numbers any more.
         positions = self._progress.loaders.positions()
@@ -164,7 +173,7 @@ class AcceleratorState:
             with small_things_only(accelerator):
                 self._stock.save_state(str(directory), safe_serialization=self._arguments.safe)
             files = {**files_in(directory), **large}
-        self._arguments.pickles.tell(files, small_owners(accelerator))
+        self._arguments.pickles.warn(files, small_owners(accelerator))
         models = {index: accelerator._models[index] for index in left}
         states = {index: model_state(model) for index, model in models.items()}
         rng = rng_state()
@@ -187,7 +196,9 @@ class AcceleratorState:
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """What to load into; on the way, small files and what hooks will read are verified, and read.
+        """Return what to load into; verify and read the small files on the way.
+
+        So are the files that hooks will read.
 
         Raises:
             CorruptCheckpointError: a file that will be read is damaged.
@@ -223,7 +234,7 @@ class AcceleratorState:
         return tree
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Put back schedulers, scaler and registered objects; see `CarefulSource`.
+        """Load schedulers, scaler and registered objects; see `CarefulSource`.
 
         Raises:
             IncompatibleCheckpointError: one of them refuses its state, or an optimizer trained other
@@ -233,12 +244,12 @@ class AcceleratorState:
         for index, optimizer in enumerate(self._accelerator._optimizers):
             model = owner(self._accelerator._models, optimizer)
             check_groups(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
-        take_back = load_small(self._accelerator, self._stock, self._small)
+        undo = load_small(self._accelerator, self._stock, self._small)
         self._generators = rng_state()
-        return take_back
+        return undo
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Put everything else back; returns what could not be restored.
+        """Load everything else; return notes on what could not be restored.
 
         Raises:
             IncompatibleCheckpointError: no hook has loaded a model that a hook saved.
@@ -258,7 +269,7 @@ class AcceleratorState:
         return notes
 
     def _large_files(self, directory: Path) -> tuple[list[int], dict[str, bytes]]:
-        """The models that no hook took over, and single files of them for the stock loader."""
+        """Return the models that no hook took over, and files for the stock loader."""
         accelerator = self._accelerator
         replicas = accelerator.distributed_type != DistributedType.FSDP
         asked_for = self._arguments.stock_files or accelerator._save_model_state_pre_hook
@@ -287,7 +298,7 @@ class AcceleratorState:
         }
 
     def _shared(self, positions: Sequence[Mapping[str, Any]], rng: Mapping[str, Any]) -> dict[str, Any]:
-        """What ranks are given that were not there at the save."""
+        """Return the state for ranks that were not among those that saved."""
         return {
             "step": self._accelerator.step,
             "optimizer_steps": self._progress.steps.step,
@@ -312,7 +323,9 @@ class AcceleratorState:
                 )
 
     def _files_for_hooks(self, saved: SavedState) -> Mapping[str, bytes] | Sequence[str] | None:
-        """What hooks may read, verified: paths, or contents where they cannot read by path; None for stock's.
+        """Return what hooks may read, verified; None for a checkpoint of stock.
+
+        Paths, or contents where they cannot read by path.
 
         Raises:
             CorruptCheckpointError: a file is damaged.
@@ -322,22 +335,22 @@ class AcceleratorState:
             return path.partition("/")[0] not in saved.sharded
 
         if saved.world_size is None:
-            return None  # there is no manifest to go by
+            return None  # there is no manifest
         if not isinstance(self._storage, LocalStorage):
             return verified_files(self._storage, saved.name, outside)
         manifest = Catalog(self._storage).manifest(saved.name)
         paths = [entry.path for entry in manifest.files if outside(entry.path)]
         failures = verify(self._storage, saved.name, paths=paths)
         if failures:
-            told = "; ".join(map(str, failures[:5]))
+            found = "; ".join(map(str, failures[:5]))
             raise CorruptCheckpointError(
-                f"{self._storage.url}/{saved.name} is damaged: {told}. Nothing was loaded",
+                f"{self._storage.url}/{saved.name} is damaged: {found}. Nothing was loaded",
                 failures=tuple(failures),
             )
         return paths
 
     def _run_load_hooks(self, saved: SavedState) -> None:
-        """Let the user's hooks load what they saved, over what was loaded by us."""
+        """Run the user's load hooks over what was loaded by us."""
         accelerator = self._accelerator
         models = [] if accelerator.distributed_type == DistributedType.FSDP else accelerator._models
         there = self._storage.local_path(saved.name) if isinstance(self._storage, LocalStorage) else None

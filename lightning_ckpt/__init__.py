@@ -1,4 +1,6 @@
-"""Asynchronous, sharded, committed checkpoints for Lightning, with one callback or one plugin.
+"""Asynchronous, sharded, committed checkpoints for Lightning.
+
+One callback or one plugin is all that a Trainer needs.
 
 The names here are those of the `lightning` package, or of `pytorch_lightning` where only that is installed.
 With both installed, users of the latter import them from `lightning_ckpt.pytorch_lightning`: the two packages

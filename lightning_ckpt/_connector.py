@@ -1,7 +1,9 @@
-"""`ckpt_path="last"` and `"best"`: Lightning looks for them in its own ModelCheckpoint only.
+"""Resolution of `ckpt_path="last"` and `"best"` to checkpoints of ours.
+
+Lightning looks for them in its own ModelCheckpoint only.
 
 No hook of a callback or plugin runs before Lightning has chosen the path, so the choice itself is wrapped,
-once per Lightning package; for Trainers without a callback or plugin of ours it does what it always did.
+once per Lightning package. For Trainers without a callback or plugin of ours it is unchanged.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import Any
 from ckpt_core.commit import look_around
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from ckpt_core.hosting import root_of
 from ckpt_core.validation import location
 from lightning_ckpt._hooks import LifeCycle, committed_of, life_cycles, path_of_best
 from lightning_ckpt._options import Settings
-from lightning_ckpt._places import real_root
 
 _WRAPPED = "_ckpt_wrapped"
 _STOCK = ".ckpt"
@@ -26,7 +28,7 @@ _logger = logger_of(__name__)
 
 
 def find_our_checkpoints(connector: type[Any]) -> None:
-    """Let the Trainers of this connector's package find our checkpoints; harmless when repeated."""
+    """Wrap the choice of `ckpt_path` in one Lightning package; idempotent."""
     stock = connector._select_ckpt_path
     if hasattr(stock, _WRAPPED):
         return
@@ -63,19 +65,19 @@ def _active(trainer: Any) -> tuple[LifeCycle, Settings] | None:
 
 
 def _resolved(ckpt_path: Any, settings: Settings, trainer: Any, *, module_is_given: bool) -> Any:
-    """Find the path for a word; an evaluation without either takes the best, or else the newest."""
+    """Resolve a word to a path; an evaluation without one takes the best or newest."""
     if ckpt_path is None and not module_is_given and settings.root is not None:
         ckpt_path = "best" if settings.best is not None or _others(trainer) else "last"
     return _find(ckpt_path, settings, trainer) or ckpt_path
 
 
 def _others(trainer: Any) -> list[Any]:
-    """The checkpoint callbacks of a Trainer that are not ours."""
+    """Return the checkpoint callbacks of a Trainer that are not ours."""
     return [each for each in trainer.checkpoint_callbacks if not isinstance(each, LifeCycle)]
 
 
 def _find(ckpt_path: Any, settings: Settings, trainer: Any) -> str | None:
-    """The path that the word stands for, if we have one; the newest is the root, which load chooses from."""
+    """Return the path that a word stands for, if any; for the newest it is the root."""
     if ckpt_path == "last" and committed_of(settings):
         return settings.root
     if ckpt_path == "best":
@@ -87,22 +89,22 @@ def _find(ckpt_path: Any, settings: Settings, trainer: Any) -> str | None:
 
 
 def _is_yet_to_be(ckpt_path: Any, settings: Settings, trainer: Any) -> bool:
-    """Whether the newest or best checkpoint of a run is asked for that has none yet, as a first run does.
+    """Return whether `ckpt_path` means a checkpoint of a run that has none yet.
 
-    Where Lightning's own callbacks may know one, or are to be told what is missing, that is left to them.
+    As in a first run. Where Lightning's own callbacks may know one, or raise their own error, they decide.
     """
     if settings.root is None or ckpt_path is None:
         return False
     if ckpt_path in {"last", "best"}:
         return not _others(trainer)
-    return real_root(ckpt_path) == settings.root and not committed_of(settings)
+    return root_of(ckpt_path) == settings.root and not committed_of(settings)
 
 
 def _begin_afresh(ckpt_path: Any, settings: Settings, trainer: Any) -> None:
-    """Say that a first fit begins; nothing else can without weights.
+    """Warn that a first fit starts afresh; refuse anything else without weights.
 
     Raises:
-        CheckpointNotFoundError: they were asked for by something else than such a fit.
+        CheckpointNotFoundError: it is not a fit, or it asks for the best.
     """
     verb = str(trainer.state.fn.value)
     if ckpt_path == "best" and settings.best is None:
@@ -127,13 +129,13 @@ def _begin_afresh(ckpt_path: Any, settings: Settings, trainer: Any) -> None:
 
 
 def _meant_perhaps(settings: Settings) -> list[str]:
-    """What lies in the run's own root that is no checkpoint of ours, but may be what was to be resumed."""
+    """List what lies in the root besides our checkpoints that may have been meant."""
     storage = settings.storage_at(str(settings.root))
     try:
         stock = sorted(entry.name for entry in storage.list("") if entry.name.endswith(_STOCK))
         runs = look_around(storage).runs
     except (CheckpointError, OSError):
-        return []  # the first save tells what is wrong with it
+        return []  # the first save will raise it
     found = []
     if stock:
         found.append(

@@ -1,4 +1,4 @@
-"""Metrics that retention ranks by, and which evaluations are worth a checkpoint for them."""
+"""Metrics that retention ranks by, and evaluations worth a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
+import torch
+
 from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import KeepBest
 from ckpt_core.saving import SaveHandle
 from ckpt_core.types import CheckpointInfo
-from lightning_ckpt._metrics import Measured
 from lightning_ckpt._roots import Roots
 
 _logger = logger_of(__name__)
@@ -24,7 +25,7 @@ class Ranking:
 
     Args:
         policies: what ranks them.
-        history: the checkpoints that the run goes on from.
+        history: the checkpoints that the run continues from.
     """
 
     def __init__(self, policies: Sequence[KeepBest], history: Sequence[CheckpointInfo]) -> None:
@@ -35,7 +36,7 @@ class Ranking:
         self._saved: CheckpointInfo | None = None
 
     def wants(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether a policy would keep `step` as one of the best, for a metric that was not saved with it."""
+        """Return whether a policy would keep `step` for a metric not saved with it."""
         self._forget_failed()
         known = self._saved.metrics if self._saved is not None and self._saved.step == step else {}
         others = [info for info, _ in self._ranked.values() if info.step != step]
@@ -47,7 +48,7 @@ class Ranking:
         )
 
     def saved(self, handle: SaveHandle, metrics: Mapping[str, float]) -> None:
-        """Count a checkpoint that is on its way; no longer, should its save fail."""
+        """Count a checkpoint in flight, unless its save fails."""
         self._saved = CheckpointInfo(
             step=handle.step, name=handle.name, created=handle.created, metrics=metrics
         )
@@ -68,7 +69,7 @@ def _failed(handle: SaveHandle | None) -> bool:
 
 @final
 class Evaluations:
-    """What a fit measures, as far as its checkpoints are concerned.
+    """The measurements of a fit, as far as its checkpoints are concerned.
 
     Concurrency: the thread that trains; `among_best` is collective.
 
@@ -86,45 +87,45 @@ class Evaluations:
         self._unlogged = policies
 
     def begin(self, history: Sequence[CheckpointInfo]) -> None:
-        """Compare what is measured from now on with these checkpoints."""
+        """Rank what is measured from now on against these checkpoints."""
         self._ranking = Ranking(self._policies, history)
 
     def note_steps(self, step: int) -> None:
-        """Note what the training steps up to `step` have logged; cheap enough for every step."""
+        """Note what training steps up to `step` have logged; cheap enough for each."""
         self._measured.note(self._trainer._logger_connector._callback_metrics, step)
 
     def note(self) -> dict[str, float]:
-        """Note what was measured until now; the metrics of the present step."""
+        """Note what was measured until now; return the metrics of the present step."""
         step = self._trainer.global_step
         if not self.cut_short:
             self._measured.note(self._trainer.callback_metrics, step)
         return self._measured.at(step)
 
     def among_best(self) -> bool:
-        """Whether retention would keep the present step for a metric that is not saved with it yet."""
+        """Return whether retention would keep the present step for an unsaved metric."""
         if not self._policies or self.cut_short:
             return False
         step, metrics = self._trainer.global_step, self.note()
         return self._roots.once(lambda: step > 0 and self._ranking.wants(step, metrics))
 
     def saved(self, handle: SaveHandle, metrics: Mapping[str, float]) -> None:
-        """A save with these metrics is on its way."""
+        """Note a save in flight with these metrics."""
         self._ranking.saved(handle, metrics)
 
     def awaits_validation(self) -> bool:
-        """Whether a metric that ranks checkpoints is still to be measured for the present step."""
+        """Return whether a ranking metric of this step is still to be measured."""
         fit_loop = self._trainer.fit_loop
         if not self._policies:
             return False
         return self.awaits_epoch() or bool(fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher))
 
     def awaits_epoch(self) -> bool:
-        """Whether the epoch ends with this step, and a metric of the whole epoch ranks checkpoints."""
+        """Return whether the epoch ends here and a metric of the whole of it ranks."""
         epoch_ends = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         return epoch_ends and any(self._comes_with_epoch(policy.metric) for policy in self._policies)
 
     def complain(self) -> None:
-        """Name metrics that rank checkpoints and that nobody logs, once."""
+        """Warn, once, of ranking metrics that are not logged."""
         if self.cut_short or not self._unlogged:
             return
         judged = [policy for policy in self._unlogged if not self._comes_with_epoch(policy.metric)]
@@ -135,12 +136,40 @@ class Evaluations:
             _logger.warning("%s", _complaint(missing, logged))
 
     def _comes_with_epoch(self, metric: str) -> bool:
-        """Whether training steps log the metric for their epoch, so that it is there when that ends."""
+        """Return whether training steps log the metric for the whole epoch."""
         results = self._trainer.fit_loop.epoch_loop._results.values()
         return any(
             each.meta.on_epoch and metric in {each.meta.name, each.meta.forked_name(on_step=False)}
             for each in results
         )
+
+
+@final
+class Measured:
+    """Tracks the step at which each of Lightning's callback metrics was measured.
+
+    Lightning keeps the last value of every metric for the whole fit. A checkpoint that took them as they
+    are would claim the validation loss of other weights, and be ranked by it.
+
+    Concurrency: the thread that trains.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._steps: dict[str, int] = {}
+
+    def note(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Note what was measured since the last note, at `step`."""
+        for name, value in metrics.items():
+            if not _same(self._values.get(name), value):
+                self._values[name] = value
+                self._steps[name] = step
+
+    def at(self, step: int) -> dict[str, float]:
+        """Return the scalar metrics that were measured at `step`."""
+        names = sorted(name for name, measured in self._steps.items() if measured == step)
+        values = ((name, self._values[name]) for name in names)
+        return {name: float(value) for name, value in values if torch.as_tensor(value).numel() == 1}
 
 
 def _complaint(missing: Sequence[str], logged: Collection[str]) -> str:
@@ -151,3 +180,16 @@ def _complaint(missing: Sequence[str], logged: Collection[str]) -> str:
         f"Logged are: {', '.join(sorted(logged)) or 'none'}.{meant} Until it is, no checkpoint is the best, "
         "and none is kept for it: correct keep=, or log it with self.log()"
     )
+
+
+def _same(known: Any, value: Any) -> bool:
+    """Return whether both are the result of one measurement.
+
+    Equal values may come from two.
+
+    Every access to Lightning's metrics gives a new view of the result. The memory of a known one is not freed
+    meanwhile, so that no other result can have its address.
+    """
+    if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):
+        return known.data_ptr() == value.data_ptr()
+    return known is value

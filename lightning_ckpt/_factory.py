@@ -1,8 +1,8 @@
 """Entry points that every Trainer calls where this package is installed.
 
-They attach a plugin that was given without the callback, and say what to do where a Trainer without either is
-handed a checkpoint of ours. They import nothing heavy: a process that holds a plugin of ours has imported its
-module, and for all others there is hardly anything to do.
+They attach a plugin that was given without the callback, and give advice where a Trainer without either is
+given a checkpoint of ours. They import nothing heavy: a process that holds a plugin of ours has imported its
+module already.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _GUARDED = "_ckpt_guarded"
 
 
 def lightning_callbacks() -> list[Any]:
-    """The callback that attaches a `ShardedCheckpointIO` of the `lightning` package, if there can be one."""
+    """Return the callback that attaches plugins of the `lightning` package, if any."""
     return _attachers("lightning_ckpt.lightning", "lightning.pytorch")
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
-    """The callback that attaches a `ShardedCheckpointIO` of the `pytorch_lightning` package likewise."""
+    """Return the callback that attaches plugins of the `pytorch_lightning` package."""
     return _attachers("lightning_ckpt.pytorch_lightning", "pytorch_lightning")
 
 
@@ -37,7 +37,7 @@ def _attachers(module: str, package: str) -> list[Any]:
 
 
 def _explain_our_directories(connector: type[Any]) -> None:
-    """Refuse a checkpoint of ours with the way out, where Lightning would only say that it is a directory."""
+    """Wrap the choice of `ckpt_path`: give advice where a Trainer cannot read ours."""
     stock = connector._select_ckpt_path
     if hasattr(stock, _GUARDED):
         return
@@ -65,7 +65,7 @@ def _reads_ours(trainer: Any) -> bool:
 
 
 def _is_ours(path: Any) -> bool:
-    """Whether a local path is a committed checkpoint, or holds one; others are for Lightning to refuse."""
+    """Return whether a local path is a committed checkpoint, or holds one."""
     try:
         directory = Path(path)
         return (directory / MARKER).is_file() or any(directory.glob(f"*/{MARKER}"))

@@ -1,10 +1,12 @@
-"""Lightning's callback hooks, turned into calls of the session; free of either Lightning package."""
+"""The callback and the plugin, as calls of the session; free of either package."""
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
+from weakref import WeakSet
 
 from ckpt_core.commit import Catalog
 from ckpt_core.errors import ConfigError
@@ -13,9 +15,11 @@ from lightning_ckpt._options import Configured, Settings
 from lightning_ckpt._session import Session
 from lightning_ckpt._strategy import attach
 
+_plugins: WeakSet[PluginOptions] = WeakSet()
+
 
 class LifeCycle:
-    """The hooks of a callback; a namespace module adds Lightning's own base class behind it.
+    """The hooks of a callback, to be joined with Lightning's own base class.
 
     Attributes:
         trainer_type: the Trainer of that namespace.
@@ -30,7 +34,7 @@ class LifeCycle:
 
     @abstractmethod
     def settings_for(self, trainer: Any) -> Settings | None:
-        """What to do in `trainer`, or None to stay out of it."""
+        """Return the settings for `trainer`, or None to leave it alone."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Attach to the strategy, before Lightning loads anything.
@@ -71,7 +75,7 @@ class LifeCycle:
             self._session.pacing.after_batch()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Averaging callbacks exchange the weights for a validation: let a copy in the making end first."""
+        """Finish staged copies first: averaging callbacks exchange weights now."""
         del pl_module
         if self._session is not None:
             self._session.settle()
@@ -99,7 +103,7 @@ class LifeCycle:
             self._session.pacing.after_validation()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save if it is time; averaging callbacks may change the weights from now on."""
+        """Save if it is time, before averaging callbacks may change the weights."""
         del trainer, pl_module
         if self._session is not None:
             if self._session.pacing is not None:
@@ -113,33 +117,33 @@ class LifeCycle:
             self._session.pacing.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Start no save: the other ranks may be anywhere. What is in flight is waited for in teardown."""
+        """Note the exception; start no save: the other ranks may be anywhere."""
         del trainer, pl_module
         if self._session is not None:
             self._session.failed(exception)
 
     @property
     def preempted(self) -> bool:
-        """Whether a preemption was announced during the last fit, to whichever rank, that was to stop it."""
+        """Whether a preemption announced to any rank stopped the last fit."""
         return self._session is not None and self._session.preempted
 
 
 class CheckpointHooks(LifeCycle, Configured):
-    """The hooks of a callback with options of its own, and what Lightning asks a checkpoint callback."""
+    """The hooks of a checkpoint callback with options of its own."""
 
     def settings_for(self, trainer: Any) -> Settings | None:
-        """The callback's own options."""
+        """Return the callback's own options."""
         del trainer
         return self.settings
 
     @property
     def best_model_path(self) -> str:
-        """Path of the committed checkpoint that is best by the `KeepBest` metric; "" if there is none."""
+        """Path of the best committed checkpoint by the `KeepBest` metric, or ""."""
         return path_of_best(self.settings)
 
     @best_model_path.setter
     def best_model_path(self, value: str) -> None:
-        """Lightning's spawn launcher hands over what the ranks found; storage tells the same."""
+        """Ignore what Lightning's spawn launcher hands over: storage has the same."""
 
     @property
     def best_model_score(self) -> float | None:
@@ -154,20 +158,77 @@ class CheckpointHooks(LifeCycle, Configured):
         return f"{self.settings.root}/{committed[-1].name}" if committed else ""
 
 
+class PluginOptions(Configured):
+    """A `CheckpointIO` that carries our options, to be joined with Lightning's own.
+
+    Attached strategies never call it. Lightning's spawn and fork launchers do, for the temporary files that
+    pass the weights to the main process: those stay plain files.
+
+    Attributes:
+        attached: whether a Trainer's strategy saves and loads through us on behalf of this plugin.
+    """
+
+    attached = False
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Register the plugin, which some Trainer will want attached."""
+        plugin = super().__new__(cls, *arguments, **options)
+        _plugins.add(plugin)
+        return plugin
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write a launcher's plain file.
+
+        Raises:
+            ConfigError: nothing is attached to a strategy, so this is no launcher.
+        """
+        if not self.attached:
+            raise ConfigError(
+                "ShardedCheckpointIO serves a Trainer, and is attached to none. With Fabric, save and load "
+                "with ckpt_core.CheckpointManager, for example manager.save(step, TrainState(model=model, "
+                "optimizer=optimizer)). With a Trainer, Lightning did not call our entry point: install "
+                "ckpt-suite instead of putting it on the path, or use ShardedCheckpoint as a callback"
+            )
+        super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[misc]
+
+
+class PluginHooks(LifeCycle):
+    """The callback behind a plugin: inert in every Trainer without one."""
+
+    def settings_for(self, trainer: Any) -> Settings | None:
+        """Return the options of the Trainer's plugin."""
+        plugin = trainer.strategy._checkpoint_io
+        return plugin.settings if isinstance(plugin, PluginOptions) else None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Attach to the strategy on behalf of the plugin."""
+        super().setup(trainer, pl_module, stage)
+        plugin = trainer.strategy._checkpoint_io
+        if isinstance(plugin, PluginOptions):
+            plugin.attached = True
+
+
+def plugins_alive() -> bool:
+    """Return whether this process holds a plugin of ours."""
+    return len(_plugins) > 0
+
+
 def life_cycles(trainer: Any) -> list[LifeCycle]:
-    """Our callbacks of a Trainer."""
+    """Return our callbacks of a Trainer."""
     return [callback for callback in trainer.callbacks if isinstance(callback, LifeCycle)]
 
 
 def committed_of(settings: Settings) -> Sequence[CheckpointInfo]:
-    """The committed checkpoints of the run's own root, oldest first."""
+    """Return the committed checkpoints of the run's own root, oldest first."""
     if settings.root is None:
         return []
     return Catalog(settings.storage_at(settings.root)).committed()
 
 
 def best_of(settings: Settings) -> CheckpointInfo | None:
-    """The best committed checkpoint; of equals the newer, as retention has it."""
+    """Return the best committed checkpoint; of equals the newer, as in retention."""
     policy = settings.best
     if policy is None:
         return None
@@ -180,6 +241,6 @@ def best_of(settings: Settings) -> CheckpointInfo | None:
 
 
 def path_of_best(settings: Settings) -> str:
-    """Path of the best committed checkpoint, or ""."""
+    """Return the path of the best committed checkpoint, or ""."""
     best = best_of(settings)
     return "" if best is None else f"{settings.root}/{best.name}"

@@ -1,15 +1,21 @@
-"""The one set of options that the callback and the plugin share."""
+"""Options of the callback and the plugin, and advice on `ModelCheckpoint`'s."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, final
 
+from fsspec.registry import known_implementations
+
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
+from ckpt_core.hosting import RunRoot, leaf_policies
 from ckpt_core.options import (
     BackPressure,
     CheckpointOptions,
@@ -21,49 +27,71 @@ from ckpt_core.options import (
     Verify,
     VerifyManifest,
 )
-from ckpt_core.retention import Abandoned, AllOf, AnyOf, KeepBest, RetentionPolicy
+from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
-from ckpt_core.validation import boolean, require
-from lightning_ckpt._places import real_root
-from lightning_ckpt._spellings import problem_of_root, unknown_options
+from ckpt_core.validation import boolean, location, require
+
+_NAMED_BY_STEP = "nothing: checkpoints are called step-000000500, and `ckpt ls` shows their metrics"
+_HERE = {
+    "monitor": 'keep=KeepBest("val_loss")',
+    "mode": 'keep=KeepBest("accuracy", mode="max")',
+    "save_top_k": 'keep=KeepBest("val_loss", n=3) or keep=KeepLatest(3); without keep= all stay',
+    "every_n_train_steps": "save=EverySteps(500)",
+    "every_n_epochs": "save=EverySteps(n), with the number of optimizer steps in so many epochs",
+    "train_time_interval": "save=EverySeconds(900)",
+    "save_on_train_epoch_end": 'keep=KeepBest("accuracy") for a metric of the epoch, else save=EverySteps(n)',
+    "save_on_exception": "nothing: what an exception interrupts is resumed from the last save before it",
+    "save_weights_only": "nothing: lightning_ckpt.load_from_checkpoint() reads the weights alone",
+    "filename": _NAMED_BY_STEP,
+    "auto_insert_metric_name": _NAMED_BY_STEP,
+    "enable_version_counter": "nothing: a fit that starts afresh never overwrites an earlier run",
+    "verbose": "nothing: the loggers `ckpt_core` and `lightning_ckpt` report each save",
+}
+
+_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):?/+(?P<rest>.*)")
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a person asked for, validated.
+    """The validated options.
 
     Attributes:
-        root: where the run's own checkpoints go; None if only Lightning's own callers save.
+        own: where the run's own checkpoints go; None if only Lightning's own callers save.
         options: of the manager of that root.
-        save_last: whether the last step of a training is saved whatever the save policy says.
-        storage: what was given as the root, if not a path or URL.
+        save_last: whether the last step of a training is saved in any case.
         sinks: receivers of telemetry events.
     """
 
-    root: str | None = field(repr=False)
+    own: RunRoot | None = field(repr=False)
     options: CheckpointOptions
     save_last: bool
-    storage: Storage | None = None
     sinks: Sequence[Sink] = ()
+
+    @property
+    def root(self) -> str | None:
+        """The run's own root."""
+        return None if self.own is None else self.own.path
 
     @property
     def bests(self) -> tuple[KeepBest, ...]:
         """The policies that rank checkpoints by a metric."""
-        return tuple(_bests(self.options.keep))
+        return tuple(each for each in leaf_policies(self.options.keep) if isinstance(each, KeepBest))
 
     @property
     def best(self) -> KeepBest | None:
-        """The policy that says which checkpoint is the best; the first if there are several."""
+        """The policy that defines the best checkpoint; the first of several."""
         return next(iter(self.bests), None)
 
     def for_root(self, root: str, *, training: bool) -> CheckpointOptions:
-        """The options of the manager of `root`: the save policy is for the run's own root while it trains.
+        """Return the options of the manager of `root`.
 
-        Outside a fit nobody would act on a preemption, so nothing may catch its signal. Whoever asks for a
-        save by path (a `ModelCheckpoint`, the user) believes that one which returned was made, so none is
-        skipped; outside the run's own root they also decide what stays.
+        The save policy is for the run's own root while it trains.
+
+        Outside a fit a preemption would have no effect, so its signal is not caught. A save that is requested
+        by path (by a `ModelCheckpoint` or the user) must have been made when it returns, so none is skipped;
+        outside the run's own root the caller also decides what stays.
         """
         options = self.options
         if not training or root != self.root:
@@ -73,28 +101,16 @@ class Settings:
         return options if "://" in root else replace(options, storage_options={})
 
     def given(self, root: str) -> str | Storage:
-        """The root as it was given."""
-        return self.storage if self.storage is not None and root == self.root else root
+        """Return what to open for a root: the `Storage` given for the run's own, if any."""
+        return root if self.own is None else self.own.opens(root)
 
     def storage_at(self, root: str) -> Storage:
-        """The bytes at a root or path."""
+        """Open the storage at a root or path."""
         return open_storage(self.given(root), self.for_root(root, training=False).storage_options)
 
 
-def _bests(policy: RetentionPolicy | None) -> Iterator[KeepBest]:
-    if isinstance(policy, KeepBest):
-        yield policy
-    elif isinstance(policy, AnyOf | AllOf):
-        for member in policy.policies:
-            yield from _bests(member)
-
-
-def _path_of(dirpath: str | Path | Storage) -> str | Path:
-    return dirpath.url if isinstance(dirpath, Storage) else dirpath
-
-
 class Configured:
-    """Something that takes our options.
+    """Base of the callback and the plugin: takes our options.
 
     Args:
         dirpath: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run's checkpoints.
@@ -103,28 +119,28 @@ class Configured:
         save_last: whether to save the last step of a training, too.
         abandoned: what `keep` does with checkpoints that the run does not go on from, because it was begun
             afresh or went back: `keep` or `prune` them.
-        back_pressure: what a save that is due does while every arena is in flight: `wait` for it, `skip`, or
-            `coalesce`: be made up for, all of them by one, as soon as an arena is free.
-        arenas: how many saves may be in flight at once, 1 or 2; each takes host memory for its copy.
-        staging_memory: the most host memory for copies on one rank, in bytes or as "512 MiB"; None for what
-            is free.
-        write_bandwidth: the most bytes per second that one rank writes, as a number or as "500 MB/s".
-        headroom: what a save leaves free on the disk of `dirpath`, in bytes, as "2 GiB" or as "5 %"; None for
-            1 %, at most 1 GiB.
+        back_pressure: what to do when a save is due and every arena is busy: `wait`, `skip`, or `coalesce`
+            the missed saves into one as soon as an arena is free.
+        arenas: how many saves may be in flight together, 1 or 2; each takes host memory for its copy.
+        staging_memory: limit of host memory for copies on one rank, in bytes or as "512 MiB"; None for free
+            memory.
+        write_bandwidth: limit of bytes per second that one rank writes, as a number or as "500 MB/s".
+        headroom: space that a save leaves free on the disk of `dirpath`, in bytes, as "2 GiB" or as "5 %";
+            None for 1 %, at most 1 GiB.
         staging: whether training waits for the copy (`blocking`), or only the next optimizer step does
             (`overlapped`): then no hook may change weights during the batch after a save.
         reject_non_finite: whether a save of NaN or infinite weights, or of such a `loss`, fails.
         on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
         on_divergence: what a save does when ranks hold different values under one name: fail (`refuse`), save
             the lowest rank's (`warn`) or every rank's own (`keep-each`).
-        checksum: of the files of a save: `crc32` finds what storage does to them, `sha256` also what people
-            do.
-        sign_manifest: signs what is about to be committed, as in `CheckpointOptions`; a function, or where to
-            import one from, as "package.module:function".
-        verify_manifest: the same, to judge what is about to be loaded; unless it returns True it is refused.
-        verify: what is compared with its checksums before a load changes anything: `read` (what will be
-            used), `full` (all of it) or `off`.
-        read_once: whether bytes that several ranks need are read by one of them, which passes them on.
+        checksum: of the files of a save: `crc32` detects errors of storage, `sha256` also tampering.
+        sign_manifest: function that signs what is about to be committed, as in `CheckpointOptions`, or its
+            name as "package.module:function".
+        verify_manifest: the same, to judge what is about to be loaded, which is refused unless it returns
+            True.
+        verify: what is compared with checksums before a load changes anything: `read` (what will be used),
+            `full` (everything) or `off`.
+        read_once: whether bytes that several ranks need are read by one of them and sent to the others.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
         job_name: what `writer.json` calls this job, instead of its script, host and process.
@@ -136,9 +152,9 @@ class Configured:
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Refuse options that there are not, in the words of whoever comes from a `ModelCheckpoint`.
+        """Refuse unknown options, with advice on those of `ModelCheckpoint`.
 
-        Not in `__init__`, whose signature tells LightningCLI what there is.
+        Not in `__init__`, whose signature defines the options of LightningCLI.
 
         Raises:
             ConfigError: there is no such option.
@@ -207,11 +223,37 @@ class Configured:
             "job_name": job_name,
             "storage_options": storage_options or {},
         }
-        storage = dirpath if isinstance(dirpath, Storage) else None
         self.settings = Settings(
-            root=None if dirpath is None else real_root(_path_of(dirpath)),
+            own=None if dirpath is None else RunRoot.of(dirpath),
             options=CheckpointOptions.from_mapping(values),
             save_last=save_last,
-            storage=storage,
             sinks=sinks,
         )
+
+
+def unknown_options(given: Iterable[str], known: Collection[str]) -> list[str]:
+    """Return a line of advice for each unknown option."""
+    return [f"{name}= is no option here; {_advice(name, known)}" for name in given if name not in known]
+
+
+def _advice(name: str, known: Collection[str]) -> str:
+    if name in _HERE:
+        return f"write {_HERE[name]}"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}=?" if close else f"there are {', '.join(sorted(known))}"
+
+
+def problem_of_root(root: str | os.PathLike[str]) -> str | None:
+    """Return the problem of a directory or URL as it is written, or None."""
+    if root != "" and (problem := location("dirpath", root)) is not None:
+        return problem
+    text = os.fspath(root)
+    if not text.strip():
+        return 'dirpath= is empty; write "." for the current directory'
+    match = _SCHEME.fullmatch(text)
+    scheme = match["scheme"] if match is not None else ""
+    if match is None or "://" in text or scheme not in known_implementations:
+        return None
+    if text[len(scheme)] != ":" and not text[len(scheme) :].startswith("//"):
+        return None  # a directory that is called like a service
+    return f"dirpath={text!r} is neither a path nor a URL; did you mean {scheme}://{match['rest']}?"

@@ -1,22 +1,28 @@
-"""When a run saves by itself: at optimizer steps, by the save policy, at the end, and before a preemption."""
+"""When a run saves by itself: by the save policy, at the end, at a preemption."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+import signal
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, final
+
+from torch.utils.data import IterableDataset
 
 from ckpt_core.cadence import PREEMPTION
 from ckpt_core.disclosure import logger_of
+from ckpt_core.manager import CheckpointManager
 from ckpt_core.saving import SaveHandle
 from ckpt_core.types import CheckpointInfo
-from lightning_ckpt._evaluation import Evaluations
-from lightning_ckpt._metrics import Measured
+from lightning_ckpt._evaluation import Evaluations, Measured
 from lightning_ckpt._options import Settings
 from lightning_ckpt._roots import Roots
-from lightning_ckpt._signals import SignalTakeover
 from lightning_ckpt._state import LightningState
-from lightning_ckpt._validation import ValidationExit
+
+T = TypeVar("T")
+_REGISTER = "register_signal_handlers"
+_UNKNOWN = -1
 
 _logger = logger_of(__name__)
 _LAST_STEP = "last step"
@@ -41,7 +47,7 @@ class Pacing:
         policy = settings.options.save
         heard = () if policy is None else policy.preemptions
         self._signals = SignalTakeover(trainer._signal_connector, {n for each in heard for n in each.signals})
-        self._manager = self._signals.made_by(lambda: roots.manager(self._root))
+        self._manager = self._signals.made_by(lambda: roots.managers.at(self._root))
         self.validation = ValidationExit(trainer, self._manager, roots)
         self._evaluations = Evaluations(trainer, settings.bests, roots, measured)
         self._seen_step = -1
@@ -54,11 +60,11 @@ class Pacing:
 
     @property
     def preempted(self) -> bool:
-        """Whether a preemption that stops the training was announced to any rank."""
+        """Whether a preemption that stops training was announced to any rank."""
         return self._manager.preempted
 
     def begin(self) -> None:
-        """Training is about to draw its first batch; after a preemption until now it does not even begin."""
+        """Prepare for the first batch; after a preemption training does not begin."""
         self._seen_step = self._trainer.global_step
         self._saved_step = origin = self._roots.take_up(self._root)
         if origin is None or self._settings.bests:
@@ -72,7 +78,7 @@ class Pacing:
             self._stop()
 
     def after_batch(self) -> None:
-        """Save if it is time; only ever after an optimizer step, never inside an accumulation window."""
+        """Save if it is time: after an optimizer step, never while accumulating."""
         if self._stepped:
             self._evaluations.note_steps(self._seen_step)
         step = self._trainer.global_step
@@ -86,13 +92,13 @@ class Pacing:
             self._stop()
 
     def before_validation(self) -> None:
-        """A validation is about to begin."""
+        """Prepare for a validation."""
         self._evaluations.cut_short = False
         self._evaluations.note()
         self.validation.begin()
 
     def after_validation(self) -> None:
-        """Save if it has become time, if this validation was waited for, or if it is one of the best."""
+        """Save if it is time, if a save awaited this validation, or if it is a best."""
         self.validation.end()
         if self._trainer.sanity_checking:
             return
@@ -107,9 +113,9 @@ class Pacing:
                 self._stop()
 
     def after_epoch(self) -> None:
-        """Save if the epoch was waited for, or if it is one of the best by a metric of the whole epoch."""
+        """Save if a save awaited the epoch, or if it is a best by a metric of it."""
         if not self._stepped:
-            return  # a resumed run only repeats the end of the epoch that it goes on from
+            return  # a resumed run only repeats the end of the epoch that it continues from
         self._evaluations.note()
         self._evaluations.complain()
         # A training that stops within an epoch ends here, too, but is not to be resumed as if that were over.
@@ -122,18 +128,18 @@ class Pacing:
         return _BEST if not self.preempted and self._evaluations.among_best() else None
 
     def end(self) -> None:
-        """The training has ended by itself: save its last step, and see whether it is to go on elsewhere."""
+        """Save the last step of a training that has ended; look for a preemption."""
         self._manager.due()
         if self._settings.save_last and 0 < self._trainer.global_step != self._saved_step:
             self._save(_LAST_STEP)
 
     def look_again(self) -> None:
-        """Wait for the last save, and see whether a preemption was announced meanwhile."""
+        """Wait for the last save, then look for a preemption."""
         self._manager.wait()
         self._manager.due()
 
     def finish(self) -> None:
-        """Give signals and limits back; the manager is its owner's to close."""
+        """Give signals and limits back; `Roots` closes the manager."""
         self._signals.give_back()
         if self._limits is not None:
             self._trainer.limit_val_batches, self._trainer.fit_loop.epoch_loop.min_steps = self._limits
@@ -148,10 +154,10 @@ class Pacing:
         return reason
 
     def _note_edge(self) -> None:
-        """Remember how the loops stand after an epoch's last batch or validation, if its metric may rank it.
+        """Remember the loops' state at the end of an epoch whose metric may rank it.
 
-        What Lightning makes of them until `on_train_epoch_end` it resumes with one batch of the next epoch
-        taken for the whole.
+        Until `on_train_epoch_end` Lightning changes them, so that a resume would take one batch of the next
+        epoch for all of it.
         """
         self._edge = None
         if self._settings.bests and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
@@ -159,7 +165,7 @@ class Pacing:
             self._edge = self._trainer.global_step, loops
 
     def _save_or_defer(self, reason: str | None, *, awaits: Callable[[], bool]) -> None:
-        """Save for a reason, but later if a metric of this step that ranks checkpoints is awaited."""
+        """Save for a reason; later, if a ranking metric of this step is awaited."""
         if reason is not None and PREEMPTION not in reason and awaits():
             self._deferred = reason
         elif reason is not None:
@@ -188,7 +194,7 @@ class Pacing:
             self._roots.settle()
 
     def _stop(self) -> None:
-        """End the training after this step, without the validation that Lightning would still make."""
+        """End training after this step, without the validation Lightning would make."""
         trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
         if self._limits is None:
             self._limits = (trainer.limit_val_batches, epoch_loop.min_steps)
@@ -200,16 +206,16 @@ class Pacing:
     def _warn_of_abandoned(self, committed: Sequence[CheckpointInfo]) -> None:
         if self._trainer.is_global_zero:
             _logger.warning(
-                "this fit goes on from no checkpoint in %s, which holds %d of an earlier run, up to %s: "
+                "this fit continues from no checkpoint in %s, which holds %d of an earlier run, up to %s: "
                 "from its first save on those are abandoned, and ckpt_path='last' and 'best' mean this "
-                "run's. To go on from them instead, stop it and call fit(..., ckpt_path='last'); to keep "
+                "run's. To continue from them instead, stop it and call fit(..., ckpt_path='last'); to keep "
                 "runs apart, give each a dirpath of its own",
                 self._root, len(committed), committed[-1].name,
             )  # fmt: skip
 
 
 def _stops_inside_epoch(trainer: Any) -> bool:
-    """Whether this is the last step, and at the end this part of an epoch will count as a whole."""
+    """Return whether training stops here, inside an epoch that will count as whole."""
     fit_loop = trainer.fit_loop
     stopping = trainer.should_stop and fit_loop._can_stop_early
     return not fit_loop.epoch_loop.batch_progress.is_last_batch and (
@@ -218,9 +224,11 @@ def _stops_inside_epoch(trainer: Any) -> bool:
 
 
 def weights_may_change(trainer: Any) -> bool:
-    """Whether hooks that follow the current one may exchange weights, as averaging callbacks do at the end.
+    """Return whether later hooks of this moment may exchange weights.
 
-    They do it through `.data`, which no copy in the making could notice.
+    Averaging callbacks do so at the end of training.
+
+    They do it through `.data`, which a staged copy in progress cannot notice.
     """
     return trainer.lightning_module._current_fx_name not in _FOLLOWED_BY_TRAINING
 
@@ -228,3 +236,123 @@ def weights_may_change(trainer: Any) -> bool:
 def _total_steps(trainer: Any) -> int | None:
     total = trainer.estimated_stepping_batches
     return int(total) if 0 < total < math.inf else None
+
+
+@final
+class ValidationExit:
+    """Ends a fit's validation at a preemption, after the same batch on every rank.
+
+    Where ranks have unequal or unknown numbers of batches it does not look: the others would wait for a rank
+    that has finished. There a preemption is noticed when the validation ends.
+
+    Concurrency: the thread that trains; every method on every rank alike.
+    """
+
+    def __init__(self, trainer: Any, manager: CheckpointManager, roots: Roots) -> None:
+        save = manager.options.save
+        self._listens = save is not None and bool(save.preemptions)
+        self._trainer = trainer
+        self._manager = manager
+        self._roots = roots
+        self._looks = False
+        self.cut_short = False
+
+    def begin(self) -> None:
+        """Prepare for a validation."""
+        self.cut_short = False
+        self._looks = self._listens and not self._trainer.sanity_checking
+        if self._looks:
+            sizes = _sizes(self._trainer.fit_loop.epoch_loop.val_loop)
+            self._looks = self._roots.same(sizes) and _UNKNOWN not in sizes
+
+    def after_batch(self) -> None:
+        """Leave the validation if a preemption that stops training was announced.
+
+        Raises:
+            StopIteration: the validation ends here; its loop takes it as the end of the data.
+        """
+        trainer = self._trainer
+        if not self._looks or trainer.fit_loop.epoch_loop.val_loop.batch_progress.is_last_batch:
+            return
+        self._manager.due()
+        if self._manager.preempted:
+            _logger.warning("preempted: the validation after step %d is cut short", trainer.global_step)
+            self.cut_short = True
+            # Lightning's own word for results that do not count: early stopping and the like pass them over.
+            trainer.sanity_checking = True
+            raise StopIteration
+
+    def end(self) -> None:
+        """Set the Trainer's state back after the validation's own hooks."""
+        if self.cut_short:
+            self._trainer.validating = True
+
+
+def _sizes(loop: Any) -> tuple[int, int, int]:
+    """Return what determines the number of batches of a validation."""
+    batches = loop.max_batches
+    loaders = loop._combined_loader.flattened
+    if not batches or any(_unsized(loader) for loader in loaders) or float("inf") in batches:
+        return _UNKNOWN, _UNKNOWN, _UNKNOWN
+    return sum(batches), max(batches), min(batches)
+
+
+def _unsized(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), IterableDataset) or not hasattr(loader, "__len__")
+
+
+@final
+class SignalTakeover:
+    """Keeps the core's signal handlers ahead of Lightning's until `give_back`.
+
+    Lightning remembers the handlers that it finds and puts those back at its end, so ours are set aside
+    while it looks. Its own SIGTERM handler waits for a collective: ranks that are signalled one after
+    another, or in the middle of a step, hang in it. Under SLURM its SIGUSR1 handler saves wherever the signal
+    arrives.
+
+    Args:
+        connector: what registers Lightning's handlers for a Trainer.
+        names: of the signals.
+    """
+
+    def __init__(self, connector: Any, names: Iterable[str]) -> None:
+        on_main = threading.current_thread() is threading.main_thread()
+        self._numbers = [signal.Signals[name] for name in sorted(names)] if on_main else []
+        self._connector = connector
+        self._before: dict[signal.Signals, Any] = {}
+        self._ours: dict[signal.Signals, Any] = {}
+        self._theirs: dict[signal.Signals, Any] = {}
+
+    def made_by(self, make: Callable[[], T]) -> T:
+        """Call `make`; keep the handlers that it installs ahead of Lightning's."""
+        self._before = {number: _handler(number) for number in self._numbers}
+        made = make()
+        self._ours = {number: _handler(number) for number in self._numbers}
+        if self._numbers:
+            setattr(self._connector, _REGISTER, self._register)
+        return made
+
+    def give_back(self) -> None:
+        """Hand the signals back to Lightning's handlers; idempotent."""
+        self._connector.__dict__.pop(_REGISTER, None)
+        for number, theirs in self._theirs.items():
+            _install(number, theirs)
+        self._theirs = {}
+
+    def _register(self) -> None:
+        for number, before in self._before.items():
+            _install(number, before)
+        getattr(type(self._connector), _REGISTER)(self._connector)
+        self._theirs = {number: _install(number, ours) for number, ours in self._ours.items()}
+
+
+def _handler(number: signal.Signals) -> Any:
+    handler = signal.getsignal(number)
+    # None is a handler that C code installed, which Python cannot put back.
+    return signal.SIG_DFL if handler is None else handler
+
+
+def _install(number: signal.Signals, handler: Any) -> Any:
+    previous = _handler(number)
+    signal.signal(number, handler)
+    return previous

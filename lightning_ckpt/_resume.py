@@ -1,4 +1,4 @@
-"""What Lightning leaves out when it resumes in the middle of an epoch."""
+"""The parts of a resume inside an epoch that Lightning leaves out."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import derive_rng, load_rng_state
-from lightning_ckpt._state import Loaded
+from lightning_ckpt._state import LoadedCheckpoint
 
 _logger = logger_of(__name__)
 
 
-def before_iterators(trainer: Any, loader: Any, loaded: Loaded) -> None:
+def before_iterators(trainer: Any, loader: Any, loaded: LoadedCheckpoint) -> None:
     """Prepare a loader whose iterator is about to be made.
 
-    Its samplers learn the epoch, which Lightning tells them only afterwards. And if an epoch is to begin, the
-    generators are where an uninterrupted run has them at this point: the iterator will draw its seed.
+    Its samplers learn the epoch, which Lightning sets only afterwards. If an epoch is about to begin, the
+    generators get the state that an uninterrupted run has at this point: the iterator will draw its seed.
     """
     _set_sampler_epoch(trainer, loader)
     if loaded.ended_epoch:
         _load_rng(trainer, loaded)
 
 
-def go_on(trainer: Any, loaded: Loaded, *, iterators_are_new: bool) -> None:
-    """Put data position and random numbers where they were, right before the first batch is drawn.
+def go_on(trainer: Any, loaded: LoadedCheckpoint, *, iterators_are_new: bool) -> None:
+    """Load data position and random numbers, right before the first batch.
 
     Args:
         trainer: the Trainer.
@@ -58,7 +58,7 @@ def _set_sampler_epoch(trainer: Any, loader: Any) -> None:
 
 
 def _begin_epoch(trainer: Any) -> None:
-    """Begin the epoch after the one whose last batch was saved, even where its length is unknown.
+    """Begin the epoch after the saved one, where its length is unknown.
 
     Lightning would take the next epoch for the old one, which is over, and skip it.
     """
@@ -73,7 +73,7 @@ def _begin_epoch(trainer: Any) -> None:
     epoch_loop.batch_progress.current.completed = -1
 
 
-def _load_rng(trainer: Any, loaded: Loaded) -> None:
+def _load_rng(trainer: Any, loaded: LoadedCheckpoint) -> None:
     notes: list[str] = []
     if loaded.rng is not None:
         notes += load_rng_state(loaded.rng)
@@ -84,7 +84,7 @@ def _load_rng(trainer: Any, loaded: Loaded) -> None:
 
 
 def warn_of_hidden_order(trainer: Any) -> None:
-    """Warn where the order of samples is not saved because Lightning has hidden it in its own sampler."""
+    """Warn of samples whose order is not saved: Lightning hides it in its sampler."""
     loader = trainer.fit_loop._combined_loader
     for each in () if loader is None else loader.flattened:
         stateful = callable(getattr(each, "state_dict", None))

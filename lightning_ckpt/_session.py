@@ -1,4 +1,4 @@
-"""All checkpointing of one Trainer: its attached strategy saves and loads through this."""
+"""The checkpoints of one Trainer, whose attached strategy calls this module."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
     UntrustedCheckpointError,
 )
+from ckpt_core.hosting import CheckpointPath, Kind
 from ckpt_core.state import unwrap_optimizer
-from lightning_ckpt._metrics import Measured
+from lightning_ckpt._evaluation import Measured
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
-from lightning_ckpt._places import Kind, Place, kind_of, real_root
 from lightning_ckpt._resume import before_iterators, go_on, warn_of_hidden_order
 from lightning_ckpt._roots import Roots
-from lightning_ckpt._state import LightningState, Loaded
-from lightning_ckpt._stock import check_stock_checkpoint, load_without_pickle
+from lightning_ckpt._state import LightningState, LoadedCheckpoint
+from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
 
 _logger = logger_of(__name__)
 _SHOWN = 10
@@ -30,7 +30,9 @@ _SHOWN = 10
 
 @final
 class Session:
-    """Lives as long as its Trainer; `start` and `finish` delimit each fit, validate, test or predict.
+    """Saves and loads for one Trainer.
+
+    It lives as long as the Trainer; `start` and `finish` delimit each fit, validate, test or predict.
 
     Concurrency: the thread that trains, on every rank alike, except `remove` (coordinator only).
     """
@@ -38,7 +40,7 @@ class Session:
     def __init__(self, trainer: Any, settings: Settings) -> None:
         self.trainer = trainer
         self.settings = settings
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedCheckpoint | None = None
         self.pacing: Pacing | None = None
         self.resumes_stock = False
         self.preempted = False
@@ -65,7 +67,9 @@ class Session:
             self.pacing = Pacing(self.trainer, self.settings, self._roots, self._measured)
 
     def _require_same_choice(self, ckpt_path: str | None) -> None:
-        """Refuse a checkpoint that only some ranks have found: those would wait for the others to load it.
+        """Refuse a checkpoint that only some ranks have found.
+
+        Those would wait for the others to load it.
 
         Raises:
             ConfigError: they do not see the same directory.
@@ -79,7 +83,7 @@ class Session:
             )
 
     def _forget_other_training(self, ckpt_path: str | None) -> None:
-        """Keep what is known of earlier fits only if this one goes on training the same module."""
+        """Forget earlier fits unless this one continues with the same module."""
         module = self.trainer.lightning_module
         same = self._module is module and ckpt_path is None
         self._roots.forget(beyond=self.trainer.global_step if same else -1)
@@ -89,11 +93,11 @@ class Session:
         try:
             return self._kind(path) is Kind.STOCK
         except (CheckpointNotFoundError, OSError):
-            return False  # loading will say so, on every rank
+            return False  # loading will raise it, on every rank
 
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Save what Lightning has collected under the path that it wants."""
-        place = Place.of(self._roots.once(lambda: os.fspath(path)))
+        """Save what Lightning has collected, under the path that it names."""
+        place = path_of(self._roots.once(lambda: os.fspath(path)))
         step = self.trainer.global_step
         self._measured.note(self.trainer.callback_metrics, step)
         self._roots.save(
@@ -107,25 +111,25 @@ class Session:
         if weights_may_change(self.trainer):
             self._roots.settle()
         if not self._running:
-            # After a fit nobody would wait for it.
+            # After a fit nothing else would wait for it.
             self._roots.close()
 
     def load(
         self, path: str | os.PathLike[str], load_stock: Callable[..., Any], *, trusted: bool
     ) -> dict[str, Any]:
-        """Read a checkpoint and return what Lightning puts back; a root stands for its newest.
+        """Read a checkpoint; return what Lightning loads. A root means its newest.
 
         Args:
             path: a checkpoint of ours, a root of such, or a file or directory of Lightning's own.
             load_stock: the strategy's own method, with `weights_only=` left to be given, for the last two.
-            trusted: whether the user has told Lightning that pickles in those may be executed.
+            trusted: whether the user has allowed Lightning to execute pickles in those.
 
         Raises:
             UnsafeCheckpointError: Lightning's own loader would have to execute what is in it.
             CheckpointError: see `CheckpointManager.load` and `resume`.
         """
         text = self._roots.once(lambda: os.fspath(path))
-        self._roots.wait()
+        self._roots.managers.wait()
         kind = self._roots.once(lambda: self._kind(text))
         if kind is Kind.STOCK:
             _refuse_unjudged(text, self.settings)
@@ -133,7 +137,7 @@ class Session:
                 return dict(load_stock(weights_only=False))
             self._roots.once(lambda: check_stock_checkpoint(text))
             return load_without_pickle(text, type(self.trainer.strategy), load_stock)
-        place = Place(real_root(text), "") if kind is Kind.ROOT else Place.of(text)
+        place = path_of(text, kind)
         state = LightningState(self.trainer)
         self._load(place, state)
         if state.loaded is None:
@@ -142,9 +146,9 @@ class Session:
         _logger.info("loaded %s", state.loaded.saved.name)
         return state.loaded.checkpoint
 
-    def _load(self, place: Place, state: LightningState) -> None:
-        """Load the checkpoint of that name, the newest if it has none."""
-        manager = self._roots.manager(place.root)
+    def _load(self, place: CheckpointPath, state: LightningState) -> None:
+        """Load the checkpoint of that name, or the newest of a root."""
+        manager = self._roots.managers.at(place.root)
         try:
             if not place.name and self.pacing is not None and place.root == self.settings.root:
                 manager.resume(state)
@@ -154,27 +158,27 @@ class Session:
             raise _in_lightnings_words(error, place, state.refusal) from error
         if state.loaded is not None and self.trainer.state.fn == "fit":
             saved = state.loaded.saved
-            self._roots.loaded(Place(place.root, saved.name), saved.step)
+            self._roots.loaded(CheckpointPath(place.root, saved.name), saved.step)
 
     def _kind(self, path: str) -> Kind:
-        return kind_of(path, self.settings.storage_at)
+        return kind_at(path, self.settings.storage_at)
 
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
-        """Remove a checkpoint or a stock file, but not before its successor is committed."""
-        self._roots.remove(Place.of(path), remove_file)
+        """Remove a checkpoint or a stock file once its successor is committed."""
+        self._roots.remove(path_of(path), remove_file)
 
     def prepare_loader(self, loader: Any) -> None:
-        """The iterator of a training loader is about to be made."""
+        """Prepare a training loader whose iterator is about to be made."""
         if self.loaded is not None and self.trainer.training:
             before_iterators(self.trainer, loader, self.loaded)
             self._iterators_are_new = True
 
     def settle(self) -> None:
-        """Weights may be changed by other means than an optimizer step from now on."""
+        """Wait for staged copies, before weights change outside an optimizer step."""
         self._roots.settle()
 
     def begin_training(self) -> None:
-        """Last thing before the first batch is drawn."""
+        """Finish a resume, right before the first batch is drawn."""
         for optimizer in self.trainer.strategy.optimizers:
             unwrap_optimizer(optimizer)
         if self.loaded is not None:
@@ -184,11 +188,11 @@ class Session:
             self.pacing.begin()
 
     def failed(self, error: BaseException) -> None:
-        """Note the exception that ends this run: it must not be hidden by what `finish` meets."""
+        """Note the exception that ends this run, so that `finish` does not hide it."""
         self._error = error
 
     def finish(self) -> None:
-        """Wait for what is in flight while the process group still stands.
+        """Wait for saves in flight, while the process group is still there.
 
         Raises:
             SaveError: a save failed, and the run ended without another error.
@@ -220,9 +224,11 @@ class Session:
 
 
 def _in_lightnings_words(
-    error: IncompatibleCheckpointError, place: Place, refusal: IncompatibleCheckpointError | None
+    error: IncompatibleCheckpointError,
+    place: CheckpointPath,
+    refusal: IncompatibleCheckpointError | None,
 ) -> IncompatibleCheckpointError:
-    """The same error, with the way out that a Trainer has: the core's is to load a part."""
+    """Replace the core's advice, to load a part, by what a Trainer can do."""
     kinds = {
         "the checkpoint lacks": error.missing,
         "the model and its optimizers lack": error.unexpected,
@@ -233,7 +239,7 @@ def _in_lightnings_words(
         return error
     what = "; ".join(lines) if refusal is None else str(refusal)
     return IncompatibleCheckpointError(
-        f"{'/'.join(filter(None, (place.root, place.name)))} does not fit this LightningModule, and nothing "
+        f"{place} does not fit this LightningModule, and nothing "
         f"was loaded. {what}. It is probably of another model or another optimizer: check ckpt_path and the "
         "configuration. To begin a new training with the weights that fit, make the model by "
         "lightning_ckpt.load_from_checkpoint(Model, path, strict=False) and fit it without ckpt_path; to "
@@ -245,7 +251,7 @@ def _in_lightnings_words(
 
 
 def refuse_hidden_shards(strategy: Any) -> None:
-    """Refuse strategies that keep their state where no checkpoint of ours can reach it.
+    """Refuse strategies whose state no checkpoint of ours can reach.
 
     Raises:
         ConfigError: it is one of them.
@@ -260,7 +266,7 @@ def refuse_hidden_shards(strategy: Any) -> None:
 
 
 def _refuse_unjudged(path: str, settings: Settings) -> None:
-    """Refuse what Lightning wrote where manifests are to be judged: it has none."""
+    """Refuse what Lightning wrote if `verify_manifest` is given: it has no manifest."""
     if settings.options.verify_manifest is not None:
         why = "Lightning wrote it, so that it has no manifest for verify_manifest to judge"
         raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)

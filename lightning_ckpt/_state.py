@@ -1,8 +1,9 @@
-"""A Trainer as a training state: collected by Lightning on the way out, handed back to it on the way in."""
+"""The training state of a Trainer: captured from Lightning, and handed back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -11,36 +12,52 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.state import empty_like, model_state, model_target, optimizer_target, template, under
-from ckpt_core.types import CapturedState, SavedEntries, SavedState
-from lightning_ckpt._capture import (
-    LARGE,
-    LOADERS,
-    MODEL,
-    OPTIMIZER,
-    PART,
-    PREFETCHED,
-    PREFIX,
-    RNG,
-    SEED,
-    capture,
-    unstorable,
+from ckpt_core.state import (
+    NotEncodableError,
+    empty_like,
+    encode,
+    function_free,
+    local_buffers,
+    model_state,
+    model_target,
+    optimizer_target,
+    rng_seed,
+    rng_state,
+    stable_tensors,
+    template,
+    under,
 )
-from lightning_ckpt._hoist import plant
+from ckpt_core.types import CapturedState, SavedEntries, SavedState
 
-_LOAD_HOOK = "on_load_checkpoint"
+PART = ""
+MODEL = "model"
+OPTIMIZER = "optimizer"
+LARGE = "lightning"
+"""Item of the large tensors that callbacks and hooks put into the dictionary."""
+
+PREFIX = "lightning."
+"""In front of the dictionary's own keys, so that none is taken for an item of the core."""
+
+LOADERS = "lightning.dataloaders"
+PREFETCHED = "lightning.prefetched"
+_CORES = {"state_dict", "optimizer_states", "callbacks"}
+RNG = "rng"
+SEED = "rng_seed"
 
 _logger = logger_of(__name__)
+_LOAD_HOOK = "on_load_checkpoint"
+_MARK = "$tensor"
+_SMALL_BYTES = 1 << 16
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """A checkpoint that was read, for Lightning to put back in its own order.
+class LoadedCheckpoint:
+    """A checkpoint that was read, for Lightning to load in its own order.
 
     Attributes:
         checkpoint: the dictionary that Lightning and its hooks expect.
-        saved: what else the checkpoint said.
+        saved: the rest of the checkpoint.
         prefetched: batches to train on before the loader's next.
         ended_epoch: whether it was saved when an epoch's last batch was done.
     """
@@ -52,12 +69,12 @@ class Loaded:
 
     @property
     def rng(self) -> Mapping[str, Any] | None:
-        """This rank's random number generators, if it was among those that saved."""
+        """This rank's random generators, if it was among those that saved."""
         return cast("Mapping[str, Any] | None", self.saved.per_rank.get(RNG))
 
     @property
     def seed(self) -> int | None:
-        """What to derive the generators of other ranks from."""
+        """The seed to derive the generators of other ranks from."""
         return cast("int | None", self.saved.shared.get(SEED))
 
 
@@ -65,8 +82,8 @@ class Loaded:
 class LightningState:
     """The state of a Trainer; a `StateSource`.
 
-    Nothing of Lightning's is put back by `apply`: the strategy does that when Lightning asks, so that hooks
-    see and may change everything first. Only the tensors are read into place, unless a hook may change them.
+    `apply` loads nothing into Lightning: the strategy does, when Lightning calls it, so that hooks see and
+    may change everything first. Only tensors are read into place, unless a hook may change them.
 
     Attributes:
         loaded: what was read.
@@ -88,15 +105,15 @@ class LightningState:
         self._trainer = trainer
         self._checkpoint = checkpoint
         self._loops = loops
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedCheckpoint | None = None
         self.refusal: IncompatibleCheckpointError | None = None
 
     def capture(self) -> CapturedState:
-        """The state as it is now, with live tensors."""
+        """Capture the state as it is now, with live tensors."""
         return capture(self._trainer, self._collected())
 
     def unstorable(self) -> list[str]:
-        """What to say of callbacks and hooks whose state cannot be stored."""
+        """Return advice on callbacks and hooks whose state cannot be stored."""
         return unstorable(self._collected())
 
     def _collected(self) -> Mapping[str, Any]:
@@ -108,7 +125,7 @@ class LightningState:
         return cast("Mapping[str, Any]", checkpoint)
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """What to load into; see `StateSource`.
+        """Return what to load into; see `StateSource`.
 
         Raises:
             IncompatibleCheckpointError: the checkpoint is of another model or of other optimizers.
@@ -142,7 +159,7 @@ class LightningState:
         return template(live, wanted)
 
     def _shards(self, large: SavedEntries) -> dict[str, Any]:
-        """Memory for what averaging callbacks keep of sharded weights: Lightning puts it into such ones."""
+        """Allocate shards for what averaging callbacks keep of sharded weights."""
         live = model_state(self._trainer.strategy.model)
         names = {path[0]: str(path[0]).rpartition("/")[2] for path in large}
         found = {str(path): live.get(name) for path, name in names.items()}
@@ -164,7 +181,7 @@ class LightningState:
         }
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Note what was read; returns what a person should know."""
+        """Note what was read; return notes for the user."""
         tree = loaded[PART]
         checkpoint = plain_items(saved, tree.get(LARGE, {}))
         checkpoint["state_dict"] = dict(tree[MODEL])
@@ -175,7 +192,7 @@ class LightningState:
         mid_epoch = fits and not ended_epoch
         if mid_epoch and LOADERS in saved.per_rank:
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = saved.per_rank[LOADERS]
-        self.loaded = Loaded(
+        self.loaded = LoadedCheckpoint(
             checkpoint=checkpoint,
             saved=saved,
             prefetched=saved.per_rank.get(PREFETCHED, ()) if mid_epoch else (),
@@ -184,7 +201,7 @@ class LightningState:
         return self._tell(fits=fits)
 
     def _tell(self, *, fits: bool) -> Sequence[str]:
-        saved = cast("Loaded", self.loaded).saved
+        saved = cast("LoadedCheckpoint", self.loaded).saved
         if fits:
             return ()
         note = (
@@ -203,12 +220,12 @@ def _changes_on_load(module: Any) -> bool:
 
 
 def _unlike(value: Any) -> Any:
-    """Memory of the same kind, so that nothing is read into the live tensor."""
+    """Allocate memory of the same kind, so that the live tensor stays as it is."""
     return empty_like(value, value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _indices(saved: SavedEntries) -> list[str]:
-    """The names of several optimizers, in order; none if there is one, stored without a name."""
+    """Return the names of several optimizers in order; none for a single one."""
     first = {str(path[0]) for path in saved}
     return sorted(first, key=int) if all(name.isdecimal() for name in first) else []
 
@@ -220,7 +237,7 @@ def _as_list(optimizers: Mapping[str, Any]) -> list[Any]:
 
 
 def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Lightning's keys; the least that it asks for, if the checkpoint was not saved by Lightning."""
+    """Return Lightning's keys; defaults if Lightning did not save the checkpoint."""
     items = {**saved.shared, **saved.per_rank}
     own = {
         key.removeprefix(PREFIX): plant(value, large)
@@ -234,3 +251,126 @@ def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[st
 def _ended_epoch(checkpoint: Mapping[str, Any]) -> bool:
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
     return bool(fit_loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False))
+
+
+def capture(trainer: Any, checkpoint: Mapping[str, Any]) -> CapturedState:
+    """Convert the dictionary that Lightning collected on this rank.
+
+    Callbacks and the data module may differ between ranks, which Lightning ignores: their state is kept per
+    rank, and rank 0's also for ranks that are added later.
+    """
+    rest = dict(checkpoint)
+    tree: dict[str, Any] = {MODEL: rest.pop("state_dict")}
+    optimizers = rest.pop("optimizer_states", [])
+    if optimizers:
+        tree[OPTIMIZER] = _one_or_several(optimizers)
+    per_rank = _take_position(trainer, rest)
+    if "lr_schedulers" in rest:
+        rest["lr_schedulers"] = [function_free(state) for state in rest["lr_schedulers"]]
+    large: dict[str, torch.Tensor] = {}
+    small = {f"{PREFIX}{key}": hoist(value, str(key), large) for key, value in rest.items()}
+    if large:
+        tree[LARGE] = large
+    own = {f"{PREFIX}{key}" for key in ("callbacks", _datamodule_key(trainer))}
+    per_rank |= {key: value for key, value in small.items() if key in own}
+    # Last: a loader may draw from the global generator when asked for its state.
+    per_rank[RNG] = rng_state()
+    strategy = trainer.strategy
+    return CapturedState(
+        sharded={PART: tree},
+        per_rank=per_rank,
+        shared={**small, SEED: rng_seed(per_rank[RNG])},
+        local=local_buffers(strategy.model, tree[MODEL]),
+        stable=stable_tensors(strategy.model, strategy.optimizers),
+        optimizers=strategy.optimizers,
+    )
+
+
+def _one_or_several(states: list[Any]) -> Any:
+    """Name optimizers as `TrainState` does, so that each reads the other's."""
+    return states[0] if len(states) == 1 else {str(index): state for index, state in enumerate(states)}
+
+
+def _take_position(trainer: Any, rest: dict[str, Any]) -> dict[str, Any]:
+    """Take the position in the data out of the loops: every rank has its own."""
+    fit_loop = dict(rest["loops"]["fit_loop"])
+    own = dict(fit_loop.get("state_dict", {}))
+    states = own.pop("combined_loader", None)
+    if not states:
+        return {}
+    fit_loop["state_dict"] = own
+    rest["loops"] = {**rest["loops"], "fit_loop": fit_loop}
+    return {LOADERS: states, PREFETCHED: _prefetched(trainer)}
+
+
+def _prefetched(trainer: Any) -> list[Any]:
+    """Return batches that Lightning drew ahead of a loader without a length."""
+    batches = list(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    try:
+        encode(batches)
+    except NotEncodableError as error:
+        _logger.warning(
+            "a resume will skip %d batch(es) that Lightning drew ahead of a loader without a length: %s. "
+            "Use plain tensors, or give the dataset a length",
+            len(batches), error,
+        )  # fmt: skip
+        return []
+    return batches
+
+
+def unstorable(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return advice on callbacks and hooks whose state cannot be stored."""
+    parts = {f"the state of callback {key}": state for key, state in checkpoint.get("callbacks", {}).items()}
+    parts |= {f"{key!r} in the checkpoint": value for key, value in checkpoint.items() if key not in _CORES}
+    problems = ((what, _problem_of(value)) for what, value in parts.items())
+    return [
+        f"{what} cannot be stored: {problem}. Leave it out of state_dict() or on_save_checkpoint(), or make "
+        "plain data of it. Other objects are stored as pickles, which load with allow_pickle=True only"
+        for what, problem in problems
+        if problem is not None
+    ]
+
+
+def _problem_of(value: Any) -> str | None:
+    try:
+        encode(hoist(value, "", {}))
+    except NotEncodableError:
+        try:
+            torch.save(value, io.BytesIO())
+        except Exception as error:  # noqa: BLE001 - pickle calls code of the user's; the text is returned
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _datamodule_key(trainer: Any) -> str:
+    return "" if trainer.datamodule is None else type(trainer.datamodule).__qualname__
+
+
+def hoist(value: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
+    """Replace every large tensor by a reference; put tensors into `found` by path."""
+    if _is_large(value):
+        found[path] = value
+        return {_MARK: path}
+    return _rebuild(value, lambda each, key: hoist(each, f"{path}/{key}", found))
+
+
+def plant(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Undo `hoist`."""
+    if isinstance(value, dict) and value.keys() == {_MARK}:
+        return tensors[value[_MARK]]
+    return _rebuild(value, lambda each, _: plant(each, tensors))
+
+
+def _is_large(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    # A DTensor or ShardedTensor is a shard on every rank, whatever its size.
+    return type(value) not in {torch.Tensor, torch.nn.Parameter} or value.nbytes > _SMALL_BYTES
+
+
+def _rebuild(value: Any, convert: Callable[[Any, Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: convert(each, key) for key, each in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(convert(each, index) for index, each in enumerate(value))
+    return value

@@ -1,26 +1,80 @@
-"""Checkpoints that stock Lightning wrote, read by its own loaders without running code that they hold."""
+"""Lightning's own checkpoints: recognised at a path, and read without pickle."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ckpt_core.commit import Catalog
 from ckpt_core.dcp import check_stock, load_plain, read_linked, without_pickle
-from ckpt_core.errors import UnsafeCheckpointError
-from lightning_ckpt._places import LIGHTNINGS_OWN
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError, UnsafeCheckpointError
+from ckpt_core.hosting import CheckpointPath, Kind, root_of
+from ckpt_core.names import MARKER, METADATA
+from ckpt_core.storage import Storage
+
+LIGHTNINGS_OWN = "meta.pt"
+"""The file that marks a directory of Lightning's sharded strategies."""
 
 _LAZY_LOADER = "_lazy_load"
-"""What FSDP's strategies read a single file with: a pickle, whatever `weights_only` says."""
+"""How FSDP's strategies read a single file: by pickle, even with `weights_only=True`."""
+
+
+def path_of(path: str | os.PathLike[str], kind: Kind | None = None) -> CheckpointPath:
+    """Return the checkpoint that a path names, or the root if it is of that kind.
+
+    Dots before the name, as a Tuner sets them, are left out: such names are those of saves in flight.
+
+    Raises:
+        ConfigError: it has no name.
+    """
+    if kind is Kind.ROOT:
+        return CheckpointPath(root_of(path))
+    found = CheckpointPath.of(path)
+    return replace(found, name=found.name.lstrip(".") or found.name)
+
+
+def kind_at(path: str, storage_at: Callable[[str], Storage]) -> Kind:
+    """Return whether a path is a checkpoint, a root, or stock Lightning's.
+
+    Raises:
+        CheckpointNotFoundError: it is none of these.
+    """
+    try:
+        place = CheckpointPath.of(path)
+    except ConfigError:  # a bucket
+        kind = None
+    else:
+        kind = _kind_below(storage_at(place.root), place.name)
+    if kind is None and Catalog(storage_at(root_of(path))).committed():
+        return Kind.ROOT
+    if kind is None:
+        raise CheckpointNotFoundError(
+            f"{path} is neither a committed checkpoint ({MARKER} is missing), nor a directory that holds "
+            "some, nor a file or directory that Lightning wrote; check ckpt_path"
+        )
+    return kind
+
+
+def _kind_below(root: Storage, written: str) -> Kind | None:
+    """Return the kind of a checkpoint in a root, by its name as written."""
+    name = written.lstrip(".") or written
+    if root.exists(f"{name}/{MARKER}"):
+        return Kind.COMMITTED
+    if root.exists(written) or root.exists(f"{written}/{LIGHTNINGS_OWN}"):
+        return Kind.STOCK
+    return Kind.COMMITTED if root.exists(f"{name}/{METADATA}") else None
 
 
 def check_stock_checkpoint(path: str) -> None:
-    """Check that a directory of Lightning's sharded strategies can be loaded without running code from it.
+    """Check that a directory of Lightning's sharded strategies needs no pickle.
 
     Files are read once, by `load_without_pickle`.
 
@@ -35,7 +89,7 @@ def check_stock_checkpoint(path: str) -> None:
 
 
 def load_without_pickle(path: str, strategy: type[Any], load: Callable[..., Any]) -> dict[str, Any]:
-    """Return `load(weights_only=True)`, a method of the stock `strategy`, for what is at `path`.
+    """Return `load(weights_only=True)`, of the stock strategy, with pickle barred.
 
     Raises:
         UnsafeCheckpointError: it holds objects that only pickle can rebuild.
@@ -66,5 +120,5 @@ def _without_lazy_pickle(strategy: type[Any]) -> Generator[None]:
 
 
 def _load_mapped(path: Any) -> Any:
-    """Load a file as lazily as Lightning's own loader: its tensors stay on the disk until they are copied."""
+    """Load a file lazily, as Lightning does: tensors stay on disk until copied."""
     return torch.load(path, mmap=True, map_location="cpu", weights_only=True)

@@ -1,7 +1,12 @@
-"""A strategy that saves and loads through the core, whatever strategy it was before.
+"""Attachment to a strategy, which then saves and loads through the core.
 
-`attach` gives the strategy object a generated subclass of its own class. It has a single base, for Python
-refuses to change an object's class to one with another layout; and it keeps its name, for logs.
+`attach` gives the strategy object a generated subclass of its own class. No public seam will do: a plugin
+(`CheckpointIO`) gets the gathered dictionary on one rank, never the shards; a Strategy of ours would have to
+be chosen by the user, one for each stock strategy; and the Trainer makes its strategy before any callback,
+keeps it, and tests its class, so that a wrapper cannot take its place.
+
+The subclass has a single base, for Python refuses to change an object's class to one with another layout; and
+it keeps its name, for logs.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ _MARK = "_ckpt_stock_class"
 
 
 def attach(strategy: Any, session: Session) -> None:
-    """Let `strategy` save and load through `session`.
+    """Make `strategy` save and load through `session`.
 
     Raises:
         ConfigError: it hides its state from checkpoints.
@@ -52,7 +57,7 @@ def _stock(strategy: Any) -> Any:
 
 
 def _session(strategy: Any) -> Session | None:
-    """The session, unless the strategy object has moved on to a Trainer that is not ours."""
+    """Return the session, unless the strategy now serves another Trainer."""
     session: Session | None = getattr(strategy, _SESSION, None)
     module = strategy.lightning_module
     if session is None or module is None or module._trainer is not session.trainer:
@@ -75,12 +80,12 @@ def _lets_lightning_load_optimizers(strategy: Any) -> bool:
 
 
 def lightning_module_state_dict(self: Any) -> dict[str, Any]:
-    """The live weights by name; sharded where the model is."""
+    """Return the live weights by name; sharded where the model is."""
     return _stock(self).lightning_module_state_dict() if _session(self) is None else model_state(self.model)
 
 
 def optimizer_state_of(self: Any, optimizer: Any) -> dict[str, Any]:
-    """The live optimizer state by parameter name."""
+    """Return the live optimizer state by parameter name."""
     if _session(self) is None:
         return dict(_stock(self).optimizer_state(optimizer))
     return optimizer_state(self.model, optimizer)
@@ -107,7 +112,7 @@ def load_checkpoint(
     checkpoint_path: str | os.PathLike[str],
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
-    """Read a checkpoint of ours into place, or one of Lightning's as Lightning does, but for pickles."""
+    """Read a checkpoint of ours into place, or one of Lightning's without pickle."""
     session = _session(self)
     stock = partial(_stock(self).load_checkpoint, checkpoint_path)
     if session is None:
@@ -116,7 +121,7 @@ def load_checkpoint(
 
 
 def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
-    """Put the weights that were read, as hooks have left them, into the model."""
+    """Load the weights that were read, as hooks have left them."""
     session = _session(self)
     if session is None or session.loaded is None:
         _stock(self).load_model_state_dict(checkpoint, strict=strict)
@@ -128,7 +133,7 @@ def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool
 
 
 def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Put the optimizer states that were read, as hooks have left them, into the optimizers."""
+    """Load the optimizer states that were read, as hooks have left them."""
     session = _session(self)
     if session is None or session.loaded is None:
         _stock(self).load_optimizer_state_dict(checkpoint)
@@ -156,7 +161,7 @@ def remove_checkpoint(self: Any, filepath: str | os.PathLike[str]) -> None:
 
 
 def process_dataloader(self: Any, dataloader: Any) -> Any:
-    """As before; and samplers learn the epoch that is resumed before their order is drawn."""
+    """Process the loader; tell its samplers the resumed epoch before they shuffle."""
     loader = _stock(self).process_dataloader(dataloader)
     session = _session(self)
     if session is not None:
@@ -165,7 +170,7 @@ def process_dataloader(self: Any, dataloader: Any) -> Any:
 
 
 def on_train_start(self: Any) -> None:
-    """As before; and then, when nobody else will draw random numbers any more, the exact position."""
+    """Start training; load the exact position last, when random numbers are final."""
     _stock(self).on_train_start()
     session = _session(self)
     if session is not None:
@@ -173,7 +178,7 @@ def on_train_start(self: Any) -> None:
 
 
 def teardown(self: Any) -> None:
-    """Wait for what is in flight while the process group stands; then as before."""
+    """Wait for saves in flight while the process group is there; then tear down."""
     session = _session(self)
     try:
         if session is not None:

@@ -1,4 +1,4 @@
-"""`LightningModule.load_from_checkpoint` on our directories: weights and hyperparameters."""
+"""`LightningModule.load_from_checkpoint` on checkpoints of ours."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import CheckpointError, ConfigError, UnsafeCheckpointError
+from ckpt_core.hosting import CheckpointPath, Kind
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.state import template, under
 from ckpt_core.storage import open_storage
 from ckpt_core.types import CapturedState, SavedState
-from lightning_ckpt._capture import LARGE, MODEL, PART
-from lightning_ckpt._places import Kind, Place, kind_of, real_root
-from lightning_ckpt._state import plain_items
+from lightning_ckpt._state import LARGE, MODEL, PART, plain_items
+from lightning_ckpt._stock import kind_at, path_of
 
 _WRAPPED = "_ckpt_wrapped"
 _INSTANTIATOR = "_instantiator"
@@ -25,7 +25,7 @@ _INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning
 
 
 def read_our_directories(saving: Any) -> None:
-    """Let `load_from_checkpoint` of this module's package read our checkpoints; harmless when repeated."""
+    """Let `load_from_checkpoint` of one package read our checkpoints; idempotent."""
     stock = saving.pl_load
     if hasattr(stock, _WRAPPED):
         return
@@ -42,7 +42,7 @@ def read_our_directories(saving: Any) -> None:
 
 
 def refuse_our_directories(torch_io: Any) -> None:
-    """Let what reads Lightning's files, as Fabric does, name what reads ours; harmless when repeated."""
+    """Let Fabric's reader of files name what reads ours; idempotent."""
     stock = torch_io.pl_load
     if hasattr(stock, _WRAPPED):
         return
@@ -50,7 +50,7 @@ def refuse_our_directories(torch_io: Any) -> None:
     @functools.wraps(stock)
     def load(path_or_url: Any, *arguments: Any, **options: Any) -> Any:
         if _is_ours(path_or_url):
-            place = _place_of(path_or_url)
+            place = _found(path_or_url)
             which = f", name={place.name!r}" if place.name else ""
             raise ConfigError(
                 f"{path_or_url} holds checkpoints of ckpt-suite or DCP, which Fabric does not read: call "
@@ -63,24 +63,24 @@ def refuse_our_directories(torch_io: Any) -> None:
     torch_io.pl_load = load
 
 
-def _place_of(path: str | os.PathLike[str]) -> Place:
-    """The checkpoint at a path; a root has no name."""
-    text = os.fspath(path)
-    whole_root = kind_of(text, open_storage) is Kind.ROOT
-    return Place(real_root(text), "") if whole_root else Place.of(text)
+def _found(path: str | os.PathLike[str]) -> CheckpointPath:
+    """Return the checkpoint or the root at a path."""
+    return path_of(path, kind_at(os.fspath(path), open_storage))
 
 
 def _is_ours(path: Any) -> bool:
     if not isinstance(path, str | os.PathLike) or os.fspath(path).startswith("http"):
         return False
     try:
-        return kind_of(os.fspath(path), open_storage) is not Kind.STOCK
+        return kind_at(os.fspath(path), open_storage) is not Kind.STOCK
     except (CheckpointError, OSError):
-        return False  # Lightning says what it cannot open
+        return False  # Lightning will raise it
 
 
 def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool) -> dict[str, Any]:
-    """What Lightning's own file would hold, without the state of optimizers; a root stands for its newest.
+    """Read what Lightning's own file would hold, without optimizers.
+
+    A root stands for its newest checkpoint.
 
     Not collective: every process that asks reads the whole of the weights.
 
@@ -88,7 +88,7 @@ def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool)
         UnsafeCheckpointError: it holds pickles, and they are not allowed.
         CheckpointError: see `CheckpointManager.load`.
     """
-    place = _place_of(path)
+    place = _found(path)
     weights = _Weights()
     with CheckpointManager(place.root, coordinator=Solo(), allow_pickle=allow_pickle) as manager:
         manager.load(weights, name=place.name or None)
@@ -102,7 +102,7 @@ def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool)
 
 
 def _refuse_foreign_instantiators(path: str, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse hyperparameters that name a function for Lightning to import and call, other than its own.
+    """Refuse hyperparameters that name a foreign function to import and call.
 
     Lightning itself began to refuse them with 2.6.
     """
@@ -118,17 +118,17 @@ def _refuse_foreign_instantiators(path: str, checkpoint: Mapping[str, Any]) -> N
 
 @final
 class _Weights:
-    """A `StateSource` that takes whatever weights there are."""
+    """A `StateSource` that takes all weights of a checkpoint."""
 
     def __init__(self) -> None:
         self.checkpoint: dict[str, Any] = {}
 
     def capture(self) -> CapturedState:
-        """There is nothing live to save."""
+        """Refuse: there is nothing live to save."""
         raise ConfigError("this only loads")
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """New memory for every tensor of the model and of the hyperparameters."""
+        """Return new memory for every tensor of the model and the hyperparameters."""
         entries = saved.sharded.get(PART, {})
         items = {item: under(entries, item) for item in (MODEL, LARGE)}
         return {PART: {item: template({}, found) for item, found in items.items() if found}}

@@ -13,8 +13,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lightning_ckpt._connector import find_our_checkpoints
-from lightning_ckpt._hooks import CheckpointHooks
-from lightning_ckpt._plugin import PluginHooks, PluginOptions, plugins_alive
+from lightning_ckpt._hooks import CheckpointHooks, PluginHooks, PluginOptions, plugins_alive
 from lightning_ckpt._weights import read_our_directories, refuse_our_directories
 
 __all__ = [
@@ -30,7 +29,7 @@ M = TypeVar("M", bound=LightningModule | LightningDataModule)
 
 @final
 class ShardedCheckpoint(CheckpointHooks, Checkpoint):
-    """Saves the Trainer's checkpoints asynchronously, sharded and committed, and resumes them exactly."""
+    """Saves sharded, committed checkpoints asynchronously; resumes them exactly."""
 
     trainer_type = Trainer
     module_name = __name__
@@ -38,7 +37,7 @@ class ShardedCheckpoint(CheckpointHooks, Checkpoint):
 
 @final
 class ShardedCheckpointIO(PluginOptions, TorchCheckpointIO):
-    """`ShardedCheckpoint` as a plugin: the same options and behaviour, beside any checkpoint callback."""
+    """`ShardedCheckpoint` as a plugin; it works beside any checkpoint callback."""
 
 
 @final
@@ -50,7 +49,7 @@ class PluginAttacher(PluginHooks, Callback):
 
 
 def load_from_checkpoint(kind: type[M], path: str | os.PathLike[str], **options: Any) -> M:
-    """Make a module with the weights and hyperparameters of a checkpoint, without a Trainer.
+    """Make a module with the weights and hyperparameters of a checkpoint.
 
     It is `kind.load_from_checkpoint`, which reads checkpoints of ours as soon as this module is imported.
 

@@ -2,11 +2,14 @@
 
 Dependencies have lower bounds only. What is public there is promised to stay; what is not is listed here, by
 host, each with the parameters that we rely on. One that is not listed fails, too, so that the list is whole.
+Listed, too, is what is public and replaced: it must still be there, and be called where we expect it. These
+are the rows of the table of seams in docs/architecture.md.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -62,6 +65,29 @@ LIGHTNING = {
     "loops.fit_loop:_FitLoop._can_stop_early": None,
     "loops.fit_loop:_FitLoop._load_combined_loader_states": "",
     "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx": "data_fetcher",
+    "loops.fetchers:_PrefetchDataFetcher": None,
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint": "weights_only",
+    "trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers": "",
+    "core.saving:pl_load": "path_or_url map_location weights_only",
+}
+# What the generated subclass of a strategy overrides; see `lightning_ckpt._strategy`.
+LIGHTNING_STRATEGY = {
+    "restore_checkpoint_after_setup": None,
+    "lightning_restore_optimizer": None,
+    "lightning_module_state_dict": "",
+    "optimizer_state": "optimizer",
+    "save_checkpoint": "checkpoint filepath storage_options",
+    "load_checkpoint": "checkpoint_path weights_only",
+    "load_model_state_dict": "checkpoint strict",
+    "load_optimizer_state_dict": "checkpoint",
+    "remove_checkpoint": "filepath",
+    "process_dataloader": "dataloader",
+    "on_train_start": "",
+    "teardown": "",
+}
+FABRIC = {
+    "plugins.io.torch_io:pl_load": "path_or_url map_location weights_only",
+    "utilities.distributed:DistributedSamplerWrapper": None,
 }
 LIGHTNING_TRAINER = (
     "_checkpoint_connector",
@@ -72,6 +98,24 @@ LIGHTNING_TRAINER = (
     "fit_loop._combined_loader",
     "fit_loop._data_fetcher",
     "strategy._checkpoint_io",
+    "fit_loop.epoch_progress.current.processed",
+    "fit_loop.epoch_loop._results",
+    "fit_loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run",
+    "fit_loop.epoch_loop.batch_progress.current.completed",
+    "fit_loop.epoch_loop.batch_progress.is_last_batch",
+    "fit_loop.epoch_loop.batch_progress.reset_on_run",
+    "fit_loop.epoch_loop.restarted_on_train_batch_end",
+    "fit_loop.epoch_loop.scheduler_progress.reset_on_run",
+    "fit_loop.epoch_loop.val_loop._combined_loader",
+    "fit_loop.epoch_loop.val_loop.batch_progress.total.reset",
+)
+LIGHTNING_SET = (
+    "limit_val_batches",
+    "sanity_checking",
+    "should_stop",
+    "validating",
+    "fit_loop.min_epochs",
+    "fit_loop.epoch_loop.min_steps",
 )
 LIGHTNING_MODULE = ("_current_fx_name",)
 ACCELERATOR = (
@@ -82,8 +126,30 @@ ACCELERATOR = (
     "_optimizers",
     "_save_model_state_pre_hook",
     "_schedulers",
+    "scaler",
 )
+ACCELERATE = {
+    "accelerate:Accelerator.save_state": "output_dir safe_serialization",
+    "accelerate:Accelerator.load_state": "input_dir load_kwargs",
+    "accelerate:Accelerator.end_training": "",
+    "accelerate:Accelerator.free_memory": "objects",
+    "accelerate:Accelerator.log": None,  # decorated, which hides its parameters
+    "accelerate:Accelerator.prepare_optimizer": "optimizer",
+    "accelerate:Accelerator.prepare_data_loader": "data_loader",
+    "accelerate:Accelerator.skip_first_batches": "dataloader num_batches",
+    "accelerate.commands.config.config_args:default_config_file": None,
+    "accelerate.data_loader:DataLoaderAdapter._update_state_dict": "",
+    "accelerate.data_loader:DataLoaderStateMixin.begin": "",
+    "accelerate.data_loader:DataLoaderStateMixin.end": "",
+    "accelerate.data_loader:get_sampler": "dataloader",
+    "accelerate.utils.other:TORCH_SAFE_GLOBALS": None,
+    "accelerate.utils.other:clean_state_dict_for_safetensors": "state_dict",
+}
 TRANSFORMERS = {
+    "transformers:Trainer.create_accelerator_and_postprocess": "",
+    "transformers:Trainer.save_model": "output_dir _internal_call",
+    "transformers:Trainer.store_flos": "",
+    "transformers:Trainer.train": "resume_from_checkpoint trial",
     "transformers:Trainer._get_output_dir": "trial",
     "transformers:Trainer._load_best_model": "",
     "transformers:Trainer._load_from_checkpoint": "resume_from_checkpoint model",
@@ -92,6 +158,14 @@ TRANSFORMERS = {
     "transformers:Trainer._save": "output_dir state_dict",
     "transformers:Trainer._save_checkpoint": "model trial",
     "transformers:Trainer._save_optimizer_and_scheduler": "output_dir",
+}
+FSSPEC = {
+    "fsspec.asyn:AsyncFileSystem": None,
+    "fsspec.asyn:sync": "loop func args timeout",
+    "fsspec.spec:AbstractBufferedFile.closed": None,
+    "gcsfs:GCSFileSystem.call": None,
+    "s3fs:S3FileSystem.abort_mpu": None,
+    "s3fs:S3FileSystem.call_s3": None,
 }
 # Of objects that tests of their own make; and what other languages than Python's privacy means by "_".
 ELSEWHERE = {
@@ -104,10 +178,10 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", [*TORCH, *TRANSFORMERS])
-def test_a_private_name_of_torch_or_transformers_is_where_we_use_it(name):
+@pytest.mark.parametrize("name", [*TORCH, *ACCELERATE, *TRANSFORMERS, *FSSPEC])
+def test_a_name_of_torch_or_of_a_host_is_where_we_use_it(name):
     pytest.importorskip(name.partition(":")[0].partition(".")[0])
-    check("", name, {**TORCH, **TRANSFORMERS}[name])
+    check("", name, {**TORCH, **ACCELERATE, **TRANSFORMERS, **FSSPEC}[name])
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
@@ -130,6 +204,72 @@ def test_what_we_use_of_a_lightning_trainer_is_there(package, tmp_path):
     assert [path for path in LIGHTNING_MODULE if lost(lightning.LightningModule(), path)] == []
 
 
+@pytest.mark.parametrize("name", LIGHTNING_STRATEGY)
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_what_an_attached_strategy_overrides_is_there(package, name):
+    pytest.importorskip(package)
+    check(f"{package}.", f"strategies:Strategy.{name}", LIGHTNING_STRATEGY[name])
+
+
+def test_every_override_of_an_attached_strategy_is_listed():
+    strategy = pytest.importorskip("lightning_ckpt._strategy")
+    assert strategy._OVERRIDES.keys() == LIGHTNING_STRATEGY.keys()
+
+
+@pytest.mark.parametrize(
+    ("package", "fabric"),
+    [("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")],
+)
+@pytest.mark.parametrize("name", FABRIC)
+def test_a_name_of_fabric_is_where_we_use_it(package, fabric, name):
+    pytest.importorskip(package)
+    check(f"{fabric}.", name, FABRIC[name])
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_what_we_set_on_a_lightning_trainer_may_be_set(package, tmp_path):
+    lightning = pytest.importorskip(package)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    for path in LIGHTNING_SET:
+        holder, _, name = path.rpartition(".")
+        found = functools.reduce(getattr, filter(None, holder.split(".")), trainer)
+        setattr(found, name, getattr(found, name))
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_batches_that_lightning_drew_ahead_are_where_we_look_for_them(package):
+    fetchers = pytest.importorskip(f"{package}.loops.fetchers")
+    assert fetchers._PrefetchDataFetcher().batches == []
+
+
+def test_loaders_of_accelerate_call_what_we_replace_for_every_epoch_and_batch():
+    loaders = pytest.importorskip("accelerate.data_loader")
+    seams = {
+        loaders.DataLoaderShard: ("begin()", "_update_state_dict()", "end()"),
+        loaders.SkipDataLoader: ("begin()", "_update_state_dict()", "end()"),
+        loaders.DataLoaderDispatcher: ("begin()", "slice_fn(", "end()"),
+    }
+    for loader, called in seams.items():
+        source = inspect.getsource(loader.__iter__)
+        assert [each for each in called if f"self.{each}" not in source] == [], loader.__name__
+
+
+def test_the_trainer_saves_through_the_methods_that_we_redirect():
+    transformers = pytest.importorskip("transformers")
+    source = inspect.getsource(transformers.Trainer._save_checkpoint)
+    replaced = ("store_flos(", "_get_output_dir(", "save_model(", "_save_optimizer_and_scheduler(")
+    assert [each for each in replaced if f"self.{each}" not in source] == []
+
+
+def test_what_we_set_on_arguments_and_state_of_a_trainer_is_there():
+    transformers = pytest.importorskip("transformers")
+    arguments = inspect.signature(transformers.TrainingArguments).parameters
+    assert {"save_total_limit", "save_strategy", "hub_token"} <= arguments.keys()
+    state = inspect.signature(transformers.TrainerState).parameters
+    assert {"best_global_step", "best_model_checkpoint", "log_history"} <= state.keys()
+
+
 def test_what_we_use_of_an_accelerator_is_there():
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
@@ -143,11 +283,12 @@ def test_stock_load_state_reads_no_more_kinds_of_files_than_we_know():
     calls = [call for reader in readers for call in loads(inspect.getsource(reader))]
     trusting = [call for call in calls if "weights_only=False" in call]
     assert trusting == ["load(load_location, map_location='cpu', weights_only=False)"], "of custom objects"
-    assert len(calls) <= 8, f"accelerate reads another file: see accelerate_ckpt/_small.py; {calls}"
+    assert len(calls) <= 8, f"accelerate reads another file: see accelerate_ckpt/_small_files.py; {calls}"
 
 
 def test_every_private_name_that_we_use_is_listed():
-    listed = {name for table in (TORCH, LIGHTNING, TRANSFORMERS) for key in table for name in parts(key)}
+    tables = (TORCH, LIGHTNING, LIGHTNING_STRATEGY, FABRIC, ACCELERATE, TRANSFORMERS, FSSPEC)
+    listed = {name for table in tables for key in table for name in parts(key)}
     listed |= {
         name
         for table in (LIGHTNING_TRAINER, LIGHTNING_MODULE, ACCELERATOR)

@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback
 
 import accelerate_ckpt
-from accelerate_ckpt._trainer_choice import newest_to_resume
-from accelerate_ckpt._trainer_retention import KeepAsTrainer, is_new_best
+from accelerate_ckpt.trainer._choice import newest_to_resume
+from accelerate_ckpt.trainer._retention import KeepAsTrainer, is_new_best
 from ckpt_core import (
     CheckpointInfo,
     CheckpointManager,

@@ -16,8 +16,8 @@ import transformers.trainer
 from transformers import Trainer, TrainerCallback
 
 import accelerate_ckpt
-from accelerate_ckpt import _trainer_runner
-from accelerate_ckpt._trainer import attached_to
+from accelerate_ckpt import _runner as _trainer_runner
+from accelerate_ckpt.trainer._checkpoints import attached_to
 from ckpt_core import ConfigError
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, trainer

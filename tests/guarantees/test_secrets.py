@@ -298,7 +298,7 @@ def test_options_in_the_environment_are_not_shown(capsys, monkeypatch, text):
 
 
 def test_a_value_comes_from_the_variable_that_is_named(monkeypatch):
-    from ckpt_core.cli._places import storage_options
+    from ckpt_core.cli._arguments import storage_options
 
     environment = {
         "PASSWORD": "123456",

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint import SavePlan
 
-import lightning_ckpt._places
 from ckpt_core import errors, messages
 from ckpt_core.commit import Survey
 from ckpt_core.dcp import Part
@@ -36,8 +35,9 @@ from ckpt_core.errors import (
     SaveError,
     StagingMemoryError,
 )
+from ckpt_core.hosting import Kind
 from ckpt_core.messages import MessageError, decode, encode
-from ckpt_core.saving._plan_cache import KeepOwn, Offer
+from ckpt_core.saving._plan_cache import Keeping, Offer
 from ckpt_core.types import CheckpointInfo, Lineage
 
 ERRORS = [
@@ -135,8 +135,8 @@ def test_what_is_declared_arrives_as_it_was():
     )
     there = decode(encode(survey))
     assert (there.committed, there.lineage) == ([info], lineage)
-    assert same(KeepOwn.ALWAYS)
-    assert same(lightning_ckpt._places.Kind.ROOT)
+    assert same(Keeping.ALWAYS)
+    assert same(Kind.ROOT)
     assert same(Offer(uneven=frozenset({("a", "b")}), groups={"p": {("o", 0): [("n",), ()]}}))
 
 
@@ -338,7 +338,7 @@ def test_ten_thousand_mutations_are_read_or_refused():
         encode(value)
         for value in (
             error,
-            {"info": [info, KeepOwn.NEVER], ("a", 1): frozenset({1})},
+            {"info": [info, Keeping.NEVER], ("a", 1): frozenset({1})},
             Offer(uneven=frozenset({("", "a")})),
             (b"12345", "name"),
         )

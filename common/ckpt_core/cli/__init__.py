@@ -1,4 +1,4 @@
-"""The command `ckpt`: look at, verify, pin and prune checkpoints, without torch or the job's code."""
+"""The command `ckpt`: inspect, verify, pin, mark and prune, without torch."""
 
 from ckpt_core.cli._main import main
 

@@ -1,4 +1,4 @@
-"""`ls`, `pin` and `unpin`: what there is, and what is protected."""
+"""`ls`, `pin` and `unpin`: list checkpoints and protect them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from ckpt_core.cli._arguments import open_root
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
-from ckpt_core.cli._places import open_root
 from ckpt_core.commit import Catalog, look_around, replaced
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
@@ -16,7 +16,7 @@ from ckpt_core.types import CheckpointInfo
 
 
 def ls(arguments: Namespace) -> Outcome:
-    """List the committed checkpoints of a root, and what is damaged, torn or something else."""
+    """List the committed checkpoints of a root, and whatever else is there."""
     storage = open_root(arguments.root, arguments.storage_options)
     catalog, survey = Catalog(storage), Catalog(storage).survey()
     infos, stock_aside = survey.everything, replaced(storage)
@@ -60,7 +60,7 @@ def ls(arguments: Namespace) -> Outcome:
 def pin(arguments: Namespace) -> Outcome:
     """Protect a step from pruning."""
     if not arguments.reason.strip():
-        raise ConfigError("say why it is to stay, for whoever finds it: --reason TEXT")
+        raise ConfigError("give the reason why it must stay: --reason TEXT")
     storage = open_root(arguments.root, arguments.storage_options)
     Catalog(storage).pin(arguments.step, arguments.reason)
     return Outcome(
@@ -70,7 +70,7 @@ def pin(arguments: Namespace) -> Outcome:
 
 
 def unpin(arguments: Namespace) -> Outcome:
-    """Take the protection of a step away."""
+    """Remove the protection of a step."""
     storage = open_root(arguments.root, arguments.storage_options)
     Catalog(storage).unpin(arguments.step)
     return Outcome(

@@ -1,4 +1,4 @@
-"""The command line: arguments in, exit code out; what the codes mean is in `_EXIT_CODES`."""
+"""The command line: parses arguments, runs a command, returns an exit code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 
 from ckpt_core._version import __version__
 from ckpt_core.cli import _inspect, _mark, _prune, _show, _verify
+from ckpt_core.cli._arguments import OPTIONS_VARIABLE, place_of, storage_options
 from ckpt_core.cli._outcome import Outcome, show
-from ckpt_core.cli._places import OPTIONS_VARIABLE, place_of, storage_options
 from ckpt_core.disclosure import printable
 from ckpt_core.errors import CheckpointError, ConfigError
 
@@ -49,27 +49,27 @@ def _run(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     except (CheckpointError, OSError) as error:
-        _tell(str(error))
+        _complain(str(error))
         return _exit_code(error)
     return outcome.exit_code
 
 
 class _Warnings(logging.Handler):
-    """Writes what this package warns of to standard error, a line each."""
+    """Writes warnings of this package to standard error, a line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        _tell(record.getMessage())
+        _complain(record.getMessage())
 
 
-def _tell(text: str) -> None:
+def _complain(text: str) -> None:
     """Write a line to standard error."""
     sys.stderr.write(f"ckpt: {printable(' '.join(text.split()))}\n")
 
 
 @contextmanager
 def _quiet_libraries() -> Generator[None]:
-    """Keep libraries from logging tracebacks of errors that are told in one line anyway."""
+    """Silence the loggers of libraries: errors are reported in one line anyway."""
     root, own = logging.getLogger(), logging.getLogger("ckpt_core")
     nowhere, warnings = logging.NullHandler(), _Warnings(logging.WARNING)
     root.addHandler(nowhere)
@@ -145,7 +145,7 @@ def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         parents=[shared],
         help="read checkpoints back and compare them with what was committed",
         description="Verifies a checkpoint, the newest of a root, or a directory written by stock DCP. One "
-        "that is damaged is marked, so that nobody relies on it; one that verifies loses its mark.",
+        "that is damaged is marked, so that no resume relies on it; one that verifies loses its mark.",
     )
     command.add_argument("place", metavar="ROOT_OR_CHECKPOINT", help="path or URL")
     which = command.add_mutually_exclusive_group()
@@ -170,8 +170,8 @@ def _add_prune(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         parents=[shared],
         help="remove checkpoints that no policy keeps",
         description="Keeps what at least one policy keeps, what is pinned, and always the newest. What is "
-        "marked or abandoned counts for none of that and is left for a person, who may use --damaged, --bad "
-        "or --abandoned. Before anything goes, one checkpoint that stays is verified; one that is damaged is "
+        "marked or abandoned counts for none of that and stays: remove it with --damaged, --bad or "
+        "--abandoned. Before anything goes, one checkpoint that stays is verified; one that is damaged is "
         "marked, and what is older stays in its place.",
     )
     command.add_argument("root", metavar="ROOT", help="path or URL of a run")
@@ -196,13 +196,13 @@ def _add_prune(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--abandoned",
         action="store_true",
-        help="the same for what the present lineage does not go on from",
+        help="the same for what the present lineage does not continue from",
     )
-    command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    command.add_argument("--dry-run", action="store_true", help="only show what would be removed")
     command.add_argument(
         "--take-over",
         action="store_true",
-        help="prune although writer.json names a job, where locks cannot tell if it lives",
+        help="prune although writer.json names a job, where no lock shows whether it is alive",
     )
     command.set_defaults(command=_prune.run)
 
@@ -211,7 +211,7 @@ def _add_pin(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     command = commands.add_parser("pin", parents=[shared], help="protect a step from pruning")
     command.add_argument("root", metavar="ROOT", help="path or URL of a run")
     command.add_argument("step", metavar="STEP", type=int)
-    command.add_argument("--reason", required=True, help="why, for whoever finds it")
+    command.add_argument("--reason", required=True, help="why it must stay")
     command.set_defaults(command=_inspect.pin)
 
 
@@ -226,13 +226,13 @@ def _add_mark(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
         "mark",
         parents=[shared],
-        help="say that a step must not be trained on, or may be again",
+        help="mark a step as bad, or as good again",
         description="A bad checkpoint is passed over by every resume and counts for nothing in retention, so "
         "that to roll back past it is one command. It is not deleted; see `prune --bad`.",
     )
     command.add_argument("checkpoint", metavar="ROOT@STEP", help="path or URL of a run, and a step of it")
     command.add_argument("verdict", choices=("bad", "good"))
-    command.add_argument("--reason", help="why it is bad, for whoever finds it")
+    command.add_argument("--reason", help="why it is bad")
     command.add_argument(
         "--and-later", action="store_true", help="also every later step of the present lineage"
     )

@@ -1,11 +1,11 @@
-"""`mark`: say that a step must not be trained on, or take that back."""
+"""`mark`: mark a step as bad, or as good again."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
+from ckpt_core.cli._arguments import open_root
 from ckpt_core.cli._outcome import Outcome
-from ckpt_core.cli._places import open_root
 from ckpt_core.commit import Catalog
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
@@ -13,11 +13,11 @@ from ckpt_core.types import CheckpointInfo
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Mark a step as bad, or as good again; with `--and-later`, all that follow it, too."""
+    """Mark a step as bad or good; with `--and-later`, all that follow it, too."""
     root, step = _place(arguments.checkpoint)
     bad = arguments.verdict == "bad"
     if bad and not (arguments.reason or "").strip():
-        raise ConfigError("say why it is bad, for whoever finds it: --reason TEXT")
+        raise ConfigError("give the reason why it is bad: --reason TEXT")
     storage = open_root(root, arguments.storage_options)
     catalog = Catalog(storage)
     infos = _chosen(catalog, step, and_later=arguments.and_later)
@@ -52,12 +52,15 @@ def _place(text: str) -> tuple[str, int]:
 
 
 def _chosen(catalog: Catalog, step: int, *, and_later: bool) -> list[CheckpointInfo]:
-    """The checkpoints of that step and, if asked for, of later ones; of the present lineage if possible."""
+    """Return the checkpoints of a step, and of later ones if asked for.
+
+    Those of the present lineage are preferred.
+    """
     infos = catalog.committed(abandoned=True)
     present = [info for info in infos if not info.abandoned]
     of_step = [i for i in present if i.step == step] or [i for i in infos if i.step == step]
     later = [info for info in present if info.step > step] if and_later else []
     if not of_step and not later:
-        catalog.find(step=step)  # says what there is
+        catalog.find(step=step)  # raises, with what is there
         raise CheckpointNotFoundError(f"step {step} is gone")
     return of_step + later

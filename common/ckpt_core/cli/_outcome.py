@@ -1,4 +1,4 @@
-"""What a command found out, and how it is shown: to people as text and tables, to programs as JSON."""
+"""The result of a command, shown as text and tables or as JSON."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
 
 
 def time_text(seconds: float) -> str:
-    """A Unix time for people, in UTC."""
+    """Format a Unix time for people, in UTC."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -61,7 +61,7 @@ def time_text(seconds: float) -> str:
 
 
 def moment_text(seconds: float) -> str | None:
-    """A Unix time for programs, in ISO 8601; None if no calendar has it."""
+    """Format a Unix time for programs, in ISO 8601; None if it is out of range."""
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):
@@ -69,7 +69,7 @@ def moment_text(seconds: float) -> str | None:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Metrics for people: `val_loss=1.25`."""
+    """Format metrics for people: `val_loss=1.25`."""
     return " ".join(f"{name}={value:.6g}" for name, value in sorted(metrics.items()))
 
 
@@ -97,7 +97,7 @@ def _show_rich(table: Table) -> bool:
 
 
 def _without_nan(value: Any) -> Any:
-    """The same value with NaN and infinities as text, because JSON does not know them."""
+    """Replace NaN and infinities by text, because JSON does not know them."""
     if isinstance(value, Mapping):
         return {str(key): _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`prune`: apply a retention policy to a root that no job is writing to, or delete what is useless."""
+"""`prune`: apply a retention policy to an idle root, or delete what is useless."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import asdict
 from functools import reduce
 from operator import or_
 
+from ckpt_core.cli._arguments import open_root
 from ckpt_core.cli._outcome import Outcome, Table
-from ckpt_core.cli._places import open_root
 from ckpt_core.commit import Catalog, Inventory, Lease, Owner, Soundness, collect_orphans, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, RootBusyError
 from ckpt_core.names import WRITER
@@ -30,7 +30,7 @@ from ckpt_core.types import CheckpointInfo
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Remove what no policy keeps and what crashes left behind, or only what is of the kinds asked for."""
+    """Remove what no policy keeps and leftovers of crashes, or only given kinds."""
     policy = _policy(arguments)
     storage = open_root(arguments.root, arguments.storage_options)
 
@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> Outcome:
 def _applied(
     storage: Storage, choose: Callable[[Sequence[CheckpointInfo]], PrunePlan], lease: Lease
 ) -> PrunePlan:
-    """The plan, carried out as far as what stays is known to be whole."""
+    """Carry out the plan as far as what stays is known to be whole; return that plan."""
     plans: list[PrunePlan] = []
 
     def droppable(history: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
@@ -74,7 +74,7 @@ def _plan(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> PrunePl
 
 
 def _plan_kinds(storage: Storage, history: Sequence[CheckpointInfo], arguments: Namespace) -> PrunePlan:
-    """Drop what is damaged, bad or abandoned, and not pinned; refuse if nothing else is there."""
+    """Plan to drop the given kinds unless pinned; refuse if nothing else is there."""
 
     def goes(info: CheckpointInfo) -> bool:
         if info.damaged is not None:
@@ -102,18 +102,17 @@ def _plan_kinds(storage: Storage, history: Sequence[CheckpointInfo], arguments: 
 
 
 def _refuse_to_take_over(storage: Storage, *, allowed: bool) -> None:
-    # Where nobody can be locked out, nobody can tell whether the job in writer.json lives; taking over would
-    # stop its saves.
+    # Without locks it is unknown whether the job in writer.json is alive; taking over would stop its saves.
     owner = Owner.of(storage)
     if owner is not None and not allowed and not _locks(storage):
         raise RootBusyError(
             f"{storage.url} belongs to {owner}: if that job has ended, add --take-over; "
-            "if it lives, let it prune, or use --dry-run"
+            "if it is alive, let it prune, or use --dry-run"
         )
 
 
 def _locks(storage: Storage) -> bool:
-    """Whether a live job would hold a lock."""
+    """Return whether a live job would hold a lock."""
     lock = storage.try_lock(WRITER)
     if lock is None:
         return True
@@ -122,7 +121,7 @@ def _locks(storage: Storage) -> bool:
 
 
 def _policy(arguments: Namespace) -> RetentionPolicy | None:
-    """All that was given, as one; None if only what is damaged, bad or abandoned is to go."""
+    """Join the policies that were given; None if only given kinds are to go."""
     policies = list(_given(arguments))
     kinds = [kind for kind in ("damaged", "bad", "abandoned") if getattr(arguments, kind)]
     if kinds and policies:
@@ -165,7 +164,7 @@ def _from_file(path: str) -> RetentionPolicy:
 
     policy = CheckpointOptions.from_file(path).keep
     if policy is None:
-        raise ConfigError(f"{path} says nothing about `keep`")
+        raise ConfigError(f"{path} has no `keep`")
     return policy
 
 
@@ -178,8 +177,8 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
     freed = bytes_text(sum(info.size_bytes for info in plan.drop))
     verb = "would drop" if dry_run else "dropped"
     advice = {
-        "left for a person: damaged checkpoints, see `ckpt verify` and `ckpt prune --damaged`": plan.damaged,
-        "left for a person: bad checkpoints, see `ckpt mark` and `ckpt prune --bad`": plan.bad,
+        "left to you: damaged checkpoints, see `ckpt verify` and `ckpt prune --damaged`": plan.damaged,
+        "left to you: bad checkpoints, see `ckpt mark` and `ckpt prune --bad`": plan.bad,
         "left: abandoned checkpoints, see `ckpt prune --abandoned`": plan.abandoned,
     }
     return Outcome(
@@ -203,5 +202,5 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
 
 def _why_left(info: CheckpointInfo) -> str:
     reasons = {"marked as damaged": info.damaged, "marked as bad": info.bad, "pinned": info.pinned}
-    told = [f"{reason}: {text}" for reason, text in reasons.items() if text is not None]
-    return "; ".join([*told, *([f"abandoned: {info.name}"] if info.abandoned else [])])
+    found = [f"{reason}: {text}" for reason, text in reasons.items() if text is not None]
+    return "; ".join([*found, *([f"abandoned: {info.name}"] if info.abandoned else [])])

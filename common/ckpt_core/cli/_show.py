@@ -1,4 +1,4 @@
-"""`show`: what one checkpoint holds, and every tensor in it."""
+"""`show`: the content of one checkpoint, down to every tensor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
+from ckpt_core.cli._arguments import find_checkpoint, nothing_at
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
-from ckpt_core.cli._places import find_checkpoint, nothing_at
 from ckpt_core.commit import (
     Catalog,
     Manifest,
@@ -26,7 +26,7 @@ from ckpt_core.storage import Storage, open_storage, read_small
 
 
 def show(arguments: Namespace) -> Outcome:
-    """Show what one checkpoint promises, or what is there instead."""
+    """Show what one checkpoint holds, or what is there instead."""
     storage, name = find_checkpoint(arguments.place, arguments.storage_options, step=arguments.step)
     found = (
         _shown(storage, name)
@@ -86,11 +86,11 @@ def _pinned(catalog: Catalog, step: int) -> str | None:
 
 def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
     place = f"{storage.url.rstrip('/')}/{name}"
-    told = describe(storage, name)
-    if not told:
+    found = describe(storage, name)
+    if not found:
         raise nothing_at(place)
     advice = look_around(open_storage(arguments.place, arguments.storage_options)).advice(place)
-    text = "; ".join([f"{place} is not a committed checkpoint", *(advice or [told])])
+    text = "; ".join([f"{place} is not a committed checkpoint", *(advice or [found])])
     return Outcome(
         fields={"checkpoint": place, "committed": False},
         parts=[f"{text}; `ckpt verify` compares what can be compared"],
@@ -99,7 +99,7 @@ def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
 
 
 def _tensors(storage: Storage, name: str) -> Mapping[str, Sequence[TensorEntry]]:
-    """Part of the checkpoint -> its tensors, for every `.metadata` at or below the directory."""
+    """List the tensors of each part, for every `.metadata` below the directory."""
     tensors: dict[str, Sequence[TensorEntry]] = {}
     for part in stock_parts(storage, name):
         key = f"{part}/{METADATA}"
@@ -109,7 +109,7 @@ def _tensors(storage: Storage, name: str) -> Mapping[str, Sequence[TensorEntry]]
 
 
 def _tensor_parts(tensors: Mapping[str, Sequence[TensorEntry]]) -> list[str | Table]:
-    """A table for each part, and what its items come to."""
+    """Make a table for each part, with the totals of its items."""
     parts: list[str | Table] = []
     for part, entries in tensors.items():
         rows = [

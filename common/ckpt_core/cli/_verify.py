@@ -8,28 +8,28 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
+from ckpt_core.cli._arguments import nothing_at, open_checkpoint, open_root
 from ckpt_core.cli._outcome import Outcome
-from ckpt_core.cli._places import nothing_at, open_checkpoint, open_root
-from ckpt_core.cli._progress import Progress
+from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.commit import Catalog, strangers, verify, verify_stock
 from ckpt_core.errors import ArchivedError, CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.names import MANIFEST, MARKER, is_corrupt, is_incomplete, is_trash
 from ckpt_core.storage import Storage
 
-_MOST_TOLD: Final = 5
+_MOST_SHOWN: Final = 5
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """What became of one checkpoint.
+    """The result for one checkpoint.
 
     Attributes:
-        strangers: what is there and in no manifest.
-        note: by what it was verified, if not by its manifest.
-        damaged: what a mark said was wrong with it.
-        mark: what became of its mark, in words; "" if nothing.
+        strangers: paths that are in no manifest.
+        note: how it was verified, if not by its manifest.
+        damaged: the problem that a mark named.
+        mark: the change of its mark, in words; "" if none.
     """
 
     name: str
@@ -41,7 +41,7 @@ class _Result:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The fields for `--json`."""
         fields: dict[str, Any] = {
             "name": self.name,
             "ok": not self.failures,
@@ -52,7 +52,7 @@ class _Result:
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Verify a checkpoint, or those chosen of a root, or what stock DCP wrote."""
+    """Verify a checkpoint, chosen ones of a root, or what stock DCP wrote."""
     wants_root = arguments.step is not None or arguments.all
     digest = _digest(arguments)
     if not wants_root and (found := _one_checkpoint(arguments, digest)) is not None:
@@ -67,7 +67,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _digest(arguments: Namespace) -> str | None:
-    """The manifest that the user wants to find, by its SHA-256; None if any will do.
+    """Return the SHA-256 of the manifest that is wanted; None if any will do.
 
     Raises:
         ConfigError: it is no SHA-256, or more than one checkpoint is to have it.
@@ -83,11 +83,11 @@ def _digest(arguments: Namespace) -> str | None:
 
 
 def _one_checkpoint(arguments: Namespace, digest: str | None) -> Outcome | None:
-    """The outcome for a place that is a checkpoint, committed or torn; None if it is something else."""
+    """Verify a checkpoint, committed or torn; None if the place is none."""
     try:
         storage, name = open_checkpoint(arguments.place, arguments.storage_options)
     except ConfigError:
-        return None  # a bucket has no parent; if more is wrong, opening it as a root will tell
+        return None  # a bucket has no parent; any other error is raised when it is opened as a root
     if is_incomplete(name) or is_trash(name) or is_corrupt(name) or storage.exists(f"{name}/{MARKER}"):
         if not storage.list(name):
             raise nothing_at(f"{storage.url}/{name}")
@@ -108,13 +108,13 @@ def _stock(arguments: Namespace, digest: str | None) -> Outcome:
     if digest is not None:
         failures = [FileFailure(path=MANIFEST, problem="missing: stock DCP writes none"), *failures]
     result = _Result(name=name, failures=failures, note=" (stock DCP, by its CRC32s)")
-    return _told(storage, [result])
+    return _reported(storage, [result])
 
 
 def outcome(
     storage: Storage, names: Sequence[str], *, strict: bool = False, digest: str | None = None
 ) -> Outcome:
-    """Verify these checkpoints of a root; what is damaged is marked, and what is whole loses its mark.
+    """Verify checkpoints of a root; mark the damaged and unmark the whole.
 
     With `strict`, what the manifest does not name is a failure, too. With `digest`, each must also have the
     manifest of that SHA-256; one that has another is not damaged.
@@ -122,19 +122,19 @@ def outcome(
     results = [_verified(storage, name) for name in names]
     if digest is not None:
         results = [replace(each, failures=_exchanged(storage, each, digest)) for each in results]
-    return _told(storage, results, strict=strict)
+    return _reported(storage, results, strict=strict)
 
 
 def _exchanged(storage: Storage, result: _Result, digest: str) -> Sequence[FileFailure]:
-    """The failures of a checkpoint, with that of its manifest if it is another than was asked for."""
+    """Return the failures, with that of a manifest other than the one wanted."""
     try:
         found = Catalog(storage).marker(result.name).manifest_sha256
     except CheckpointError:
-        return result.failures  # which say so
+        return result.failures  # which name it
     if found == digest:
         return result.failures
-    told = f"its SHA-256 is {found}, not {digest}: it is another checkpoint than was asked for"
-    return [FileFailure(path=MANIFEST, problem=told), *result.failures]
+    problem = f"its SHA-256 is {found}, not {digest}: it is another checkpoint than was asked for"
+    return [FileFailure(path=MANIFEST, problem=problem), *result.failures]
 
 
 def _verified(storage: Storage, name: str) -> _Result:
@@ -151,7 +151,7 @@ def _strangers(storage: Storage, name: str) -> Sequence[str]:
 def _compared(storage: Storage, name: str) -> _Result:
     catalog = Catalog(storage)
     try:
-        with Progress(f"verifying {name}", _size_of(catalog, name)) as progress:
+        with ProgressLine(f"verifying {name}", _size_of(catalog, name)) as progress:
             failures = verify(storage, name, seen=progress.add)
     except ArchivedError as error:
         # Not damage: no mark, and the others are verified all the same.
@@ -159,8 +159,8 @@ def _compared(storage: Storage, name: str) -> _Result:
     try:
         damaged = catalog.known_damage(name)
     except CheckpointError:
-        return _Result(name=name, failures=failures)  # it counts for nobody as it is, so no mark is needed
-    problem = "; ".join(map(str, failures[:_MOST_TOLD]))
+        return _Result(name=name, failures=failures)  # it does not count as it is, so no mark is needed
+    problem = "; ".join(map(str, failures[:_MOST_SHOWN]))
     if problem == (damaged or ""):
         return _Result(name=name, failures=failures)
     try:
@@ -169,7 +169,7 @@ def _compared(storage: Storage, name: str) -> _Result:
         else:
             catalog.unmark(name)
     except (CheckpointError, OSError) as error:
-        # Whoever may only read the root still learns how the checkpoint is.
+        # A user who may only read the root still gets the result.
         stays = f"could not be marked: {error}" if failures else f"stays, {error}"
         return _Result(name=name, failures=failures, damaged=damaged, mark=stays)
     became = "is marked" if failures else "was taken away"
@@ -180,10 +180,10 @@ def _size_of(catalog: Catalog, name: str) -> int:
     try:
         return catalog.marker(name).info(name).size_bytes
     except (CheckpointError, OSError):
-        return 0  # `verify` tells what is wrong with it
+        return 0  # `verify` reports what is wrong with it
 
 
-def _told(storage: Storage, results: Sequence[_Result], *, strict: bool = False) -> Outcome:
+def _reported(storage: Storage, results: Sequence[_Result], *, strict: bool = False) -> Outcome:
     parts: list[str] = []
     for result in results:
         parts.append(f"{'FAILED' if result.failures else 'ok':<8}{storage.url}/{result.name}{result.note}")

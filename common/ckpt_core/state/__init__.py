@@ -8,6 +8,7 @@ from ckpt_core.state._items import (
     dataloader_state,
     decode_items,
     encode_items,
+    function_free,
     load_dataloader_state,
     pickled_key,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "empty_like",
     "encode",
     "encode_items",
+    "function_free",
     "get",
     "leaves",
     "load_dataloader_state",

@@ -1,7 +1,9 @@
-"""Which checkpoint `resume_from_checkpoint=True` means: the newest whole one of this run, whoever wrote it.
+"""The choice for `resume_from_checkpoint=True`: the newest whole one of this run.
 
-The stock Trainer takes the highest number: also a directory that its own preemption save left behind
-half-written, and what a run before this one has left.
+It may be ours or the stock Trainer's.
+
+The stock Trainer takes the highest number, even of a directory that its own preemption save left
+half-written, or of an earlier run.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from typing import final
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from accelerate_ckpt._places import kind_of
 from ckpt_core import (
     CheckpointError,
     CheckpointInfo,
@@ -22,6 +23,7 @@ from ckpt_core import (
 )
 from ckpt_core.commit import Catalog, require_trusted, verify
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import Kind, kind_of
 from ckpt_core.storage import LocalStorage, Storage
 
 _logger = logger_of(__name__)
@@ -33,7 +35,7 @@ _SENTINEL = "checkpoint-is-incomplete.txt"
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class _Stock:
-    """A checkpoint of the stock Trainer, which is finished as far as can be seen."""
+    """A checkpoint of the stock Trainer that looks finished."""
 
     step: int
     name: str
@@ -41,11 +43,11 @@ class _Stock:
 
 
 def newest_to_resume(manager: CheckpointManager) -> str | None:
-    """Path of the newest checkpoint that verifies, ours or a whole one of the stock Trainer; on one rank.
+    """Return the path of the newest checkpoint that verifies; on one rank.
 
     Ours are those of the present lineage. Damage that is found is marked, and what `verify_manifest` does not
-    accept is passed over, as is what stock wrote where there is such a function. None if nothing was ever
-    saved: what a killed save has left, and other people's directories, are passed over.
+    accept is passed over, as is what stock wrote where there is such a function. So are leftovers of killed
+    saves, and directories of others. Returns None if nothing was ever saved.
 
     Raises:
         CorruptCheckpointError: there are some, and none can be used.
@@ -91,7 +93,7 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
 
 
 def _refused(storage: Storage, name: str, error: CheckpointError | OSError) -> str:
-    """Pass over a checkpoint whose marker is damaged; other trouble is no reason to take an older one."""
+    """Pass over a checkpoint whose marker is damaged; raise any other error."""
     if not isinstance(error, CorruptCheckpointError):
         raise error
     _logger.error("%s/%s is passed over: it is damaged: %s", storage.url, name, error)
@@ -99,7 +101,7 @@ def _refused(storage: Storage, name: str, error: CheckpointError | OSError) -> s
 
 
 def _untrusted(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
-    """Why a checkpoint is not trusted, or None; it is not marked, for others may trust it."""
+    """Return why a checkpoint is not trusted, or None; leave it unmarked."""
     try:
         require_trusted(manager.storage, info.name, manager.options.manifest_verifier)
     except UntrustedCheckpointError as error:
@@ -110,7 +112,7 @@ def _untrusted(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
 
 
 def _problem(storage: Storage, info: CheckpointInfo) -> str | None:
-    """Why a checkpoint cannot be used, or None; what is known of it from now on is written down."""
+    """Return why a checkpoint cannot be used, or None; mark or unmark it accordingly."""
     if info.bad is not None:
         return f"it is marked as bad: {info.bad}"
     failures = verify(storage, info.name)
@@ -127,14 +129,17 @@ def _problem(storage: Storage, info: CheckpointInfo) -> str | None:
 
 
 def _whole_stock(storage: Storage) -> list[_Stock]:
-    """The stock Trainer's checkpoints; those that were never finished are passed over."""
+    """Return the finished checkpoints of the stock Trainer; warn of unfinished ones."""
     whole: list[_Stock] = []
     for entry in storage.list(""):
         match = _NAME.fullmatch(entry.name)
-        if match is None or not entry.is_directory or kind_of(storage, entry.name) == "committed":
+        if match is None or not entry.is_directory:
+            continue
+        kind = kind_of(storage, entry.name)
+        if kind is Kind.COMMITTED:
             continue
         names = {child.name for child in storage.list(entry.name)}
-        if kind_of(storage, entry.name) == "stock" and TRAINER_STATE_NAME in names and _SENTINEL not in names:
+        if kind is Kind.STOCK and TRAINER_STATE_NAME in names and _SENTINEL not in names:
             whole.append(_Stock(step=int(match[1]), name=entry.name, written=_written(storage, entry.name)))
         else:
             _logger.warning("%s/%s was never finished, and is passed over", storage.url, entry.name)

@@ -1,10 +1,8 @@
-"""Checkpoints for the Hugging Face Trainer, which uses neither Accelerate's `save_state` nor its hooks."""
+"""`enable_trainer` and `TrainerCheckpoints`: the methods of one Trainer, replaced."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -12,14 +10,15 @@ from transformers import Trainer
 
 from accelerate_ckpt._patch import ENDED
 from accelerate_ckpt._settings import Settings
-from accelerate_ckpt._trainer_callback import BEST, EvaluationLeft, TrainerEvents
-from accelerate_ckpt._trainer_resume import TrainerResume
-from accelerate_ckpt._trainer_retention import metrics_at
-from accelerate_ckpt._trainer_session import TrainerSession
-from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
-from ckpt_core import CheckpointError, CheckpointInfo, CheckpointManager, ConfigError
+from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
+from accelerate_ckpt.trainer._loading import TrainerLoading
+from accelerate_ckpt.trainer._retention import metrics_at
+from accelerate_ckpt.trainer._session import TrainerSession
+from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
+from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import close_at_exit
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.telemetry import Sink
 
@@ -42,11 +41,11 @@ class TrainerCheckpoints:
 
     - Threads: all methods on the thread that trains.
     - Ranks: every method but `latest` is collective.
-    - Jobs: the output directory is claimed, and signals are heard, only while `train` runs.
+    - Jobs: the output directory is claimed, and signals are caught, only while `train` runs.
 
     Attributes:
         events: what a callback does of it.
-        implicit: whether nobody asked for it in the script, so that `enable_trainer` may still be called.
+        implicit: whether the script did not ask for it, so that it may still call `enable_trainer`.
     """
 
     def __init__(
@@ -65,21 +64,21 @@ class TrainerCheckpoints:
             maybe_log_save_evaluate=trainer._maybe_log_save_evaluate,
         )
         self._session = TrainerSession(trainer, settings, sinks)
-        self._resume = TrainerResume(trainer, self._stock, self._session, stock_files=self._stock_files)
+        self._loading = TrainerLoading(trainer, self._stock, self._session, stock_files=self._stock_files)
         self.events = TrainerEvents(self._session, gated=settings.options.save is not None)
         self.implicit = implicit
 
     def shadows(self) -> dict[str, Any]:
-        """What the Trainer is to call instead of its own methods."""
-        resume = self._resume
+        """Return the methods that replace the Trainer's own, by name."""
+        loading = self._loading
         made = (
-            self.train, self.save, resume.load_model, resume.load_rest, resume.load_best, self._after_step
+            self.train, self.save, loading.load_model, loading.load_rest, loading.load_best, self._after_step
         )  # fmt: skip
         return dict(zip(_SHADOWED, made, strict=True))
 
     @property
     def manager(self) -> CheckpointManager:
-        """Saves, finds and removes them; every training has its own."""
+        """The manager of the checkpoints; every training has its own."""
         return self._session.manager
 
     def train(
@@ -88,14 +87,14 @@ class TrainerCheckpoints:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Train; `resume_from_checkpoint=True` takes the newest checkpoint that verifies, if there is any.
+        """Train; `resume_from_checkpoint=True` takes the newest that verifies, if any.
 
         Raises:
             CorruptCheckpointError: all are damaged, or the one that was named is.
             ConfigError: what was named holds checkpoints, but is none.
             UnsafeCheckpointError: what was chosen needs `allow_pickle=True`; nothing was touched.
             SaveError: the last save failed.
-            SystemExit: it was preempted, in a script that knows nothing of us.
+            SystemExit: it was preempted, in a script that did not enable it.
         """
         if kwargs.get("trial", args[0] if args else None) is not None:
             return self._train_trial(resume_from_checkpoint, *args, **kwargs)
@@ -103,7 +102,7 @@ class TrainerCheckpoints:
         with self._session.training() as manager:
             self.events.take_over(arguments, manager.options.keep)
             try:
-                with self._resume.chosen(resume_from_checkpoint) as checkpoint:
+                with self._loading.chosen(resume_from_checkpoint) as checkpoint:
                     result = self._stock.train(checkpoint, *args, **kwargs)
             finally:
                 self.events.give_back(arguments)
@@ -116,11 +115,11 @@ class TrainerCheckpoints:
         return result
 
     def _train_trial(self, *args: Any, **kwargs: Any) -> Any:
-        """Train for a hyperparameter search, whose trials have directories of their own."""
-        told = "a hyperparameter search has a directory for each trial: it keeps the stock checkpoints"
+        """Train for a hyperparameter search, whose trials have their own directories."""
+        problem = "a hyperparameter search has a directory for each trial: it keeps the stock checkpoints"
         if not self.implicit:
-            raise ConfigError(f"{told}; call disable_trainer() before hyperparameter_search()")
-        _logger.warning("%s", told)
+            raise ConfigError(f"{problem}; call disable_trainer() before hyperparameter_search()")
+        _logger.warning("%s", problem)
         disable_trainer(self._trainer)
         return self._stock.train(*args, **kwargs)
 
@@ -154,7 +153,7 @@ class TrainerCheckpoints:
         return self._session.preempted or self.manager.preempted
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest committed checkpoint; it is not verified here."""
+        """Return the newest committed checkpoint, unverified."""
         return self.manager.latest()
 
     def wait(self) -> None:
@@ -166,7 +165,7 @@ class TrainerCheckpoints:
         self.manager.wait()
 
     def close(self) -> None:
-        """Wait for the save in flight and give the output directory back; harmless when repeated.
+        """Wait for the save in flight and release the output directory; idempotent.
 
         Raises:
             SaveError: the save in flight failed.
@@ -174,7 +173,7 @@ class TrainerCheckpoints:
         self._session.close()
 
     def _after_step(self, *args: Any, **kwargs: Any) -> None:
-        """Log, evaluate and save, as the control says; a preemption ends the evaluation early."""
+        """Log, evaluate and save as the control says; a preemption cuts evaluation short."""
         self.events.own_evaluation = True
         try:
             self._stock.maybe_log_save_evaluate(*args, **kwargs)
@@ -197,7 +196,9 @@ def enable_trainer(
     sinks: Sequence[Sink] = (),
     **options: Any,
 ) -> Trainer:
-    """Make this Trainer's checkpoints asynchronous, sharded and committed; call before `train`.
+    """Make a Trainer's checkpoints asynchronous, sharded and committed.
+
+    Call it before `train`.
 
     Collective. `CKPT_SUITE_…` and the accelerate configuration are read as by `enable`.
 
@@ -222,14 +223,14 @@ def enable_trainer(
     if attached is not None and not attached.implicit:
         raise ConfigError("this Trainer is enabled already; call disable_trainer() first")
     settings = Settings.resolve({"save": save, "keep": keep, **options})
-    _check_supported(trainer)  # before what is there goes
+    _check_supported(trainer)  # before the present one is disabled
     disable_trainer(trainer)
     attach(trainer, settings, sinks)
     return trainer
 
 
 def enable_trainer_implicitly(trainer: Trainer) -> None:
-    """What the runner does for scripts that do not call `enable_trainer`, which may still be called.
+    """Enable a Trainer for a script that does not, but still may.
 
     Nothing happens before it trains: a Trainer that one rank has made alone, to evaluate, waits for no other.
 
@@ -252,20 +253,20 @@ def enable_trainer_implicitly(trainer: Trainer) -> None:
 def attach(
     trainer: Trainer, settings: Settings, sinks: Sequence[Sink] = (), *, implicit: bool = False
 ) -> None:
-    """Shadow the methods of this instance; its class and other instances are left alone."""
+    """Replace methods of this instance; its class and other instances stay."""
     attached = TrainerCheckpoints(trainer, settings, sinks, implicit=implicit)
     trainer.add_callback(attached.events)
     trainer.__dict__.update({**attached.shadows(), _ATTACHED: attached})
-    atexit.register(_close_at_exit, weakref.ref(attached))
+    close_at_exit(attached)
 
 
 def attached_to(trainer: Trainer) -> TrainerCheckpoints | None:
-    """The checkpoints of a Trainer, or None if it is not enabled."""
+    """Return the checkpoints of a Trainer, or None if it is not enabled."""
     return trainer.__dict__.get(_ATTACHED)
 
 
 def disable_trainer(trainer: Trainer) -> Trainer:
-    """Wait for the save in flight and put the Trainer's own methods back; harmless when repeated.
+    """Wait for the save in flight and put the Trainer's own methods back; idempotent.
 
     Raises:
         SaveError: the save in flight failed; the methods are back all the same.
@@ -284,7 +285,7 @@ def disable_trainer(trainer: Trainer) -> Trainer:
 
 
 def trainer_checkpoints(trainer: Trainer) -> TrainerCheckpoints:
-    """The checkpoints of an enabled Trainer.
+    """Return the checkpoints of an enabled Trainer.
 
     Raises:
         ConfigError: it is not enabled.
@@ -317,13 +318,3 @@ def _check_supported(trainer: Trainer) -> None:
     found = [text for text, wrong in problems.items() if wrong]
     if found:
         raise ConfigError(f"this Trainer's checkpoints cannot be taken over: {'; '.join(found)}")
-
-
-def _close_at_exit(reference: weakref.ref[TrainerCheckpoints]) -> None:
-    attached = reference()
-    if attached is None:
-        return
-    try:
-        attached.close()
-    except CheckpointError as error:
-        _logger.error("%s", error)  # noqa: TRY400 - the message is all there is to say

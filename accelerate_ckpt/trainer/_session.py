@@ -1,8 +1,7 @@
-"""The manager of a Trainer's checkpoints, which claims the output directory only while the Trainer trains."""
+"""The manager of a Trainer's checkpoints, which claims the root while it trains."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,26 +11,27 @@ from transformers import Trainer
 
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._small_files import Pickles
-from accelerate_ckpt._trainer_retention import retention
+from accelerate_ckpt.trainer._retention import retention
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError
 from ckpt_core.coordination import coordinator_for_job
+from ckpt_core.hosting import root_of
 from ckpt_core.storage import open_storage
 from ckpt_core.telemetry import Sink
 
 
 @final
 class TrainerSession:
-    """Gives every training a manager of its own. All but attributes is collective.
+    """Gives every training a manager of its own. Every method is collective.
 
-    A manager that saves by a policy hears signals. Between trainings nobody would act on them, and another
-    Trainer of this process may want the directory: then there is one that hears and claims nothing.
+    A manager that saves by a policy catches signals. Between trainings they would have no effect, and another
+    Trainer of this process may want the directory: then there is a manager that catches and claims nothing.
 
     Attributes:
         coordinator: how ranks agree.
         manager: of the training that runs, or one to look with.
-        pickles: reads small files, and tells of those that need pickle.
+        pickles: reads small files, and warns of those that need pickle.
         preempted: whether the last training was stopped for a preemption.
-        saved_step: the last step saved, if what is live now goes on from it.
+        saved_step: the last step saved, if the live state continues from it.
     """
 
     def __init__(self, trainer: Trainer, settings: Settings, sinks: Sequence[Sink]) -> None:
@@ -42,8 +42,7 @@ class TrainerSession:
         self.pickles = Pickles(allowed=settings.options.allow_pickle)
         deadline = settings.options.deadline_seconds
         self.coordinator = coordinator_for_job(deadline_seconds=deadline)
-        # As paths of checkpoints are spelled, too.
-        root = os.path.abspath(os.path.expanduser(trainer.args.output_dir or "."))  # noqa: PTH100, PTH111
+        root = root_of(trainer.args.output_dir or ".")
         self._storage = open_storage(root, settings.options.storage_options, deadline_seconds=deadline)
         self._options = self._at_rest()
         self.manager = self._manager(self._options)
@@ -52,7 +51,7 @@ class TrainerSession:
 
     @contextmanager
     def training(self) -> Generator[CheckpointManager]:
-        """Claim the output directory and hear signals until the training ends, well or not.
+        """Claim the output directory and catch signals until the training ends.
 
         Raises:
             SaveError: the save in flight at the end has failed.
@@ -65,7 +64,7 @@ class TrainerSession:
         try:
             yield self.manager
         except BaseException as error:
-            # Other ranks may not be on their way here: the save in flight is waited for, nobody else is.
+            # Other ranks may not come here: wait for the save in flight, and for no rank.
             self.manager.__exit__(type(error), error, error.__traceback__)
             raise
         self.manager.wait()
@@ -75,13 +74,13 @@ class TrainerSession:
         self._replace()
 
     def begin(self, step: int) -> None:
-        """Begin, or try again: from less than was saved, and from no checkpoint, on a line of its own."""
+        """Begin, or begin again; from an earlier step than was saved, on a new lineage."""
         if self.saved_step is not None and step < self.saved_step:
             self._replace()
         self.saved_step = None
 
     def close(self) -> None:
-        """Wait for the save in flight and give the output directory back; harmless when repeated.
+        """Wait for the save in flight and release the output directory; idempotent.
 
         Raises:
             SaveError: the save in flight failed.

@@ -1,4 +1,4 @@
-"""What a person names on the command line: a root, or one checkpoint in it."""
+"""Arguments that name a root or a checkpoint, and the options of its storage."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ckpt_core.commit import Catalog, file_as_root, look_around
-from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
+from ckpt_core.hosting import CheckpointPath, root_of
 from ckpt_core.names import MARKER
 from ckpt_core.options import parse_yaml
 from ckpt_core.storage import Storage, open_storage
@@ -21,13 +21,13 @@ OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 
 
 def open_root(root: str, options: Mapping[str, Any]) -> Storage:
-    """The storage of a root that holds something.
+    """Open the storage of a root that holds something.
 
     Raises:
         CheckpointNotFoundError: there is nothing at that place.
         ConfigError: the place cannot be opened.
     """
-    storage = open_storage(root, options)
+    storage = open_storage(root_of(root), options)
     try:
         entries = storage.list("")
     except NotADirectoryError:
@@ -38,7 +38,7 @@ def open_root(root: str, options: Mapping[str, Any]) -> Storage:
 
 
 def nothing_at(place: str) -> CheckpointNotFoundError:
-    """The error for a place where nothing is; only `mark` takes a root and a step in one word."""
+    """Return the error for an empty place; only `mark` takes ROOT@STEP."""
     root, _, step = place.rpartition("@")
     if not root or not step.isdecimal():
         return CheckpointNotFoundError(f"{place}: there is nothing")
@@ -50,21 +50,19 @@ def nothing_at(place: str) -> CheckpointNotFoundError:
 
 
 def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
-    """The root that a checkpoint lies in, and the name of its directory; whether it exists is not asked.
+    """Open the root of a checkpoint; return it and the checkpoint's name, unchecked.
 
     Raises:
         ConfigError: the place has no parent, or cannot be opened.
     """
-    # Made absolute for the sake of "." and "..", whose last part is not a name.
-    absolute = place.rstrip("/") if "://" in place else os.path.abspath(os.path.expanduser(place))  # noqa: PTH100, PTH111
-    root, _, name = absolute.rpartition("/")
-    if not name or root.endswith(("/", ":")):
-        raise ConfigError(f"{public_url(place)} can only be a root, not a checkpoint in one")
-    return open_storage(root or "/", options), name
+    found = CheckpointPath.of(place)
+    return open_storage(found.root, options), found.name
 
 
 def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None) -> tuple[Storage, str]:
-    """The root and name of the checkpoint at a place, or of one in the root that is there.
+    """Find the checkpoint at a place, or one in the root that is there.
+
+    Returns the storage of its root, and its name.
 
     Args:
         place: a checkpoint, or a root.
@@ -81,11 +79,11 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
     try:
         checkpoint = open_checkpoint(place, options)
     except ConfigError:
-        checkpoint = None  # a bucket has no parent; if more is wrong, opening it as a root will tell
+        checkpoint = None  # a bucket has no parent; any other error is raised when it is opened as a root
     if checkpoint is not None and checkpoint[0].exists(f"{checkpoint[1]}/{MARKER}"):
         return checkpoint
-    root = open_storage(place, options)
-    with suppress(NotADirectoryError):  # told by what looks at it as a checkpoint
+    root = open_storage(root_of(place), options)
+    with suppress(NotADirectoryError):  # reported when it is opened as a checkpoint
         latest = Catalog(root).latest()
         if latest is not None:
             return root, latest.name
@@ -97,7 +95,7 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
 
 
 def place_of(arguments: Namespace) -> str:
-    """The root or checkpoint that a command is about, as it was given."""
+    """Return the root or checkpoint that a command is about, as it was given."""
     given = vars(arguments)
     return str(next(given[name] for name in ("root", "place", "checkpoint") if name in given))
 
@@ -105,7 +103,7 @@ def place_of(arguments: Namespace) -> str:
 def storage_options(
     pairs: Sequence[str], place: str, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """The options of the storage at a place: those of the environment, if it is a URL, then those given.
+    """Collect the storage options: of the environment, for a URL, then those given.
 
     Args:
         pairs: `key=value`, the value JSON where it reads as such, else text; or `key=@NAME`, the value of the
@@ -142,7 +140,7 @@ def _value(key: str, text: str, environment: Mapping[str, str]) -> Any:
     name = text[1:]
     if name not in environment:
         raise ConfigError(f"--storage-option {key}=@{name}: there is no variable of that name")
-    # What is written as a number there is a password more often.
+    # A number in such a variable is more often a password.
     value = environment[name]
     return _json(value) if value.lstrip().startswith(("{", "[")) else value
 

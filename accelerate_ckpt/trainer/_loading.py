@@ -1,4 +1,4 @@
-"""How a Trainer comes by the state of a checkpoint: chosen, verified, then loaded."""
+"""Loading into a Trainer: a checkpoint is chosen, verified, then loaded."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any, final
 from transformers import TrainerState
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from accelerate_ckpt._places import Place, kind_of
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
-from accelerate_ckpt._trainer_choice import newest_to_resume
-from accelerate_ckpt._trainer_session import TrainerSession
-from accelerate_ckpt._trainer_state import StockTrainer, TrainingState
+from accelerate_ckpt.trainer._choice import newest_to_resume
+from accelerate_ckpt.trainer._session import TrainerSession
+from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import Catalog, require_trusted
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
+from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
 from ckpt_core.storage import LocalStorage, Storage, open_storage
 
@@ -44,7 +44,7 @@ _TORCH_FILES = (SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Lent:
-    """What the Trainer was given to resume from, in place of the checkpoint itself."""
+    """The directory that the Trainer resumes from, in place of the checkpoint itself."""
 
     view: str
     checkpoint: str
@@ -52,7 +52,7 @@ class _Lent:
 
 
 @final
-class TrainerResume:
+class TrainerLoading:
     """Loads checkpoints into a Trainer; every method is collective."""
 
     def __init__(
@@ -66,7 +66,9 @@ class TrainerResume:
 
     @contextmanager
     def chosen(self, wanted: str | os.PathLike[str] | bool | None) -> Generator[Any]:  # noqa: FBT001 - as in stock
-        """What the Trainer is to resume from: of ours, a directory with what was committed and verified.
+        """Yield what the Trainer is to resume from.
+
+        For a checkpoint of ours it is a directory with what was committed, verified.
 
         Raises:
             CorruptCheckpointError: what was named is damaged or was never committed, or everything is.
@@ -96,13 +98,13 @@ class TrainerResume:
             yield os.fspath(checkpoint)
 
     def load_model(self, checkpoint: str, model: Any = None) -> None:
-        """Load what stock wrote; ours is loaded once, with its optimizer, when both are wrapped."""
+        """Load the model of a stock checkpoint; ours is loaded with its optimizer."""
         if not self._is_ours(checkpoint):
             with self._unpickling_nothing():
                 self._stock.load_from_checkpoint(checkpoint, model)
 
     def load_rest(self, checkpoint: str | None) -> None:
-        """Load model, optimizer and scheduler of ours, or what stock wrote beside the model."""
+        """Load model, optimizer and scheduler of ours, or the rest of a stock checkpoint."""
         if checkpoint is None:
             self._stock.load_optimizer_and_scheduler(checkpoint)
         elif not self._is_ours(checkpoint):
@@ -136,9 +138,9 @@ class TrainerResume:
             stock_files=self._stock_files,
             with_optimizer=with_optimizer,
         )
-        place, manager = Place.of(checkpoint), self._session.manager
+        place, manager = CheckpointPath.of(checkpoint), self._session.manager
         items = None if with_optimizer else ["model"]
-        if os.path.realpath(place.root) == os.path.realpath(manager.storage.url):
+        if place.root == root_of(manager.storage.url):
             manager.load(state, name=place.name, items=items)
             if with_optimizer:
                 self._session.saved_step = None
@@ -148,9 +150,9 @@ class TrainerResume:
             other.load(state, name=place.name, items=items)
 
     def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Refuse what `verify_manifest` does not accept; of what stock wrote, it cannot accept anything."""
+        """Refuse what `verify_manifest` does not accept; stock writes no manifest."""
         verify = self._session.manager.options.manifest_verifier
-        place = Place.of(checkpoint)
+        place = CheckpointPath.of(checkpoint)
         if verify is not None:
             storage = open_storage(place.root)
             self._session.coordinator.once(lambda: require_trusted(storage, place.name, verify))
@@ -158,27 +160,27 @@ class TrainerResume:
     def _is_ours(self, checkpoint: str | os.PathLike[str]) -> bool:
         if self._lent is not None and self._lent.view == checkpoint:
             return True
-        place = Place.of(checkpoint)
+        place = CheckpointPath.of(checkpoint)
         storage = open_storage(place.root)
         kind, inside = self._session.coordinator.once(
             lambda: (kind_of(storage, place.name), _checkpoints_in(checkpoint))
         )
-        if kind == "torn":
+        if kind is Kind.TORN:
             raise CorruptCheckpointError(
                 f"{checkpoint} was never committed: its save was interrupted, and nothing was loaded. Use "
                 "resume_from_checkpoint=True to get the newest that is whole"
             )
-        if kind != "committed" and inside:
+        if kind is not Kind.COMMITTED and inside:
             raise ConfigError(
                 f"{checkpoint} is no checkpoint, but holds {len(inside)}: resume from one of them, such as "
                 f"{checkpoint}/{inside[-1]}, or set output_dir to it and resume_from_checkpoint=True"
             )
-        return bool(kind == "committed")
+        return kind is Kind.COMMITTED
 
     @contextmanager
     def _committed(self, checkpoint: str | os.PathLike[str]) -> Generator[Path]:
-        """A directory of this rank for the Trainer to read: small files as verified, links to others."""
-        place, coordinator = Place.of(checkpoint), self._session.coordinator
+        """Yield a directory for the Trainer to read: small files verified, others linked."""
+        place, coordinator = CheckpointPath.of(checkpoint), self._session.coordinator
         storage = open_storage(place.root)
         untouched = f"{checkpoint} could not be read, and nothing was loaded"
         with collective_phase(coordinator, untouched, what="verifying small files"):
@@ -198,7 +200,7 @@ class TrainerResume:
                 self._lent = None
 
     def _read(self, storage: Storage, name: str) -> tuple[Mapping[str, bytes], list[str]]:
-        """The files that the Trainer reads by itself, and paths of those that others may look for."""
+        """Return the files that the Trainer reads, and paths that others may look for."""
         small = verified_files(storage, name, self._is_read)
         for path, content in small.items():
             # Whatever is allowed, the Trainer itself reads its own without pickle.
@@ -242,7 +244,7 @@ class TrainerResume:
 def _check_state(content: bytes, path: str) -> None:
     try:
         TrainerState(**json.loads(content))
-    except Exception as error:  # transformers' own code over whatever is there; the caller tells every rank
+    except Exception as error:  # transformers' own code over any content; the caller raises on every rank
         problem = f"this version of transformers cannot read it ({error!r:.200})"
         failure = FileFailure(path=path, problem=problem)
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error

@@ -1,4 +1,4 @@
-"""How far a long command has come, on a terminal only: bytes, and bytes per second."""
+"""Progress of a long command, on a terminal only: bytes, and bytes per second."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _CLEAR: Final = "\r\x1b[K"
 
 
 @final
-class Progress:
-    """One line on standard error that is written again and again, and replaced by a summary at the end.
+class ProgressLine:
+    """One line on standard error, updated in place and replaced by a summary.
 
     Concurrency: `add` on any thread.
 
@@ -34,7 +34,7 @@ class Progress:
         self._began = self._written = time.monotonic()
 
     def add(self, size_bytes: int) -> None:
-        """Note that so many bytes more are done."""
+        """Add to the number of bytes done."""
         with self._lock:
             self._done_bytes += size_bytes
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The training state of a Hugging Face Trainer, in the layout that the Trainer itself reads.
+"""The training state of a Trainer, in the layout that the Trainer itself reads.
 
 The Trainer's own `_save_checkpoint` runs into a directory of this rank alone; what it writes there (config,
 tokenizer, scheduler, random states, `trainer_state.json`) becomes files of the checkpoint. Model and
@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from accelerate_ckpt._host_calls import files_in
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
-from accelerate_ckpt._stock import files_in
-from accelerate_ckpt._trainer_weights import gathered_already, remove_empty_weights, weights_for_files
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
     check_groups,
@@ -58,7 +61,7 @@ class StockTrainer:
 
 @final
 class TrainingState:
-    """Captures and restores one Trainer; a `StateSource`. Main thread only."""
+    """Captures and loads one Trainer; a `StateSource`. Main thread only."""
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class TrainingState:
         self._with_optimizer = with_optimizer and not trainer.args.save_only_model
 
     def capture(self) -> CapturedState:
-        """The state as it is now, with live tensors."""
+        """Capture the state as it is now, with live tensors."""
         trainer, model = self._trainer, self._trainer.model_wrapped
         files = self._files()
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
@@ -94,7 +97,7 @@ class TrainingState:
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """What to load into.
+        """Return what to load into.
 
         Raises:
             IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
@@ -111,7 +114,7 @@ class TrainingState:
         return tree
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Look whether the optimizer is of the same parameters; see `CarefulSource`.
+        """Check that the optimizer has the same parameters; see `CarefulSource`.
 
         Raises:
             IncompatibleCheckpointError: it is not; everything is as it was before.
@@ -123,7 +126,7 @@ class TrainingState:
         return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Put model and optimizer back; the Trainer's own methods read the rest."""
+        """Load model and optimizer; the Trainer's own methods read the rest."""
         trainer = self._trainer
         if optimizer_part(0) in loaded:
             optimizer = loaded[optimizer_part(0)]["optimizer"]
@@ -132,7 +135,7 @@ class TrainingState:
         return []
 
     def _files(self) -> dict[str, bytes]:
-        """What the Trainer writes beside model and optimizer, and single files of both for its own loader."""
+        """Return what the Trainer writes, single files for its own loader included."""
         trainer = self._trainer
         # What ranks do together comes first: a rank that fails later keeps no other one waiting.
         trainer.store_flos()
@@ -146,12 +149,12 @@ class TrainingState:
             remove_empty_weights(folder)
             files = files_in(folder)
         kind = type(trainer.lr_scheduler).__name__
-        self._pickles.tell(files, {SCHEDULER_NAME: f"the scheduler, a {kind}"})
+        self._pickles.warn(files, {SCHEDULER_NAME: f"the scheduler, a {kind}"})
         return files
 
     @contextmanager
     def _writing_to(self, directory: Path, weights: Mapping[str, Any] | None) -> Generator[None]:
-        """The Trainer with another output directory, that leaves large things and other ranks to us."""
+        """Redirect the Trainer's output, and leave large things and other ranks to us."""
         trainer, state = self._trainer, self._trainer.state
         replaced: dict[str, Any] = {
             "_get_output_dir": lambda trial: str(directory),  # noqa: ARG005 - the Trainer's own signature
@@ -164,7 +167,7 @@ class TrainingState:
         tokens = {name: getattr(args, name) for name in _TOKENS if getattr(args, name, None) is not None}
         before = {name: trainer.__dict__[name] for name in replaced if name in trainer.__dict__}
         trainer.__dict__.update(replaced)
-        # Where there is a best step, the Trainer waits for all ranks, and looks for it where it is writing.
+        # With a best step, the Trainer waits for all ranks, and looks for it in the directory it writes.
         best, state.best_global_step = state.best_global_step, None
         for name in tokens:
             setattr(args, name, None)
@@ -207,3 +210,71 @@ def _model_part_of(saved: SavedState) -> str:
     raise IncompatibleCheckpointError(
         f"checkpoint {saved.name} holds no model: it was not saved by enable_trainer()"
     )
+
+
+def weights_for_files(trainer: Any, *, stock_files: bool) -> Mapping[str, Any] | None:
+    """Return the weights that the Trainer is to write beside our shards.
+
+    Collective if the model is sharded.
+
+    Returns:
+        What to write: None for what the Trainer would write by itself, and nothing if it is empty. Adapters
+        are written always: they are small, and `PeftModel.from_pretrained` reads nothing else.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if trainer.is_fsdp_enabled or getattr(trainer, "is_distributed_loading_by_transformers", False):
+        if has_adapters(model):
+            return _gathered_adapters(trainer.model)
+        if trainer.is_fsdp_enabled or not stock_files:
+            return {}
+        gathered: Mapping[str, Any] = model.gather_sharded_state_dict_for_save(
+            model,
+            model.state_dict(),
+            model.config.distributed_config,
+            save_on_this_rank=trainer.args.should_save,
+        )
+        return gathered
+    return None if stock_files or has_adapters(model) else {}
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether PEFT has changed the model, so that only adapters are written."""
+    return hasattr(model, "peft_config") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _gathered_adapters(model: torch.nn.Module) -> Mapping[str, Any]:
+    """Gather what is trained, or belongs to an adapter by its name. Collective."""
+    if isinstance(model, FullyShardedDataParallel):
+        # Its state dict holds shards of another kind, which only torch itself can put together.
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(model, options=whole)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapters = set(getattr(model, "peft_config", {}))
+    return {
+        name: value.full_tensor().cpu() if isinstance(value, DTensor) else value
+        for name, value in model.state_dict().items()
+        if name in trained or adapters & set(name.split("."))
+    }
+
+
+@contextmanager
+def gathered_already(model: Any) -> Generator[None]:
+    """Let one rank alone save the model, which would wait for the others."""
+    config = getattr(model, "config", None)
+    distributed = getattr(config, "distributed_config", None)
+    if config is not None and distributed is not None:
+        config.distributed_config = None
+    try:
+        yield
+    finally:
+        if config is not None and distributed is not None:
+            config.distributed_config = distributed
+
+
+def remove_empty_weights(folder: Path) -> None:
+    """Remove weight files without weights: they load as an untrained model."""
+    for path in folder.rglob("*.safetensors"):
+        with safe_open(path, framework="pt") as weights:
+            names = weights.keys()
+        if not names:
+            path.unlink()

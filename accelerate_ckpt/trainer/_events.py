@@ -1,4 +1,4 @@
-"""When the Trainer saves, and that it waits at the end: all that a callback can do."""
+"""The callback: when the Trainer saves, and that it waits at the end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from accelerate_ckpt._trainer_retention import is_new_best, wanted_best
-from accelerate_ckpt._trainer_session import TrainerSession
+from accelerate_ckpt.trainer._retention import is_new_best, wanted_best
+from accelerate_ckpt.trainer._session import TrainerSession
 from ckpt_core import KeepBest
 from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import RetentionPolicy
@@ -20,12 +20,12 @@ BEST = "new best"
 
 
 class EvaluationLeft(Exception):  # noqa: N818 - it is no error, and never leaves the Trainer
-    """A preemption was announced in the middle of an evaluation."""
+    """Signals a preemption in the middle of an evaluation."""
 
 
 @final
 class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Lets the save policy decide, stops after a save for a preemption, and drains at the end of training.
+    """Applies the save policy, stops at a preemption, waits at the end of training.
 
     Attributes:
         gated: whether a save policy decides, instead of the Trainer's `save_strategy`.
@@ -42,7 +42,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.own_evaluation = False
 
     def take_over(self, args: TrainingArguments, keep: RetentionPolicy | None) -> None:
-        """Keep the Trainer from deleting, and let it follow its best model whoever decides about saves."""
+        """Stop the Trainer from deleting, and let it track its best model at every step."""
         self._wanted = wanted_best(keep, args)
         taken = {"save_total_limit": None, **({"save_strategy": SaveStrategy.STEPS} if self.gated else {})}
         self._arguments = {name: getattr(args, name) for name in taken}
@@ -59,7 +59,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin, or try again, as `auto_find_batch_size` does."""
+        """Begin training, or begin again, as `auto_find_batch_size` does."""
         del args, control, kwargs
         self._session.begin(state.global_step)
         # Each rank has looked for it on its own disk, and all of them or none must load it at the end.
@@ -68,7 +68,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Decide about this step, after the Trainer's own flow has."""
+        """Decide whether to save this step, after the Trainer's own flow has."""
         del args, kwargs
         self.reason = "trainer"
         if not self.gated:
@@ -83,7 +83,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Have a new best saved, whatever the save policy says, if the best is to be kept."""
+        """Request a save of a new best, whatever the save policy says, if it is wanted."""
         del args, kwargs
         wanted = self._wanted
         if not (self.gated and self.own_evaluation and wanted):
@@ -96,7 +96,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave an evaluation, after the same batch on every rank, if a preemption was announced.
+        """Leave an evaluation if a preemption was announced, on every rank alike.
 
         Raises:
             EvaluationLeft: see `left_evaluation`.
@@ -111,14 +111,14 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             raise EvaluationLeft
 
     def left_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
-        """Decide about the step again, in whose evaluation a preemption was announced."""
+        """Decide again about a step whose evaluation a preemption cut short."""
         reason = self._session.manager.due(state.global_step, total_steps=state.max_steps)
         if reason is not None:
             self.reason, control.should_save = reason, True
         self._stop(control)
 
     def _stop(self, control: TrainerControl) -> None:
-        """End the training after a preemption, without the evaluation that would come before the save."""
+        """End training after a preemption, without the evaluation before the save."""
         if self._session.manager.preempted:
             control.should_training_stop = True
             control.should_evaluate = False
@@ -126,7 +126,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The save policy has decided at the epoch's last step."""
+        """Cancel the Trainer's save: the policy has decided at the epoch's last step."""
         del args, state, kwargs
         if self.gated:
             control.should_save = False
@@ -135,13 +135,13 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Training ends when its last checkpoint is committed."""
+        """Wait until the last checkpoint is committed."""
         del args, state, control, kwargs
         self._session.manager.wait()
         self._session.manager.due()
 
     def _warn_of_lost_best(self, args: TrainingArguments) -> None:
-        """Say at the start that the best may be measured where nothing is saved."""
+        """Warn at the start if the best may be measured where nothing is saved."""
         if (
             not self._wanted
             or args.eval_strategy == IntervalStrategy.NO

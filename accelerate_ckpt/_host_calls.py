@@ -1,8 +1,12 @@
-"""Accelerate's own methods, called so that they do only the small things.
+"""Calls of Accelerate's own methods and of users' hooks, each for one part only.
 
 Under `small_things_only` the accelerator has no models, optimizers and loaders, so that the stock method
 saves schedulers, scaler, random states and registered objects, and leaves the rest to the core. Under
-`large_things_only` it has nothing else, so that of what it wrote itself it loads only that.
+`large_things_only` it has nothing else, so that the stock method loads nothing else.
+
+The user's pre-hooks (`register_save_state_pre_hook`) see the models that stock would give them. Those of
+diffusers write a model themselves and take its weights out of the list, on the main process only; whether a
+model was taken over is therefore the coordinator's word.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -21,6 +25,8 @@ from accelerate.utils import DistributedType
 from accelerate.utils.other import clean_state_dict_for_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch.distributed.tensor import DTensor
+
+from ckpt_core.coordination import Coordinator
 
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 """Engines that keep their shards to themselves; their checkpoints stay what they are."""
@@ -37,7 +43,7 @@ class StockMethods:
 
 @contextmanager
 def small_things_only(accelerator: Accelerator) -> Generator[None]:
-    """An accelerator without anything large, whose save goes exactly where it is told."""
+    """Hide everything large from the stock methods, and save exactly where told."""
     configuration = accelerator.project_configuration
     naming, iteration = configuration.automatic_checkpoint_naming, configuration.iteration
     # The stock rotation deletes before anything is written.
@@ -58,7 +64,7 @@ def small_things_only(accelerator: Accelerator) -> Generator[None]:
 
 @contextmanager
 def large_things_only(accelerator: Accelerator) -> Generator[None]:
-    """An accelerator without schedulers, scaler and registered objects."""
+    """Hide schedulers, scaler and registered objects from the stock methods."""
     with _with(accelerator, _schedulers=[], _custom_objects=[], scaler=None):
         yield
 
@@ -74,7 +80,7 @@ def _with(accelerator: Accelerator, **replaced: Any) -> Generator[None]:
 
 
 def files_in(directory: Path) -> dict[str, bytes]:
-    """Content of every file at or below `directory`, by POSIX-relative path."""
+    """Return the content of every file below `directory`, by POSIX-relative path."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -83,14 +89,14 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 
 def is_stock_layout(accelerator: Accelerator, states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the stock loader wants single files: plain replicas, nothing sharded."""
+    """Return whether the stock loader wants single files: of plain replicas."""
     if accelerator.distributed_type in {*UNSUPPORTED, DistributedType.FSDP}:
         return False
     return not any(isinstance(value, DTensor) for state in states for value in state.values())
 
 
 def weight_files(weights: Sequence[Mapping[str, Any]], *, safe: bool) -> dict[str, bytes]:
-    """`model.safetensors` and its like, as the stock `load_state` of plain replicas expects them."""
+    """Return files such as `model.safetensors`, as stock `load_state` expects them."""
     names = ["model" if safe else "pytorch_model"] * len(weights)
     suffix = "safetensors" if safe else "bin"
     return {
@@ -106,7 +112,7 @@ def _weights(state: Mapping[str, Any], *, safe: bool) -> bytes:
 
 
 def optimizer_files(optimizers: Sequence[Any]) -> dict[str, bytes]:
-    """`optimizer.bin` and its like."""
+    """Return files such as `optimizer.bin`, as stock `load_state` expects them."""
     return {
         f"optimizer_{index}.bin" if index else "optimizer.bin": torch_bytes(optimizer.state_dict())
         for index, optimizer in enumerate(optimizers)
@@ -114,7 +120,59 @@ def optimizer_files(optimizers: Sequence[Any]) -> dict[str, bytes]:
 
 
 def torch_bytes(value: Any) -> bytes:
-    """What `torch.save` writes."""
+    """Return what `torch.save` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def run_save_hooks(
+    accelerator: Accelerator,
+    weights: list[Mapping[str, Any]],
+    directory: Path,
+    coordinator: Coordinator,
+) -> list[int]:
+    """Call the save hooks; return the indices of the models left to us.
+
+    Collective if there are hooks.
+
+    Args:
+        accelerator: whose hooks and models.
+        weights: state dicts of the models, as stock passes them; none under FSDP. Hooks take theirs out.
+        directory: where hooks may write.
+        coordinator: the ranks of the job.
+    """
+    every = list(range(len(accelerator._models)))
+    hooks = accelerator._save_model_state_pre_hook
+    if not hooks:
+        return every
+    offered = list(weights)
+    error: BaseException | None = None
+    try:
+        for hook in hooks.values():
+            hook(accelerator._models, weights, str(directory))
+    except Exception as failure:  # noqa: BLE001 - the exchange carries it to every rank
+        error = failure
+    left = [index for index, state in enumerate(offered) if any(state is each for each in weights)]
+    own = left if offered else every
+    return coordinator.exchange(
+        own if error is None else cast("list[int]", error), lambda of: [of[0]] * len(of)
+    )
+
+
+def run_load_hooks(accelerator: Accelerator, models: Sequence[Any], directory: Path) -> list[int]:
+    """Call the load hooks; return the indices of the models left to us.
+
+    Args:
+        accelerator: whose hooks.
+        models: those the hooks may load themselves; none under FSDP.
+        directory: where hooks may read.
+    """
+    remaining = list(models)
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(remaining, str(directory))
+    if not models:
+        return list(range(len(accelerator._models)))
+    return [
+        index for index, model in enumerate(accelerator._models) if any(model is each for each in remaining)
+    ]

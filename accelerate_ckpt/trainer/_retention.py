@@ -1,5 +1,5 @@
-"""What stays of a Trainer's checkpoints, and which evaluation is worth a checkpoint: pure values."""
-# ruff: noqa: ARG002 - the docstring of the policy says what its override does, which needs no `now`
+"""Retention as the Trainer means it, and evaluations worth a save; pure values."""
+# ruff: noqa: ARG002 - the base class documents `keep`, and this one needs no `now`
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, Literal, final
 from transformers import TrainingArguments
 
 from ckpt_core import KeepBest
-from ckpt_core.retention import AllOf, AnyOf, Not, RetentionPolicy
+from ckpt_core.hosting import leaf_policies
+from ckpt_core.retention import Not, RetentionPolicy
 from ckpt_core.types import CheckpointInfo
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepAsTrainer(RetentionPolicy):
-    """Keeps what `save_total_limit` means: newest and best, then the next newest up to `limit` in all.
+    """Keeps newest and best, then the next newest, as `save_total_limit` does.
 
     The best is the one that the Trainer takes for it: of equals the older.
     """
@@ -45,7 +46,7 @@ class KeepAsTrainer(RetentionPolicy):
 
 
 def retention(keep: RetentionPolicy | None, args: TrainingArguments) -> RetentionPolicy | None:
-    """What is kept: what was asked for, else `save_total_limit`; always what the Trainer calls its best."""
+    """Return the policy: `keep`, else `save_total_limit`; always with the best."""
     metric, mode = best_of(args)
     limit = args.save_total_limit
     if keep is not None:
@@ -54,7 +55,7 @@ def retention(keep: RetentionPolicy | None, args: TrainingArguments) -> Retentio
 
 
 def best_of(args: TrainingArguments) -> tuple[str | None, Literal["min", "max"]]:
-    """The metric that the Trainer's best model is chosen by, as it is logged; and whether more is better."""
+    """Return the metric of the best model, as it is logged, and its direction."""
     if args.metric_for_best_model is None:
         return None, "min"
     name = args.metric_for_best_model.removeprefix("eval_")
@@ -62,29 +63,27 @@ def best_of(args: TrainingArguments) -> tuple[str | None, Literal["min", "max"]]
 
 
 def wanted_best(keep: RetentionPolicy | None, args: TrainingArguments) -> list[KeepBest]:
-    """By which metrics the best is to be there: it is kept, or loaded at the end."""
+    """Return policies for metrics whose best is kept, or loaded at the end."""
     metric, mode = best_of(args)
     loaded = [KeepBest(metric, mode=mode)] if metric is not None and args.load_best_model_at_end else []
     return [*_members(keep), *loaded]
 
 
 def _members(keep: RetentionPolicy | None) -> Iterator[KeepBest]:
-    match keep:
-        case KeepBest():
-            yield keep
-        case KeepAsTrainer(metric=str(metric), mode=mode):
-            yield KeepBest(metric, mode=mode)
-        case AnyOf() | AllOf():
-            for policy in keep.policies:
-                yield from _members(policy)
-        case Not():
-            yield from _members(keep.policy)
-        case _:
-            return
+    for policy in leaf_policies(keep):
+        match policy:
+            case KeepBest():
+                yield policy
+            case KeepAsTrainer(metric=str(metric), mode=mode):
+                yield KeepBest(metric, mode=mode)
+            case Not():
+                yield from _members(policy.policy)
+            case _:
+                pass
 
 
 def is_new_best(wanted: Sequence[KeepBest], history: Sequence[Mapping[str, Any]], step: int) -> bool:
-    """Whether what was measured at this step is among the best so far, of which a policy keeps `n`."""
+    """Return whether a policy would keep what was measured at this step."""
     return any(_is_among_best(policy, history, step) for policy in wanted)
 
 
@@ -102,7 +101,7 @@ def _is_among_best(policy: KeepBest, history: Sequence[Mapping[str, Any]], step:
 
 
 def metrics_at(history: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
-    """The numbers that were logged for this step: what was measured at another belongs to that one."""
+    """Return the numbers that were logged for this step, and for no other."""
     return {
         name: float(value)
         for entry in history

@@ -1,0 +1,1 @@
+"""Checkpoints for the Hugging Face Trainer, which never calls `save_state`."""

@@ -1,0 +1,274 @@
+"""What every host needs: one rule for paths, managers by root, a close at exit.
+
+The adapters and the command line share it, so that a path means the same checkpoint in each of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final, Protocol, Self, final
+
+from ckpt_core.commit import Occupant, content_of
+from ckpt_core.disclosure import logger_of, public_url
+from ckpt_core.errors import CheckpointError, ConfigError
+from ckpt_core.messages import message
+from ckpt_core.names import is_incomplete, is_trash
+from ckpt_core.retention import AllOf, AnyOf, RetentionPolicy
+from ckpt_core.storage import Storage, open_storage
+from ckpt_core.validation import location, require
+
+if TYPE_CHECKING:  # the command line runs without torch
+    from ckpt_core.coordination import Coordinator
+    from ckpt_core.manager import CheckpointManager
+
+_LOCAL_URL: Final = re.compile(r"(?:file|local)://(?P<path>.*)", re.DOTALL)
+_logger = logger_of(__name__)
+
+
+def root_of(path: str | os.PathLike[str]) -> str:
+    """Return the one spelling of a root, in whatever way it was written.
+
+    A local path, also as `file://…`, becomes absolute; `~` is expanded and every symbolic link is resolved. A
+    URL of an object store loses its trailing slashes. Two spellings of one directory must be one root: a
+    second manager would be refused its lock, and lineage and removal go by the root. It is resolved when it
+    is given, so that neither a `chdir` nor a link that is changed later splits a run.
+
+    Raises:
+        ConfigError: it cannot be a root; see `open_storage`.
+    """
+    text = _without_local_scheme(path)
+    scheme, separator, rest = text.partition("://")
+    return f"{scheme}://{rest.rstrip('/')}" if separator else os.path.realpath(open_storage(text).url)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CheckpointPath:
+    """A checkpoint as root and name, in the spelling that all hosts share.
+
+    The directory that it is in is spelled by `root_of`. Its own name is taken as written: a symbolic link of
+    that name, such as `latest`, is followed by loads, within the root, and by no save.
+
+    Attributes:
+        root: the root, as `root_of` returns it.
+        name: of its directory there; "" for the root as a whole.
+    """
+
+    root: str
+    name: str = ""
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Self:
+        """Split the path or URL of a checkpoint.
+
+        Raises:
+            ConfigError: it is neither, or has nothing above it, as a bucket has not.
+        """
+        require("the path of a checkpoint", location("it", path))
+        text = os.path.expanduser(_without_local_scheme(path)).rstrip("/")  # noqa: PTH111 - may be a URL
+        if text.rpartition("/")[2] in {".", ".."}:  # not names
+            text = root_of(text)
+        parent, slash, name = text.rpartition("/")
+        if not name or ("://" in text and not parent.partition("://")[2]):
+            raise ConfigError(
+                f"{public_url(os.fspath(path))} can only be a root: a checkpoint is a directory below one"
+            )
+        return cls(root_of(parent or slash or "."), name)
+
+    def __str__(self) -> str:
+        separator = "" if not self.name or self.root.endswith("/") else "/"
+        return f"{self.root}{separator}{self.name}"
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)  # a URL may hold credentials
+class RunRoot:
+    """The root that a host was configured with.
+
+    Attributes:
+        path: as `root_of` spells it.
+        storage: what was given, if not a path or URL.
+    """
+
+    path: str
+    storage: Storage | None = None
+
+    @classmethod
+    def of(cls, given: str | os.PathLike[str] | Storage) -> Self:
+        """Resolve what a user gave as the root.
+
+        Raises:
+            ConfigError: it cannot be a root.
+        """
+        return cls(root_of(given.url), given) if isinstance(given, Storage) else cls(root_of(given))
+
+    def opens(self, root: str) -> str | Storage:
+        """Return what to open for a root: the storage that was given, or the root itself."""
+        return self.storage if self.storage is not None and root == self.path else root
+
+
+@message
+class Kind(Enum):
+    """What a host finds at a path."""
+
+    COMMITTED = auto()
+    """A checkpoint of ours that counts, or whose marker is damaged."""
+    TORN = auto()
+    """A checkpoint of ours that was not committed."""
+    STOCK = auto()
+    """A checkpoint that the host wrote by itself."""
+    ROOT = auto()
+    """A directory that holds committed checkpoints."""
+    NOTHING = auto()
+    """Neither; also a directory with nothing but files of the user's."""
+
+
+_KINDS: Final = {
+    Occupant.COMMITTED: Kind.COMMITTED,
+    Occupant.UNREADABLE: Kind.COMMITTED,
+    Occupant.TORN: Kind.TORN,
+    Occupant.STOCK: Kind.STOCK,
+}
+
+
+def kind_of(storage: Storage, name: str) -> Kind:
+    """Return the kind of a directory of a root; never `Kind.ROOT`.
+
+    Raises:
+        NotADirectoryError: it is a file.
+        OSError: storage is unwell.
+    """
+    if is_incomplete(name) or is_trash(name):
+        return Kind.TORN
+    return _KINDS.get(content_of(storage, name), Kind.NOTHING)
+
+
+@final
+class ManagersByRoot:
+    """Opens one manager for each root in use, all with one coordinator.
+
+    Concurrency: main thread. Making a manager and closing are collective.
+
+    Args:
+        make: makes the manager of a root.
+        deadline_seconds: how long ranks wait for one another.
+    """
+
+    def __init__(
+        self, make: Callable[[str, Coordinator], CheckpointManager], *, deadline_seconds: float
+    ) -> None:
+        self._make = make
+        self._deadline_seconds = deadline_seconds
+        self._managers: dict[str, CheckpointManager] = {}
+        self._coordinator: Coordinator | None = None
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator of the job; a new one after `close`."""
+        if self._coordinator is None:
+            from ckpt_core.coordination import coordinator_for_job
+
+            self._coordinator = coordinator_for_job(deadline_seconds=self._deadline_seconds)
+        return self._coordinator
+
+    def at(self, root: str) -> CheckpointManager:
+        """Return the manager of a root, spelled as by `root_of`; make it at its first use."""
+        if root not in self._managers:
+            self._managers[root] = self._make(root, self.coordinator)
+        return self._managers[root]
+
+    def get(self, root: str) -> CheckpointManager | None:
+        """Return the manager of a root that is in use."""
+        return self._managers.get(root)
+
+    @property
+    def roots(self) -> list[str]:
+        """The roots in use."""
+        return list(self._managers)
+
+    def __iter__(self) -> Iterator[CheckpointManager]:
+        return iter(self._managers.values())
+
+    def wait(self) -> None:
+        """Wait for every save in flight.
+
+        Raises:
+            SaveError: one failed.
+        """
+        for manager in self._managers.values():
+            manager.wait()
+
+    def close_managers(self) -> None:
+        """Close every manager, even if one fails.
+
+        Raises:
+            SaveError: a save in flight failed.
+        """
+        managers, self._managers = self._managers, {}
+        with ExitStack() as closing:
+            for manager in managers.values():
+                closing.callback(manager.close)
+
+    def close(self, *, farewell: bool = True) -> None:
+        """Close every manager and the coordinator; harmless when repeated.
+
+        Args:
+            farewell: whether the other ranks close, too, so that the coordinator may wait for them.
+
+        Raises:
+            SaveError: a save in flight failed; everything is closed all the same.
+        """
+        coordinator, self._coordinator = self._coordinator, None
+        with ExitStack() as closing:
+            if coordinator is not None and farewell:
+                closing.callback(coordinator.close)
+            self.close_managers()
+
+
+class Closable(Protocol):
+    """What holds saves in flight."""
+
+    def close(self) -> None:
+        """Wait for them, and give the roots back."""
+
+
+def close_at_exit(closable: Closable) -> None:
+    """Close something when the interpreter exits, if it is alive then.
+
+    For scripts that end without closing it: their saves have ended by then, but the roots are still claimed.
+    A failure is logged.
+    """
+    atexit.register(_close, weakref.ref(closable))
+
+
+def _close(reference: weakref.ref[Closable]) -> None:
+    closable = reference()
+    if closable is None:
+        return
+    try:
+        closable.close()
+    except CheckpointError as error:
+        _logger.error("%s", error)  # noqa: TRY400 - the message is all there is to say
+
+
+def leaf_policies(policy: RetentionPolicy | None) -> Iterator[RetentionPolicy]:
+    """Yield the policies that were joined with `|` and `&`."""
+    if isinstance(policy, AnyOf | AllOf):
+        for each in policy.policies:
+            yield from leaf_policies(each)
+    elif policy is not None:
+        yield policy
+
+
+def _without_local_scheme(path: str | os.PathLike[str]) -> str:
+    """Return a local path, also of `file://…`, or the URL of an object store."""
+    text = os.fspath(path)
+    local = _LOCAL_URL.fullmatch(text)
+    return text if local is None else local["path"]
