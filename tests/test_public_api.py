@@ -28,7 +28,7 @@ FACADES = [
 @pytest.mark.parametrize("name", FACADES)
 def test_every_public_name_exists_and_is_listed_in_order(name: str) -> None:
     module = importlib.import_module(name)
-    assert list(module.__all__) == sorted(module.__all__)
+    assert list(module.__all__) == sorted(module.__all__, key=lambda public: (not public.isupper(), public))
     for public in module.__all__:
         assert getattr(module, public) is not None
 
