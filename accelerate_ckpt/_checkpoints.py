@@ -149,7 +149,7 @@ class AcceleratorCheckpoints:
             return None
         reason: str | None = "call"
         if self._gated:
-            reason = self._roots.at(place.root).due(self.step, total_steps=total_steps)
+            reason = self._roots.managers.at(place.root).due(self.step, total_steps=total_steps)
         if reason is None:
             return None
         return self._save(place, metrics or {}, reason, safe=safe_serialization)
@@ -196,7 +196,7 @@ class AcceleratorCheckpoints:
         Raises:
             SaveError: one failed.
         """
-        self._roots.wait()
+        self._roots.managers.wait()
 
     def note_metrics(self, values: Mapping[str, Any]) -> None:
         """Note logged numbers as metrics of a save of this step, and of no later one."""
@@ -233,7 +233,7 @@ class AcceleratorCheckpoints:
     def _save(
         self, place: CheckpointPath, metrics: Mapping[str, float], reason: str, *, safe: bool
     ) -> SaveHandle | None:
-        accelerator, manager = self._accelerator, self._roots.at(place.root)
+        accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
         if within_window(accelerator):
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
@@ -264,7 +264,7 @@ class AcceleratorCheckpoints:
             self._accelerator,
             self.stock,
             self.progress,
-            coordinator=self._roots.coordinator,
+            coordinator=self._roots.managers.coordinator,
             storage=manager.storage,
             arguments=arguments,
         )

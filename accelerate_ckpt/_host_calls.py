@@ -2,7 +2,7 @@
 
 Under `small_things_only` the accelerator has no models, optimizers and loaders, so that the stock method
 saves schedulers, scaler, random states and registered objects, and leaves the rest to the core. Under
-`large_things_only` it has nothing else, so that of what it wrote itself it loads only that.
+`large_things_only` it has nothing else, so that the stock method loads nothing else.
 
 The user's pre-hooks (`register_save_state_pre_hook`) see the models that stock would give them. Those of
 diffusers write a model themselves and take its weights out of the list, on the main process only; whether a

@@ -68,16 +68,16 @@ class Loading:
         if arguments.get("strict", True) is True:
             found = manager.resume(state) is not None
         else:
-            found = self._roots.coordinator.once(lambda: bool(manager.checkpoints(abandoned=True)))
+            found = self._roots.managers.coordinator.once(lambda: bool(manager.checkpoints(abandoned=True)))
             if found:
                 manager.load(state, strict=arguments["strict"])
         if found:
             return True
-        name = self._roots.coordinator.once(lambda: newest_stock(manager.storage))
+        name = self._roots.managers.coordinator.once(lambda: newest_stock(manager.storage))
         if name is not None:
             self._load_stock(manager, name, arguments)
             return True
-        torn = self._roots.coordinator.once(lambda: torn_in(manager.storage))
+        torn = self._roots.managers.coordinator.once(lambda: torn_in(manager.storage))
         _logger.log(
             logging.WARNING if torn else logging.INFO,
             "nothing has been committed to %s yet%s: training starts afresh",
@@ -94,10 +94,10 @@ class Loading:
             ConfigError: what was named is a file, or holds checkpoints but is none.
             CorruptCheckpointError: it was never committed, or is damaged; nothing was touched.
         """
-        manager = self._roots.at(place.root)
+        manager = self._roots.managers.at(place.root)
         self._refuse_to_unpickle(arguments)
         where = f"{manager.storage.url}/{place.name}"
-        kind, problem = self._roots.coordinator.once(lambda: _looked_at(manager.storage, place.name))
+        kind, problem = self._roots.managers.coordinator.once(lambda: _looked_at(manager.storage, place.name))
         if problem:
             raise ConfigError(f"{where} is no checkpoint: {problem}")
         if kind is Kind.NOTHING:
@@ -116,14 +116,11 @@ class Loading:
         manager.load(self._state(manager), name=name, strict=arguments.get("strict", True))
 
     def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
-        """Load what stock Accelerate wrote.
-
-        Its shards are read by the core, for stock loses FSDP1's optimizer state.
-        """
+        """Load what stock wrote; shards by the core: stock loses FSDP1's optimizer."""
         storage, accelerator = manager.storage, self._accelerator
         _logger.info("%s/%s was written by stock Accelerate", storage.url, name)
         verify = manager.options.manifest_verifier
-        self._roots.coordinator.once(lambda: require_trusted(storage, name, verify))
+        self._roots.managers.coordinator.once(lambda: require_trusted(storage, name, verify))
         if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load(manager, name, arguments)
         elif not isinstance(storage, LocalStorage):
@@ -132,7 +129,7 @@ class Loading:
             )
         else:
             small = everywhere(
-                self._roots.coordinator,
+                self._roots.managers.coordinator,
                 lambda: read_small(accelerator, storage, name, self._pickles, committed=False),
                 f"{storage.url}/{name} could not be read, and nothing was loaded",
                 what="reading small files",

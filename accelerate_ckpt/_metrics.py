@@ -63,10 +63,7 @@ class Metrics:
         self._best.clear()
 
     def _miss(self, name: str) -> None:
-        """Warn, once, if a measurement that no checkpoint holds was the best.
-
-        It is about to be overwritten or forgotten.
-        """
+        """Warn, once, of a best measurement about to be forgotten that was not saved."""
         if self._said or name not in self._wanted or name not in self._unsaved:
             return
         step, value = self._measured[name]

@@ -31,6 +31,9 @@ class Roots:
 
     Concurrency: main thread; making a manager is collective.
 
+    Attributes:
+        managers: by root.
+
     Args:
         accelerator: whose checkpoints they hold.
         settings: the root for automatic names, and options of the managers.
@@ -51,20 +54,15 @@ class Roots:
         self._options = settings.options
         self._abandoned_given = "abandoned" in settings.given
         self._sinks = sinks
-        self._managers = ManagersByRoot(self._make, deadline_seconds=settings.options.deadline_seconds)
+        self.managers = ManagersByRoot(self._make, deadline_seconds=settings.options.deadline_seconds)
         self._ended = set[str]()
         self._given = None if settings.root is None else RunRoot.of(settings.root)
         self._project = ("", "")
 
-    @property
-    def coordinator(self) -> Coordinator:
-        """The coordinator of the job; a new one after `close`."""
-        return self._managers.coordinator
-
     def automatic(self) -> CheckpointManager | None:
         """Return the manager of the root for automatic names, if there is one."""
         root = self._automatic_root()
-        return None if root is None else self.at(root)
+        return None if root is None else self.managers.at(root)
 
     def only(self) -> CheckpointManager:
         """Return the manager for automatic names, or of the only root in use.
@@ -73,15 +71,11 @@ class Roots:
             ConfigError: there is neither.
         """
         manager = self.automatic()
-        if manager is None and len(self._managers.roots) == 1:
-            (manager,) = self._managers
+        if manager is None and len(self.managers.roots) == 1:
+            (manager,) = self.managers
         if manager is None:
             raise ConfigError(f"there is no single root of checkpoints: {_NO_ROOT}")
         return manager
-
-    def at(self, root: str) -> CheckpointManager:
-        """Return the manager of a root, as `root_of` spells it; make it at first use."""
-        return self._managers.at(root)
 
     def place(self, output_dir: str | os.PathLike[str] | None) -> CheckpointPath:
         """Return where a save with this `output_dir` goes.
@@ -104,37 +98,29 @@ class Roots:
         """Set the next automatic number from storage; stock starts at 0 after a restart."""
         manager = self.automatic()
         if manager is not None:
-            number = self.coordinator.once(lambda: _next_number(manager.storage))
+            number = self.managers.coordinator.once(lambda: _next_number(manager.storage))
             self._accelerator.project_configuration.iteration = number
-
-    def wait(self) -> None:
-        """Wait for every save in flight.
-
-        Raises:
-            SaveError: one failed.
-        """
-        self._managers.wait()
 
     @property
     def preempted(self) -> bool:
         """Whether the last look found a preemption that stops training."""
-        return any(manager.preempted for manager in self._managers)
+        return any(manager.preempted for manager in self.managers)
 
     def check_preemption(self) -> bool:
         """Look for a preemption, and return `preempted`; collective."""
-        for manager in self._managers:
+        for manager in self.managers:
             manager.due()
         return self.preempted
 
     def begin_new_runs(self) -> None:
         """Close every manager; the next use of a root begins a run of its own."""
-        self._ended.update(self._managers.roots)
-        self._managers.close_managers()
+        self._ended.update(self.managers.roots)
+        self.managers.close_managers()
 
     def close(self) -> None:
         """Close every manager and the coordinator; idempotent."""
-        self._ended.update(self._managers.roots)
-        self._managers.close()
+        self._ended.update(self.managers.roots)
+        self.managers.close()
 
     def _automatic_root(self) -> str | None:
         """Return the root for automatic names; None if users name each checkpoint."""
@@ -166,7 +152,7 @@ class Roots:
         limit = self._accelerator.project_configuration.total_limit
         # As in stock, `total_limit` is about automatic names, of whatever run they are; what a user named is
         # only removed on `keep`.
-        if self._options.keep is not None or limit is None or root != self._automatic_root():
+        if root != self._automatic_root() or self._options.keep is not None or limit is None:
             return self._options
         abandoned = self._options.abandoned if self._abandoned_given else "prune"
         return replace(self._options, keep=KeepLatest(limit), abandoned=abandoned)

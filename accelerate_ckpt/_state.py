@@ -84,10 +84,7 @@ def optimizer_part(index: int) -> str:
 
 
 def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the models that optimizers train.
-
-    Others, such as averages of weights, may change at any time.
-    """
+    """Return the models that optimizers train; others may change at any time."""
     trained = {
         id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
     }

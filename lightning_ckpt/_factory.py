@@ -19,10 +19,7 @@ _GUARDED = "_ckpt_guarded"
 
 
 def lightning_callbacks() -> list[Any]:
-    """Return the callback that attaches plugins of the `lightning` package.
-
-    None is returned where no plugin can be.
-    """
+    """Return the callback that attaches plugins of the `lightning` package, if any."""
     return _attachers("lightning_ckpt.lightning", "lightning.pytorch")
 
 
@@ -40,10 +37,7 @@ def _attachers(module: str, package: str) -> list[Any]:
 
 
 def _explain_our_directories(connector: type[Any]) -> None:
-    """Wrap the choice of `ckpt_path`: name the fix where a Trainer cannot read ours.
-
-    Lightning would only say that it is a directory.
-    """
+    """Wrap the choice of `ckpt_path`: give advice where a Trainer cannot read ours."""
     stock = connector._select_ckpt_path
     if hasattr(stock, _GUARDED):
         return

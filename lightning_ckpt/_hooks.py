@@ -117,10 +117,7 @@ class LifeCycle:
             self._session.pacing.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Note the exception; start no save, for the other ranks may be anywhere.
-
-        Teardown waits for what is in flight.
-        """
+        """Note the exception; start no save: the other ranks may be anywhere."""
         del trainer, pl_module
         if self._session is not None:
             self._session.failed(exception)
@@ -164,8 +161,8 @@ class CheckpointHooks(LifeCycle, Configured):
 class PluginOptions(Configured):
     """A `CheckpointIO` that carries our options, to be joined with Lightning's own.
 
-    Attached strategies never call it. What is left are the temporary files in which Lightning's spawn and
-    fork launchers bring the weights home: those stay plain files.
+    Attached strategies never call it. Lightning's spawn and fork launchers do, for the temporary files that
+    pass the weights to the main process: those stay plain files.
 
     Attributes:
         attached: whether a Trainer's strategy saves and loads through us on behalf of this plugin.

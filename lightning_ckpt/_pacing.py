@@ -47,7 +47,7 @@ class Pacing:
         policy = settings.options.save
         heard = () if policy is None else policy.preemptions
         self._signals = SignalTakeover(trainer._signal_connector, {n for each in heard for n in each.signals})
-        self._manager = self._signals.made_by(lambda: roots.manager(self._root))
+        self._manager = self._signals.made_by(lambda: roots.managers.at(self._root))
         self.validation = ValidationExit(trainer, self._manager, roots)
         self._evaluations = Evaluations(trainer, settings.bests, roots, measured)
         self._seen_step = -1
@@ -156,8 +156,8 @@ class Pacing:
     def _note_edge(self) -> None:
         """Remember the loops' state at the end of an epoch whose metric may rank it.
 
-        What Lightning makes of them until `on_train_epoch_end` it resumes with one batch of the next epoch
-        taken for the whole.
+        Until `on_train_epoch_end` Lightning changes them, so that a resume would take one batch of the next
+        epoch for all of it.
         """
         self._edge = None
         if self._settings.bests and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
@@ -228,7 +228,7 @@ def weights_may_change(trainer: Any) -> bool:
 
     Averaging callbacks do so at the end of training.
 
-    They do it through `.data`, which no copy in the making could notice.
+    They do it through `.data`, which a staged copy in progress cannot notice.
     """
     return trainer.lightning_module._current_fx_name not in _FOLLOWED_BY_TRAINING
 

@@ -30,11 +30,12 @@ class Roots:
     A manager lives as long as a fit. The checkpoint that the live state comes from is remembered longer, so
     that another fit of the same Trainer continues the lineage of the first.
 
-    Concurrency: main thread; `manager`, `once`, `same`, `take_up`, `save` and `close` are collective,
+    Concurrency: main thread; `once`, `same`, `take_up`, `save` and `close` are collective,
     `remove` is for the coordinator. The managers share one coordinator, whose background channel serves one
     save at a time: a save first waits for those in flight elsewhere, which also bounds the memory of copies.
 
     Attributes:
+        managers: by root, made at their first use in a fit.
         training: whether a fit is running that saves by itself; see `Settings.for_root`.
     """
 
@@ -42,16 +43,12 @@ class Roots:
         self.training = False
         self._settings = settings
         deadline = settings.options.deadline_seconds
-        self._managers = ManagersByRoot(self._make, deadline_seconds=deadline)
+        self.managers = ManagersByRoot(self._make, deadline_seconds=deadline)
         self._written: set[str] = set()
         self._newest: SaveHandle | None = None
         self._origins: dict[str, tuple[int, str]] = {}
         self._saved: list[tuple[str, SaveHandle]] = []
         self._taken_up: set[str] = set()
-
-    def manager(self, root: str) -> CheckpointManager:
-        """Return the manager of `root`, made at its first use in this fit."""
-        return self._managers.at(root)
 
     def _make(self, root: str, coordinator: Coordinator) -> CheckpointManager:
         return CheckpointManager(
@@ -63,11 +60,11 @@ class Roots:
 
     def once(self, decide: Callable[[], T]) -> T:
         """Return on every rank what the coordinator alone decides."""
-        return self._managers.coordinator.once(decide)
+        return self.managers.coordinator.once(decide)
 
     def same(self, numbers: Sequence[int]) -> bool:
         """Return whether numbers are equal on every rank; one small all-reduce."""
-        combined = self._managers.coordinator.combine([*numbers, *(-number for number in numbers)])
+        combined = self.managers.coordinator.combine([*numbers, *(-number for number in numbers)])
         return combined == (*numbers, *(-number for number in numbers))
 
     def loaded(self, place: CheckpointPath, step: int | None) -> None:
@@ -87,7 +84,7 @@ class Roots:
         """
         if root in self._origins and root not in self._taken_up:
             try:
-                self.manager(root).continue_from(name=self._origins[root][1])
+                self.managers.at(root).continue_from(name=self._origins[root][1])
             except CheckpointNotFoundError as error:
                 _logger.warning("%s; it was there when this run saved or loaded it", error)
                 del self._origins[root]
@@ -105,8 +102,8 @@ class Roots:
         reason: str,
     ) -> SaveHandle | None:
         """Save to a root; see `CheckpointManager.save`."""
-        manager = self.manager(root)
-        for other in self._managers:
+        manager = self.managers.at(root)
+        for other in self.managers:
             if other is not manager:
                 other.wait()
         self._find_origin(root, step)
@@ -126,27 +123,16 @@ class Roots:
         return handle
 
     def _find_origin(self, root: str, step: int) -> None:
-        """Continue from the newest checkpoint of a root that is not the run's own.
-
-        There the host names the checkpoints.
-        """
+        """Continue from the newest checkpoint of a root where the host names them."""
         if root == self._settings.root or root in self._taken_up or root in self._origins:
             return
-        latest = self.once(self.manager(root).latest)
+        latest = self.once(self.managers.at(root).latest)
         if latest is not None and latest.step <= step:
             self._origins[root] = latest.step, latest.name
 
-    def wait(self) -> None:
-        """Wait for every save in flight: the next lookup may be for one of them.
-
-        Raises:
-            SaveError: one failed.
-        """
-        self._managers.wait()
-
     def settle(self) -> None:
         """Wait until every save in flight has its copy, so that weights may change."""
-        for manager in self._managers:
+        for manager in self.managers:
             manager.wait_staged()
 
     def remove(self, place: CheckpointPath, remove_file: Callable[[], None]) -> None:
@@ -163,7 +149,7 @@ class Roots:
             return
         storage = self._settings.storage_at(place.root)
         # The manager that owns the root by then, and counts what is in it.
-        manager = self._managers.get(place.root)
+        manager = self.managers.get(place.root)
 
         def ended(saved: Future[CheckpointInfo]) -> None:
             if saved.exception() is None:
@@ -187,7 +173,7 @@ class Roots:
         """
         self._newest = None
         try:
-            self._managers.close(farewell=farewell)
+            self.managers.close(farewell=farewell)
         finally:
             self._note_saved()
             self._saved, self._taken_up = [], set()
@@ -205,10 +191,7 @@ def _remove(
     place: CheckpointPath,
     remove_file: Callable[[], None],
 ) -> None:
-    """Remove a checkpoint; a failure leaves one too many, and is logged.
-
-    It runs where the commit was made, mostly on the background thread.
-    """
+    """Remove a checkpoint, mostly on the background thread; log a failure."""
     try:
         if storage.exists(place.name):
             remove_file()

@@ -129,7 +129,7 @@ class Session:
             CheckpointError: see `CheckpointManager.load` and `resume`.
         """
         text = self._roots.once(lambda: os.fspath(path))
-        self._roots.wait()
+        self._roots.managers.wait()
         kind = self._roots.once(lambda: self._kind(text))
         if kind is Kind.STOCK:
             _refuse_unjudged(text, self.settings)
@@ -148,7 +148,7 @@ class Session:
 
     def _load(self, place: CheckpointPath, state: LightningState) -> None:
         """Load the checkpoint of that name, or the newest of a root."""
-        manager = self._roots.manager(place.root)
+        manager = self._roots.managers.at(place.root)
         try:
             if not place.name and self.pacing is not None and place.root == self.settings.root:
                 manager.resume(state)

@@ -256,8 +256,8 @@ def _ended_epoch(checkpoint: Mapping[str, Any]) -> bool:
 def capture(trainer: Any, checkpoint: Mapping[str, Any]) -> CapturedState:
     """Convert the dictionary that Lightning collected on this rank.
 
-    Callbacks and the data module may differ between ranks, which Lightning forgets: theirs is kept per rank,
-    and rank 0's also for all, for ranks that come later.
+    Callbacks and the data module may differ between ranks, which Lightning ignores: their state is kept per
+    rank, and rank 0's also for ranks that are added later.
     """
     rest = dict(checkpoint)
     tree: dict[str, Any] = {MODEL: rest.pop("state_dict")}

@@ -1,7 +1,12 @@
 """Attachment to a strategy, which then saves and loads through the core.
 
-`attach` gives the strategy object a generated subclass of its own class. It has a single base, for Python
-refuses to change an object's class to one with another layout; and it keeps its name, for logs.
+`attach` gives the strategy object a generated subclass of its own class. No public seam will do: a plugin
+(`CheckpointIO`) gets the gathered dictionary on one rank, never the shards; a Strategy of ours would have to
+be chosen by the user, one for each stock strategy; and the Trainer makes its strategy before any callback,
+keeps it, and tests its class, so that a wrapper cannot take its place.
+
+The subclass has a single base, for Python refuses to change an object's class to one with another layout; and
+it keeps its name, for logs.
 """
 
 from __future__ import annotations

@@ -29,10 +29,7 @@ M = TypeVar("M", bound=LightningModule | LightningDataModule)
 
 @final
 class ShardedCheckpoint(CheckpointHooks, Checkpoint):
-    """Saves a Trainer's checkpoints asynchronously, and resumes them exactly.
-
-    They are sharded and committed.
-    """
+    """Saves sharded, committed checkpoints asynchronously; resumes them exactly."""
 
     trainer_type = Trainer
     module_name = __name__
@@ -40,10 +37,7 @@ class ShardedCheckpoint(CheckpointHooks, Checkpoint):
 
 @final
 class ShardedCheckpointIO(PluginOptions, TorchCheckpointIO):
-    """`ShardedCheckpoint` as a plugin, with the same options and behaviour.
-
-    It works beside any checkpoint callback.
-    """
+    """`ShardedCheckpoint` as a plugin; it works beside any checkpoint callback."""
 
 
 @final

@@ -1,4 +1,1 @@
-"""Checkpoints for the Hugging Face Trainer.
-
-It uses neither Accelerate's `save_state` nor its hooks.
-"""
+"""Checkpoints for the Hugging Face Trainer, which never calls `save_state`."""

@@ -2,8 +2,8 @@
 
 It may be ours or the stock Trainer's.
 
-The stock Trainer takes the highest number: also a directory that its own preemption save left behind
-half-written, and what a run before this one has left.
+The stock Trainer takes the highest number, even of a directory that its own preemption save left
+half-written, or of an earlier run.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class CheckpointPath:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)  # a URL may hold credentials
 class RunRoot:
     """The root that a host was configured with.
 

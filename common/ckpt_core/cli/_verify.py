@@ -169,7 +169,7 @@ def _compared(storage: Storage, name: str) -> _Result:
         else:
             catalog.unmark(name)
     except (CheckpointError, OSError) as error:
-        # Whoever may only read the root still learns how the checkpoint is.
+        # A user who may only read the root still gets the result.
         stays = f"could not be marked: {error}" if failures else f"stays, {error}"
         return _Result(name=name, failures=failures, damaged=damaged, mark=stays)
     became = "is marked" if failures else "was taken away"
