@@ -152,7 +152,7 @@ class Roots:
         limit = self._accelerator.project_configuration.total_limit
         # As in stock, `total_limit` is about automatic names, of whatever run they are; what a user named is
         # only removed on `keep`.
-        if self._options.keep is not None or limit is None or root != self._automatic_root():
+        if root != self._automatic_root() or self._options.keep is not None or limit is None:
             return self._options
         abandoned = self._options.abandoned if self._abandoned_given else "prune"
         return replace(self._options, keep=KeepLatest(limit), abandoned=abandoned)
