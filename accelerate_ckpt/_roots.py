@@ -98,7 +98,7 @@ class Roots:
         """Set the next automatic number from storage; stock starts at 0 after a restart."""
         manager = self.automatic()
         if manager is not None:
-            number = self.managers.coordinator.once(lambda: _next_number(manager.storage))
+            number = self.managers.coordinator.run_on_coordinator(lambda: _next_number(manager.storage))
             self._accelerator.project_configuration.iteration = number
 
     @property

@@ -60,11 +60,11 @@ class Roots:
 
     def once(self, decide: Callable[[], T]) -> T:
         """Return on every rank what the coordinator alone decides."""
-        return self.managers.coordinator.once(decide)
+        return self.managers.coordinator.run_on_coordinator(decide)
 
     def same(self, numbers: Sequence[int]) -> bool:
         """Return whether numbers are equal on every rank; one small all-reduce."""
-        combined = self.managers.coordinator.combine([*numbers, *(-number for number in numbers)])
+        combined = self.managers.coordinator.all_reduce_max([*numbers, *(-number for number in numbers)])
         return combined == (*numbers, *(-number for number in numbers))
 
     def loaded(self, place: CheckpointPath, step: int | None) -> None:

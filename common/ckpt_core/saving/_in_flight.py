@@ -119,8 +119,10 @@ class SaveThread:
         return self._described() if hangs else ""
 
     def close(self) -> None:
-        """Take no more tasks; the thread ends when it can. All tasks must be over."""
+        """Take no more tasks, end the thread unless it hangs. All tasks must be over."""
         self._tasks.put(None)
+        if self._thread is not None and self._last is not None and self._last.ended.is_set():
+            self._thread.join()
 
     def _loop(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -263,7 +265,7 @@ class InFlightSaves:
     def _full(self) -> bool:
         """Whether every arena is in flight on some rank; ranks finish at different moments."""
         flying = sum(not handle.done() for handle in self._undelivered)
-        full = self._coordinator.combine(
+        full = self._coordinator.all_reduce_max(
             [int(flying >= self._options.arenas)], what="deciding whether to save"
         )
         return bool(full[0])

@@ -162,10 +162,10 @@ class Preparer:
         captured = self._capture(state)
         failed = isinstance(captured, BaseException)
         try:
-            if coordinator.combine([int(failed)], what=_PLANNING)[0]:
+            if coordinator.all_reduce_max([int(failed)], what=_PLANNING)[0]:
                 coordinator.gather(captured if isinstance(captured, BaseException) else None)
             changed = not isinstance(captured, BaseException) and captured.changed
-            if coordinator.combine([int(changed)], what=_PLANNING)[0]:
+            if coordinator.all_reduce_max([int(changed)], what=_PLANNING)[0]:
                 plans.agree(coordinator)
             plans.check()
         except CoordinationError as error:
@@ -221,7 +221,7 @@ class Preparer:
             (0, 0) if isinstance(captured, BaseException) else (captured.extra_bytes, captured.extra_files)
         )
         # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
-        found = self._coordinator.combine(
+        found = self._coordinator.all_reduce_max(
             [int(failed or taken), int(changed), digest, -digest, created, *extra], what=_AGREEING
         )
         return _Agreement(
@@ -246,7 +246,9 @@ class Preparer:
 
         error = captured if isinstance(captured, BaseException) else None
         if agreement.trouble:
-            name = self._coordinator.exchange(error or (request.step, request.name), decide, what=_AGREEING)
+            name = self._coordinator.gather_scatter(
+                error or (request.step, request.name), decide, what=_AGREEING
+            )
             request = replace(request, name=name)
         if isinstance(captured, BaseException):
             raise captured  # unreachable: a rank that brings an error makes every rank raise

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import final
 
 from ckpt_core.commit import abandon, begin
+from ckpt_core.coordination import CommitChannel
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -21,7 +23,6 @@ from ckpt_core.errors import (
     SavePhase,
 )
 from ckpt_core.options import SignManifest
-from ckpt_core.root import Job
 from ckpt_core.saving._checks import refuse_non_finite
 from ckpt_core.saving._failure import failed_in, save_error
 from ckpt_core.saving._handle import SaveHandle, fulfil, reject
@@ -31,6 +32,7 @@ from ckpt_core.saving._prepared import PreparedSave
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._write import Terms, commit_all, write_rank
 from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
@@ -41,7 +43,8 @@ class SaveContext:
     """The values that all saves of a manager share.
 
     Attributes:
-        job: storage, ranks and telemetry.
+        storage: the root.
+        telemetry: receives spans.
         thread: receives a heartbeat for every progress.
         reports: what writing keeps from save to save.
         terms: what a commit depends on; `check` is also called before anything is written.
@@ -51,7 +54,8 @@ class SaveContext:
         reject_non_finite: whether NaN and infinities in staged weights make the save fail.
     """
 
-    job: Job
+    storage: Storage
+    telemetry: Telemetry
     thread: SaveThread
     reports: ReportCache
     terms: Terms
@@ -69,13 +73,15 @@ class SaveRun:
     another thread meanwhile: from then on this rank brings its error and commits nothing.
     """
 
-    def __init__(self, prepared: PreparedSave, handle: SaveHandle, context: SaveContext) -> None:
+    def __init__(
+        self, prepared: PreparedSave, handle: SaveHandle, context: SaveContext, channel: CommitChannel
+    ) -> None:
         self._prepared = prepared
         self._handle = handle
         self._context = context
-        self._storage = context.job.storage
-        self._coordinator = context.job.coordinator.as_of_now()
-        self._telemetry = context.job.telemetry
+        self._storage = context.storage
+        self._channel = channel
+        self._telemetry = context.telemetry
         sign = context.terms.sign
         self._terms = replace(context.terms, sign=None if sign is None else partial(self._sign, sign))
         self._heartbeat = context.thread.heartbeat
@@ -106,13 +112,13 @@ class SaveRun:
             return
         self._context.reports.committed()
         fulfil(self._handle.committed, info)
-        if self._coordinator.is_coordinator:
+        if self._channel.is_coordinator:
             self._heartbeat("pruning")
             self._context.committed(info)
 
     def give_up(self, reason: str) -> None:
         """Fail this save on this rank, and in the end on all, because the save thread hangs."""
-        request, rank = self._prepared.request, self._coordinator.rank
+        request, rank = self._prepared.request, self._channel.rank
         with self._giving_up:
             # Whenever it wakes up it goes on, and a commit cannot be called back.
             error = DeadlineError(
@@ -152,13 +158,13 @@ class SaveRun:
             Digests of the coordinator's rank-local buffers, and what to report instead of a write: None if
             this rank may write.
         """
-        lead = self._coordinator.is_coordinator
+        lead = self._channel.is_coordinator
         if error is not None and not lead:
             return b"", error
         self._heartbeat("opening", None if lead else self._patience_seconds)
         topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
         try:
-            reference = self._coordinator.announce(
+            reference = self._channel.broadcast(
                 topic, lambda: self._create(error), deadline_seconds=self._deadline_seconds
             )
         except DeadlineError as silence:
@@ -186,7 +192,7 @@ class SaveRun:
     def _write(self, reference: bytes) -> bytes | BaseException:
         """Write this rank's files; return the report, or what went wrong."""
         prepared = self._prepared
-        attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
+        attributes = {"step": prepared.request.step, "rank": self._channel.rank}
         self._phase = "write"
         self._heartbeat("writing the tensors")
         try:
@@ -211,13 +217,13 @@ class SaveRun:
             return json.dumps(asdict(self._commit(reports))).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
-        attributes = {"step": request.step, "rank": self._coordinator.rank}
+        attributes = {"step": request.step, "rank": self._channel.rank}
         self._phase = "commit"
         self._heartbeat("waiting for the other ranks", self._patience_seconds)
         # The error is left for a coordinator that wakes up; to wait for it as long again is no use.
         deadline = self._deadline_seconds if self._silence is None else 0.0
-        with self._telemetry.span("save.commit", **attributes) as details:
-            info = _decoded(self._coordinator.meet(name, report, commit, deadline_seconds=deadline))
+        with closing(self._channel), self._telemetry.span("save.commit", **attributes) as details:
+            info = _decoded(self._channel.commit_barrier(name, report, commit, deadline_seconds=deadline))
             details["size_bytes"] = info.size_bytes
         return info
 
@@ -266,7 +272,7 @@ class SaveRun:
         in_doubt = isinstance(error, SaveError | CoordinationError) and error.in_doubt
         if isinstance(error, DivergenceError):
             self._context.diverged()
-        if self._coordinator.is_coordinator and self._opened and not in_doubt:
+        if self._channel.is_coordinator and self._opened and not in_doubt:
             self._heartbeat("removing what was written")
             _abandon(self._storage, self._prepared.assignment.working, self._terms)
         raised = error

@@ -66,7 +66,8 @@ class Saver:
         self._entered = threading.Lock()
         rate = options.write_bytes_per_second
         self._context = SaveContext(
-            job=job,
+            storage=job.storage,
+            telemetry=job.telemetry,
             thread=thread,
             reports=ReportCache(pace=None if rate is None else Throttle(rate), algorithm=options.checksum),
             terms=Terms(
@@ -110,7 +111,7 @@ class Saver:
             self._asked = request.name
             handle = SaveHandle(request.step, prepared.request.name, prepared.assignment.created)
             self.copies.watch(prepared.staged.deferred, prepared.optimizers)
-            run = SaveRun(prepared, handle, self._context)
+            run = SaveRun(prepared, handle, self._context, self._job.coordinator.commit_channel())
             self.in_flight.start(handle, run.run, run.give_up)
         except SaveError:
             if self._options.on_error == "raise":
