@@ -104,7 +104,7 @@ class CheckpointManager:
         """
         self._check()
         if step is None:
-            return self._cadence.look()
+            return self._cadence.check_preemption()
         step = checked_step("due", step)
         reason = self._cadence.due(step, total_steps)
         return reason or (COALESCED if self._saver.in_flight.overdue() else None)
@@ -205,7 +205,7 @@ class CheckpointManager:
         self._own_root()
         request = LoadRequest.of(self.options, Selection())
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
-        self._loader.tell_surroundings(loaded)
+        self._loader.log_surroundings(loaded)
         if loaded is None:
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
@@ -268,7 +268,7 @@ class CheckpointManager:
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
             if loaded is None:
-                raise self._loader.nothing_there()
+                raise self._loader.not_found_error()
             saved, info = loaded.saved, loaded.info
         else:
             request = self._loader.locate(request, step=step, name=name)

@@ -137,12 +137,12 @@ def test_what_is_declared_arrives_as_it_was():
     assert (there.committed, there.lineage) == ([info], lineage)
     assert same(KeepOwn.ALWAYS)
     assert same(lightning_ckpt._places.Kind.ROOT)
-    assert same(Offer(uneven=frozenset({("a", "b")}), groups={"p": {("o", 0): [("n",), ()]}}))
+    assert same(Offer(rank_local=frozenset({("a", "b")}), groups={"p": {("o", 0): [("n",), ()]}}))
 
 
 def plan_of(tree: dict[str, Any]) -> SavePlan:
     part = Part()
-    part.look(tree)
+    part.update(tree)
     return part.local_plan()
 
 
@@ -339,7 +339,7 @@ def test_ten_thousand_mutations_are_read_or_refused():
         for value in (
             error,
             {"info": [info, KeepOwn.NEVER], ("a", 1): frozenset({1})},
-            Offer(uneven=frozenset({("", "a")})),
+            Offer(rank_local=frozenset({("", "a")})),
             (b"12345", "name"),
         )
     ]
