@@ -211,7 +211,7 @@ class CheckpointManager:
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
         if loaded.info.damaged is not None and every_byte:
             self._root.note_sound(loaded.info.name)
-        self._root.line.goes_on_from(loaded.info)
+        self._root.line.continue_from(loaded.info)
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
@@ -274,7 +274,7 @@ class CheckpointManager:
             request = self._loader.locate(request, step=step, name=name)
             saved, info = self._loader.load(request, source), request.committed
         if info is not None and selection.is_all and takes_all(state, saved):
-            self._root.line.goes_on_from(info)
+            self._root.line.continue_from(info)
         return saved
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
@@ -299,7 +299,7 @@ class CheckpointManager:
             ),
             what="looking for a checkpoint",
         )
-        self._root.line.goes_on_from(info)
+        self._root.line.continue_from(info)
         return info
 
     def start_afresh(self) -> None:
@@ -310,7 +310,7 @@ class CheckpointManager:
         """
         self._check()
         self._rewind()
-        self._root.line.starts_afresh()
+        self._root.line.start_afresh()
 
     def wait(self) -> None:
         """Wait for the saves in flight.
