@@ -34,7 +34,7 @@ _NOTHING: Final[Callable[..., None]] = lambda *_, **__: None  # noqa: E731 - sta
 CHECKS: Final[Sequence[tuple[str, str, Callable[..., Any]]]] = (
     ("ckpt_core.dcp._leaves", "_expanded", _NOTHING),
     ("ckpt_core.saving._reports", "_check_loadable", _NOTHING),
-    ("ckpt_core.saving._checks", "LoadNotes.tell", _NOTHING),
+    ("ckpt_core.saving._checks", "LoadNotes.log", _NOTHING),
     ("ckpt_core.state._optimizer", "packed_state", lambda _, inner: inner.state_dict()),
 )
 """Module, name and stand-in of each check: there is no option that leaves them out."""

@@ -104,7 +104,7 @@ class CheckpointManager:
         """
         self._check()
         if step is None:
-            return self._cadence.look()
+            return self._cadence.check_preemption()
         step = checked_step("due", step)
         reason = self._cadence.due(step, total_steps)
         return reason or (COALESCED if self._saver.in_flight.overdue() else None)
@@ -205,13 +205,13 @@ class CheckpointManager:
         self._own_root()
         request = LoadRequest.of(self.options, Selection())
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
-        self._loader.tell_surroundings(loaded)
+        self._loader.log_surroundings(loaded)
         if loaded is None:
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
         if loaded.info.damaged is not None and every_byte:
             self._root.note_sound(loaded.info.name)
-        self._root.line.goes_on_from(loaded.info)
+        self._root.line.continue_from(loaded.info)
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
@@ -268,13 +268,13 @@ class CheckpointManager:
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
             if loaded is None:
-                raise self._loader.nothing_there()
+                raise self._loader.not_found_error()
             saved, info = loaded.saved, loaded.info
         else:
             request = self._loader.locate(request, step=step, name=name)
             saved, info = self._loader.load(request, source), request.committed
         if info is not None and selection.is_all and takes_all(state, saved):
-            self._root.line.goes_on_from(info)
+            self._root.line.continue_from(info)
         return saved
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
@@ -299,7 +299,7 @@ class CheckpointManager:
             ),
             what="looking for a checkpoint",
         )
-        self._root.line.goes_on_from(info)
+        self._root.line.continue_from(info)
         return info
 
     def start_afresh(self) -> None:
@@ -310,7 +310,7 @@ class CheckpointManager:
         """
         self._check()
         self._rewind()
-        self._root.line.starts_afresh()
+        self._root.line.start_afresh()
 
     def wait(self) -> None:
         """Wait for the saves in flight.

@@ -144,7 +144,7 @@ def test_ranks_that_ask_for_different_things_are_all_told_and_nothing_is_written
     first, second = run_ranks(asks_for_different_things, 2, str(tmp_path))
     assert first == second
     different, broken = first
-    assert "ranks ask to save different things" in different["text"]
+    assert "ranks ask for different saves" in different["text"]
     assert "step-000000001" in different["text"]
     assert "step-000000002" in different["text"]
     assert "rank 1" in broken["text"]

@@ -137,7 +137,7 @@ def test_an_owner_that_cannot_read_is_told_to_all_members_and_nobody_hangs(share
         kind, text, failures = shared[rank][scenario]
         assert kind == "CoordinationError"
         assert failures == {1: "OSError: the disk is gone"}
-        assert text.startswith(f"rank {rank}: what other ranks were to read for it did not come: rank 1")
+        assert text.startswith(f"rank {rank}: other ranks could not read its data: rank 1")
 
 
 def test_several_owners_that_cannot_read_are_all_told(shared):

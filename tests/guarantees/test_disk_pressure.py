@@ -100,7 +100,7 @@ def test_a_refused_save_stops_nothing_if_errors_are_only_reported(disk, caplog):
         disk.capacity_bytes = used(disk)
         checkpoints.save(2, state_of(2))
         checkpoints.wait()
-    assert "training goes on without the checkpoint of step 2" in caplog.text
+    assert "training continues without the checkpoint of step 2" in caplog.text
     assert steps(disk) == [1]
 
 
@@ -429,4 +429,4 @@ def test_saves_ahead_are_counted_with_what_the_policy_frees(policy, room, fittin
     need = SpaceNeeded(size_bytes=10, files=1)
     history = plan_prune(policy, [one, two], 3.0)
     left = [info for info in (one, two) if info not in history.drop]
-    assert saves_that_fit(policy, left, two, need=need, free=free, now=3.0) == fitting
+    assert saves_that_fit(policy, left, two, needed=need, free=free, now=3.0) == fitting

@@ -32,7 +32,7 @@ def test_on_other_ranks_what_each_kept_gives_way_to_the_lowest_ranks(root, caplo
     state = TrainState(model=net, tally=Counters(n=7))
     with CheckpointManager(root / "kept") as checkpoints:
         checkpoints.load(state, items=["model", "tally"], strict=False)
-    assert "each of its 2 ranks had values of its own" in caplog.text
+    assert "each of its 2 ranks had its own values" in caplog.text
     expected = Net(seed=0)
     state_of(expected)
     torch.testing.assert_close(net.long, expected.long, rtol=0, atol=0)

@@ -296,8 +296,8 @@ def test_a_job_that_only_warns_trains_on_through_every_failure(run, caplog):
         checkpoints.save(5, train_state(5))
         checkpoints.wait()
         assert [info.step for info in checkpoints.checkpoints()] == [1, 2, 5]
-    assert "training goes on without the checkpoint of step 3" in caplog.text
-    assert "training goes on without the checkpoint of step 4" in caplog.text
+    assert "training continues without the checkpoint of step 3" in caplog.text
+    assert "training continues without the checkpoint of step 4" in caplog.text
 
 
 @pytest.fixture

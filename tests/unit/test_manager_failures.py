@@ -96,7 +96,7 @@ def test_training_goes_on_after_a_failed_save_if_errors_are_to_be_warnings(tmp_p
         checkpoints.wait()
         assert isinstance(failed.committed.exception(0), SaveError)
         assert [info.step for info in checkpoints.checkpoints()] == [2]
-    assert "training goes on without the checkpoint of step 1" in caplog.text
+    assert "training continues without the checkpoint of step 1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.hosting import Kind
 from ckpt_core.messages import MessageError, decode, encode
-from ckpt_core.saving._plan_cache import Keeping, Offer
+from ckpt_core.saving._plan_cache import KeepOwn, Offer
 from ckpt_core.types import CheckpointInfo, Lineage
 
 ERRORS = [
@@ -135,14 +135,14 @@ def test_what_is_declared_arrives_as_it_was():
     )
     there = decode(encode(survey))
     assert (there.committed, there.lineage) == ([info], lineage)
-    assert same(Keeping.ALWAYS)
+    assert same(KeepOwn.ALWAYS)
     assert same(Kind.ROOT)
-    assert same(Offer(uneven=frozenset({("a", "b")}), groups={"p": {("o", 0): [("n",), ()]}}))
+    assert same(Offer(rank_local=frozenset({("a", "b")}), groups={"p": {("o", 0): [("n",), ()]}}))
 
 
 def plan_of(tree: dict[str, Any]) -> SavePlan:
     part = Part()
-    part.look(tree)
+    part.update(tree)
     return part.local_plan()
 
 
@@ -338,8 +338,8 @@ def test_ten_thousand_mutations_are_read_or_refused():
         encode(value)
         for value in (
             error,
-            {"info": [info, Keeping.NEVER], ("a", 1): frozenset({1})},
-            Offer(uneven=frozenset({("", "a")})),
+            {"info": [info, KeepOwn.NEVER], ("a", 1): frozenset({1})},
+            Offer(rank_local=frozenset({("", "a")})),
             (b"12345", "name"),
         )
     ]

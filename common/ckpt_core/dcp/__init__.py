@@ -1,4 +1,4 @@
-"""Staged state to bytes and back, through the public extension points of torch.distributed.checkpoint."""
+"""Staged state to bytes and back, in the format of torch.distributed.checkpoint."""
 
 from ckpt_core.dcp import _plan_message as _plan_message
 from ckpt_core.dcp._chunk_locator import ChunkLocation, ChunkLocator

@@ -1,4 +1,4 @@
-"""Where the raw bytes of a checkpoint's entries lie: by our chunk tables, or by the zips that DCP wrote."""
+"""The locations of a checkpoint's raw bytes, from our chunk tables or DCP's zips."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ _MAX_SPAN_BYTES: Final = 4 << 20
 
 @final
 class Spans:
-    """Reads windows of a file; neighbours are read together, and the last two reads are kept.
+    """Windows of a file; neighbours are read together, the last two reads are kept.
 
     Args:
         path: of the file.
         read: reads it.
-        windows: start and end of what will be asked for, ordered by start. More may be asked for, and is
-            read by itself.
+        windows: start and end of the expected reads, ordered by start. Other reads are made one by one.
     """
 
     def __init__(self, path: str, read: ReadFile, windows: Iterable[tuple[int, int]]) -> None:
@@ -67,7 +66,7 @@ class Spans:
         self._ends.append(end)
 
     def within(self, origin: int, size_bytes: int) -> ReadAt:
-        """Reads the part of the file of that size at `origin`, and nothing outside of it."""
+        """Return a function that reads only the part of that size at `origin`."""
 
         def read_at(offset: int, size: int) -> bytes:
             offset, end = max(0, offset), min(size_bytes, offset + size)
@@ -83,7 +82,7 @@ class Spans:
         if place < 0 or offset + size > self._ends[place]:
             return self._read(self._path, offset, size)
         start, end = self._starts[place], self._ends[place]
-        if any(start == kept for kept, _ in self._kept):  # it was read, and the file ends before it does
+        if any(start == kept for kept, _ in self._kept):  # it was read already, and cut off by the file's end
             return self._read(self._path, offset, size)
         content = self._read(self._path, start, end - start)
         self._kept = [(start, content), *self._kept[:1]]
@@ -101,12 +100,12 @@ class ChunkLocation:
     Attributes:
         path: of its file, POSIX-relative to the checkpoint directory.
         key: DCP's flattened name.
-        offset: where the whole torch zip begins in the file.
+        offset: of the whole torch zip in the file.
         size_bytes: of the whole torch zip.
         dtype: of the chunk; None for a byte entry.
         shape: of the chunk; None for a byte entry.
         payload: the chunk's raw bytes, of a byte entry the whole zip. None if the chunk's elements are not
-            simply one after another: then read the whole zip and give it to `load_chunk`.
+            contiguous: then read the whole zip and pass it to `load_chunk`.
         reason: why there is no payload.
     """
 
@@ -126,16 +125,16 @@ _Rows: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], int]
 
 @final
 class ChunkLocator:
-    """Finds the entries of one part of a checkpoint; reads nothing before it is asked.
+    """Locator of the entries of one part of a checkpoint; reads nothing before `find`.
 
     Args:
-        metadata: of the part, as `load_metadata` gave it.
+        metadata: of the part, from `load_metadata`.
         part: its sub-directory, "" for the checkpoint directory itself.
         directory: of the checkpoint, for errors.
-        read_table: the chunk table of a rank, which the caller has verified and keeps. None for what stock
-            DCP wrote, without tables.
+        read_table: returns the chunk table of a rank, which the caller has verified and keeps. None for
+            checkpoints of stock DCP, which have no tables.
         read_at: (path relative to the checkpoint directory, offset, size) -> bytes of a data file, fewer
-            where it ends. For what stock DCP wrote; never called where there are tables.
+            where it ends. For checkpoints of stock DCP; never called where there are tables.
     """
 
     def __init__(
@@ -159,11 +158,11 @@ class ChunkLocator:
         self._rows: dict[str, _Rows] = {}
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
-        """Where these entries are.
+        """Locate these entries.
 
         Raises:
             KeyError: the part has no such entry.
-            CorruptCheckpointError: the files contradict one another, or a zip is damaged.
+            CorruptCheckpointError: the files contradict each other, or a zip is damaged.
             IncompatibleCheckpointError: an entry was written through a stream extension of DCP.
         """
         by_file: defaultdict[str, list[_Entry]] = defaultdict(list)
@@ -192,7 +191,7 @@ class ChunkLocator:
         return f"{place}: {key!r:.200}"
 
     def _shape(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size] | None:
-        """Dtype and shape of a chunk; None for a byte entry."""
+        """Return dtype and shape of a chunk; None for a byte entry."""
         entry = self._metadata.state_dict_metadata[index.fqn]
         if not isinstance(entry, TensorStorageMetadata):
             return None
@@ -293,7 +292,7 @@ class _ContradictionError(ValueError):
 def _contradiction(
     chunks: FileChunks, row: int, info: StorageInfo, form: tuple[torch.dtype, torch.Size] | None
 ) -> str:
-    """How `.metadata` and the chunk table differ, first the former; empty if they do not."""
+    """Describe how `.metadata` and the chunk table differ; "" if they do not."""
     columns = chunks.columns
     if (columns.offset[row], columns.size_bytes[row]) != (info.offset, info.length):
         return (
@@ -330,7 +329,7 @@ def _filled(
 
 
 def _windows(info: StorageInfo) -> list[tuple[int, int]]:
-    """The parts of a zip that are looked at, if it is as torch mostly writes it."""
+    """Return the parts of a zip to read if it is as torch usually writes it."""
     end = info.offset + info.length
     return [
         (info.offset, min(end, info.offset + HEAD_BYTES)),
@@ -342,7 +341,7 @@ def _payload(place: ChunkLocation, dtype: torch.dtype, shape: torch.Size, read_a
     """Find the raw bytes of a tensor in its zip.
 
     Raises:
-        NotPlainError: they are not there one after another.
+        NotPlainError: they are not contiguous.
         ZipError: the zip is damaged.
         _ContradictionError: it is not the tensor that `.metadata` describes.
     """
@@ -358,7 +357,7 @@ def _payload(place: ChunkLocation, dtype: torch.dtype, shape: torch.Size, read_a
 
 
 def _check_form(directory: Directory, dtype: torch.dtype, shape: torch.Size, read_at: ReadAt) -> Record:
-    """The record with the tensor's bytes, once it is known that it has nothing else."""
+    """Return the record of the tensor's bytes, after a check of its form and size."""
     order = read_record(read_at, directory, "byteorder")
     data_pickle = read_record(read_at, directory, "data.pkl")
     record = directory.find("data/0")
@@ -369,7 +368,7 @@ def _check_form(directory: Directory, dtype: torch.dtype, shape: torch.Size, rea
         form = read_form(data_pickle)
         _compare(form, dtype, shape)
         if not form.is_raw:
-            raise NotPlainError("its elements do not lie one after another")
+            raise NotPlainError("its elements are not contiguous")
     if record.size_bytes != expected:
         raise _ContradictionError(f"has {record.size_bytes} bytes, its shape and dtype need {expected}")
     if (order or b"little") != _BYTE_ORDER:
@@ -378,7 +377,7 @@ def _check_form(directory: Directory, dtype: torch.dtype, shape: torch.Size, rea
 
 
 def _usual_pickle(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    """What torch writes for such a tensor, nearly always; comparing is quicker than reading it."""
+    """Return the pickle that torch usually writes; comparing is faster than reading."""
     try:
         return tensor_pickle(dtype, shape)
     except KeyError:  # a dtype that torch.save does not write

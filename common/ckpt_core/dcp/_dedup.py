@@ -1,10 +1,10 @@
-"""Which rank writes what several ranks hold: every chunk once, and every rank about the same number of bytes.
+"""The writers of replicas: every chunk once, about the same bytes on every rank.
 
-DCP's own choice counts a shard as the whole tensor's bytes, and takes tensors in the order in which they
-come, so that a large one at the end lands on top of an even load.
+DCP's own choice counts a shard as the bytes of the whole tensor, and assigns tensors in their given order, so
+that a large one at the end is added to an even load.
 
-That several ranks hold a chunk under one name does not yet mean that it is the same: who holds what is kept,
-so that the values can be compared.
+Chunks of one name on several ranks may still differ: the holders are recorded, so that the values can be
+compared.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from ckpt_core.errors import OWN_NAMES, ConfigError
 
 ENTRY_BYTES = 4096
-"""Nominal bytes of an entry beside its payload; of a byte entry, whose size is not known yet, all of them."""
+"""Nominal bytes of an entry beside its payload; of a byte entry, of unknown size, in all."""
 
 _Place: TypeAlias = tuple[int, ...] | None
-# A name and a place are what makes two `MetadataIndex` equal; their own hash runs Python code for every item.
-# Millions of items may pass, so nothing that the garbage collector has to visit is made for each of them.
+# Two `MetadataIndex` are equal if name and offset are; their own hash runs Python code for every item.
+# There may be millions of items, so no object that the garbage collector must visit is made per item.
 _names = cast("Callable[[WriteItem], str]", attrgetter("index.fqn"))
 _places = cast("Callable[[WriteItem], _Place]", attrgetter("index.offset"))
 
@@ -36,9 +36,9 @@ _places = cast("Callable[[WriteItem], _Place]", attrgetter("index.offset"))
 @final
 @dataclass(kw_only=True, slots=True)
 class _Chunk:
-    """A chunk as the lowest of its holders describes it; `ranks` grows while the plans are read.
+    """A chunk as its lowest holder describes it; `ranks` grows while plans are read.
 
-    `group` and `at` are its place among the replicas, if it has been given one.
+    `group` and `at` are its position among the replicas, once it has one.
     """
 
     item: WriteItem
@@ -51,7 +51,7 @@ class _Chunk:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """Chunks that the same ranks hold, each of them its own copy.
+    """Chunks with the same holders, one copy per holder.
 
     Attributes:
         ranks: the holders.
@@ -65,12 +65,12 @@ class Replicas:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """Who writes what, and who else holds it.
+    """The writers and holders of all chunks.
 
     Attributes:
-        plans: what each rank writes.
-        groups: what several ranks hold and nothing but the name says to be the same.
-        places: for each rank, group -> where the chunks of the group are in its local plan.
+        plans: each rank's writes.
+        groups: chunks that several ranks hold, and that are equal by name only.
+        places: for each rank, group -> positions of its chunks in the local plan.
     """
 
     plans: list[SavePlan]
@@ -81,30 +81,30 @@ class Division:
 _Chunks: TypeAlias = dict[str, dict[_Place, _Chunk]]
 _Writers: TypeAlias = Mapping[str, Mapping[_Place, int]]
 Meshes: TypeAlias = Mapping[str, tuple[int, int]]
-"""Name of a DTensor -> how many ranks its mesh has, and a number that tells meshes apart."""
+"""Name of a DTensor -> the number of ranks in its mesh, and a number that identifies the mesh."""
 
 
 def assign_writers(
     plans: Sequence[SavePlan],
-    uneven: Collection[str],
+    rank_local: Collection[str],
     *,
     meshes: Sequence[Meshes] = (),
     spread: bool = True,
 ) -> Division:
-    """Leave every chunk that several ranks hold to exactly one of them.
+    """Assign every chunk that several ranks hold to exactly one of them.
 
-    Largest first, each goes to the one of its holders that has the fewest bytes to write so far, what it
-    alone holds included; among equally loaded ones to the lowest. Equal plans give equal results everywhere.
+    Largest first, each goes to its holder with the fewest bytes to write so far, unreplicated ones included;
+    among equally loaded ranks to the lowest. Equal plans give equal results everywhere.
 
     Args:
         plans: every rank's local plan, by rank; they are not changed.
-        uneven: names of entries whose replicas may differ: the lowest rank that has them writes them.
-        meshes: over which ranks each rank's DTensors are spread.
+        rank_local: names of entries whose replicas may differ: the lowest rank that has them writes them.
+        meshes: of each rank's DTensors.
         spread: whether replicas may be written by any of their holders; else the lowest writes all of them,
-            so that what is written is of one replica even if they differ.
+            so that the written values are of one replica even if they differ.
 
     Returns:
-        The plans by rank, and what is replicated. A rank that keeps all its entries keeps its plan as it is.
+        The plans by rank, and the replicas. A rank that writes all its entries keeps its plan object.
 
     Raises:
         ConfigError: ranks hold one entry with different dtypes, shapes or kinds.
@@ -112,15 +112,15 @@ def assign_writers(
     doubtful = _repeated_names(plans)
     if not doubtful:
         return Division(plans=list(plans), groups=[], places=[{} for _ in plans])
-    uneven = frozenset(uneven)
+    rank_local = frozenset(rank_local)
     chunks: _Chunks = {name: {} for name in doubtful}
     loads = [0] * len(plans)
     for rank, plan in enumerate(plans):
         loads[rank] = sum(_size_bytes(item) for item in plan.items if item.index.fqn not in chunks)
-        _gather(rank, plan, chunks, uneven)
-    _check_meshes(chunks, meshes, uneven)
-    writers = _choose(chunks, loads, uneven if spread else chunks)
-    groups = _group(chunks, uneven)
+        _gather(rank, plan, chunks, rank_local)
+    _check_meshes(chunks, meshes, rank_local)
+    writers = _choose(chunks, loads, rank_local if spread else chunks)
+    groups = _group(chunks, rank_local)
     return Division(
         plans=[_keep(rank, plan, writers) for rank, plan in enumerate(plans)],
         groups=groups,
@@ -129,9 +129,9 @@ def assign_writers(
 
 
 def _repeated_names(plans: Sequence[SavePlan]) -> list[str]:
-    """Names of which some chunk is in several plans, in the order of the plans.
+    """List the names with a chunk in several plans, in the order of the plans.
 
-    That order is the same in every process, unlike a set's, as strings hash differently in each.
+    That order is the same in every process, unlike a set's, because hashes of strings differ.
     """
     places: defaultdict[str, set[_Place]] = defaultdict(set)
     for plan in plans:
@@ -145,8 +145,8 @@ def _entries(plan: SavePlan) -> Iterator[tuple[str, _Place, WriteItem]]:
     return zip(map(_names, plan.items), map(_places, plan.items), plan.items, strict=True)
 
 
-def _gather(rank: int, plan: SavePlan, chunks: _Chunks, uneven: Collection[str]) -> None:
-    """Note the rank as a holder of every chunk of its plan whose name is among `chunks`."""
+def _gather(rank: int, plan: SavePlan, chunks: _Chunks, rank_local: Collection[str]) -> None:
+    """Record the rank as a holder of the chunks of its plan with a name in `chunks`."""
     for name, place, item in _entries(plan):
         if name not in chunks:
             continue
@@ -154,7 +154,7 @@ def _gather(rank: int, plan: SavePlan, chunks: _Chunks, uneven: Collection[str])
         if chunk is None:
             chunks[name][place] = _Chunk(item=item, size_bytes=_size_bytes(item), ranks=[rank])
         else:
-            if name not in uneven:
+            if name not in rank_local:
                 _check_alike(chunk, item, rank)
             chunk.ranks.append(rank)
 
@@ -162,38 +162,39 @@ def _gather(rank: int, plan: SavePlan, chunks: _Chunks, uneven: Collection[str])
 def _check_alike(chunk: _Chunk, item: WriteItem, rank: int) -> None:
     if _form(item) != _form(chunk.item):
         raise ConfigError(
-            f"rank {rank} has {_told(item)} as {item.index.fqn}, rank {chunk.ranks[0]} {_told(chunk.item)}; "
+            f"rank {rank} has {_describe(item)} as {item.index.fqn}, "
+            f"rank {chunk.ranks[0]} {_describe(chunk.item)}; "
             f"an entry must be alike on all ranks that have it. {OWN_NAMES}"
         )
 
 
-def _check_meshes(chunks: _Chunks, meshes: Sequence[Meshes], uneven: Collection[str]) -> None:
-    """Refuse what cannot be copies of one tensor: spread over ranks here, otherwise or not at all there."""
+def _check_meshes(chunks: _Chunks, meshes: Sequence[Meshes], rank_local: Collection[str]) -> None:
+    """Refuse entries that cannot be copies of one tensor because their meshes differ."""
     if not any(meshes):
         return
     for name, of_name in chunks.items():
         holders = sorted({rank for chunk in of_name.values() for rank in chunk.ranks})
         found = list(dict.fromkeys(meshes[rank].get(name) for rank in holders))
-        if name in uneven or len(found) == 1:
+        if name in rank_local or len(found) == 1:
             continue
-        # Copies on meshes without a common rank may be of one tensor: that is for their values to say.
+        # Copies on meshes without a common rank may be of one tensor: comparing their values decides.
         on = {mesh: [rank for rank in range(len(meshes)) if meshes[rank].get(name) == mesh] for mesh in found}
         if None in found or any(mesh and mesh[0] != len(on[mesh]) for mesh in found):
-            told = "; ".join(
+            described = "; ".join(
                 f"ranks {[each for each in ranks if mesh or each in holders]} have "
                 f"{'a plain tensor' if mesh is None else f'a DTensor on a mesh of {mesh[0]} rank(s)'}"
                 for mesh, ranks in on.items()
             )
-            raise ConfigError(f"{name} cannot be the same tensor on all ranks: {told}. {OWN_NAMES}")
+            raise ConfigError(f"{name} cannot be the same tensor on all ranks: {described}. {OWN_NAMES}")
 
 
-def _group(chunks: _Chunks, uneven: Collection[str]) -> list[Replicas]:
-    """Chunks that more than one rank holds, by who holds them."""
+def _group(chunks: _Chunks, rank_local: Collection[str]) -> list[Replicas]:
+    """Group the chunks that several ranks hold by their holders."""
     found: dict[tuple[int, ...], int] = {}
     groups: list[Replicas] = []
     for name, of_name in chunks.items():
         for chunk in of_name.values():
-            if name in uneven or len(chunk.ranks) == 1:
+            if name in rank_local or len(chunk.ranks) == 1:
                 continue
             ranks = tuple(chunk.ranks)
             chunk.group = found.setdefault(ranks, len(groups))
@@ -205,7 +206,7 @@ def _group(chunks: _Chunks, uneven: Collection[str]) -> list[Replicas]:
 
 
 def _find(rank: int, plan: SavePlan, chunks: _Chunks, groups: Sequence[Replicas]) -> dict[int, list[int]]:
-    """Where a rank's replicas are in its plan, group by group."""
+    """Find the positions of a rank's replicas in its plan, by group."""
     found = {
         number: [0] * len(group.items) for number, group in enumerate(groups) if rank in set(group.ranks)
     }
@@ -219,13 +220,16 @@ def _find(rank: int, plan: SavePlan, chunks: _Chunks, groups: Sequence[Replicas]
     return found
 
 
-def _choose(chunks: _Chunks, loads: list[int], uneven: Collection[str]) -> _Writers:
-    """The rank that writes each chunk; `loads`, the bytes that every rank writes anyhow, grow accordingly."""
+def _choose(chunks: _Chunks, loads: list[int], fixed: Collection[str]) -> _Writers:
+    """Choose the writer of each chunk; those of `fixed` names go to the lowest holder.
+
+    The bytes of every rank in `loads` grow accordingly.
+    """
     writers: dict[str, dict[_Place, int]] = {name: {} for name in chunks}
     free: list[tuple[str, _Place, _Chunk]] = []
     for name, of_name in chunks.items():
         for place, chunk in of_name.items():
-            if len(chunk.ranks) > 1 and name not in uneven:
+            if len(chunk.ranks) > 1 and name not in fixed:
                 free.append((name, place, chunk))
             else:
                 writers[name][place] = chunk.ranks[0]
@@ -243,7 +247,7 @@ def _choose(chunks: _Chunks, loads: list[int], uneven: Collection[str]) -> _Writ
 
 
 def _least_loaded(queue: list[tuple[int, int]], loads: Sequence[int]) -> int:
-    # Loads only grow, so an entry that is out of date stands too far in front, never too far behind.
+    # Loads only grow, so a stale entry is too far in front, never too far behind.
     while (load := loads[queue[0][1]]) != queue[0][0]:
         heapq.heapreplace(queue, (load, queue[0][1]))
     return queue[0][1]
@@ -268,10 +272,10 @@ def _form(item: WriteItem) -> tuple[Any, ...]:
     return () if data is None else (data.properties.dtype, data.size, data.chunk.sizes)
 
 
-def _told(item: WriteItem) -> str:
+def _describe(item: WriteItem) -> str:
     data = item.tensor_data
     if data is None:
-        return "a value that is no tensor"
+        return "a value that is not a tensor"
     dtype = str(data.properties.dtype).removeprefix("torch.")
     part = "" if data.chunk.sizes == data.size else f", of which it holds {tuple(data.chunk.sizes)}"
     return f"{dtype} {tuple(data.size)}{part}"

@@ -1,8 +1,8 @@
-"""Short numbers by which ranks tell whether they hold the same values.
+"""Fingerprints: short numbers that show whether ranks hold the same values.
 
-On the CPU a tensor's fingerprint is the CRC-32 of its bytes. On a device it is computed there, for its bytes
-would take long to come to the host: a sum of its words, each times a factor of its own. Nothing waits for the
-device before the fingerprints are asked for.
+On the CPU a tensor's fingerprint is the CRC-32 of its bytes. On a device it is computed there, because a copy
+to the host would be slow: a sum of its words, each times a different factor. Nothing waits for the device
+before `encode`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ckpt_core.formats.checksums import crc32
 SAMPLE_ELEMENTS: Final = 1024
 _PIECE_WORDS: Final = 1 << 24
 _FACTOR: Final = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Odd, so that no word is lost by it: the golden ratio's fraction, as a signed integer of 64 bits."""
+"""The golden ratio's fraction, as a signed integer of 64 bits; odd, so that products keep all bits."""
 _PLAIN: Final = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A tensor whose CRC-32 need not be computed: it is known once the slot of the data file is written."""
+    """A tensor whose CRC-32 is that of a slot, known once the data file is written."""
 
     slot: int
 
 
 @final
 class Fingerprints:
-    """Fingerprints of live tensors and plain values, taken when it is made.
+    """Fingerprints of live tensors and plain values, taken on construction.
 
     Concurrency: made on the main thread; `encode` may be called on another.
     """
@@ -61,7 +61,7 @@ class Fingerprints:
         ]
 
     def encode(self, written: Sequence[int] = ()) -> bytes:
-        """Four bytes that tell how the fingerprints were computed, then four for each value.
+        """Encode four bytes for the kinds of devices, then four for each value.
 
         Args:
             written: the CRC-32 of every slot of the data file.
@@ -86,7 +86,7 @@ class Fingerprints:
 
 
 def sample(value: Any, turn: int) -> Any:
-    """A few of a tensor's elements, others at every turn; which, depends on its shape alone."""
+    """Select a few of a tensor's elements by its shape, different ones at every turn."""
     if not isinstance(value, torch.Tensor):
         return value
     part = value.detach()
@@ -105,9 +105,9 @@ def _of_host(value: Any) -> int:
         return crc32(repr(value).encode()) if _is_plain(value) else 0
     plain = _plain_bytes(value)
     size = plain.numel() * plain.element_size()
-    if not size or not plain.data_ptr():  # memory that was freed is told of where it is copied
+    if not size or not plain.data_ptr():  # freed memory is reported by the copy
         return 0
-    # A numpy view costs ten times as much, which counts where tensors are many and small.
+    # A numpy view costs ten times as much, which matters for many small tensors.
     return crc32(memoryview((ctypes.c_char * size).from_address(plain.data_ptr())))
 
 
@@ -119,7 +119,7 @@ def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `repr` tells two values apart, and does not tell apart what is equal."""
+    """Return whether two such values are equal exactly if their `repr` is."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)

@@ -1,8 +1,8 @@
-"""The image of a data file: every shard's place in it is known before a byte of any shard is.
+"""The image of a data file, laid out before any shard is copied.
 
-The layout is a pure function of the shards' keys, dtypes and shapes; it is computed once and serves every
+The layout is a pure function of the shards' keys, dtypes and shapes; it is computed once and used by every
 save until one of those changes. A save then copies each shard into its slot, fills in the CRC-32 fields, and
-hands the image to storage in large aligned pieces.
+passes the image to storage in large aligned pieces.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Spans: TypeAlias = npt.NDArray[np.int64]
 @final
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one shard lies in the file: its archive, the payload in it, and the two CRC-32 fields."""
+    """The offsets of one shard in the file: archive, payload, and two CRC-32 fields."""
 
     index: MetadataIndex
     dtype: torch.dtype
@@ -46,11 +46,11 @@ class Slot:
 
 @final
 class ImageLayout:
-    """The places of all shards, and the bytes around them, of one data file.
+    """The slots of all shards of one data file, and the bytes around them.
 
     Args:
         specs: the shards, in the order of the file.
-        zip64_from: payload sizes from here on use the 64-bit fields of zip.
+        zip64_from: the smallest payload size that uses the 64-bit fields of zip.
     """
 
     def __init__(self, specs: Sequence[ShardSpec], *, zip64_from: int = ZIP32_LIMIT) -> None:
@@ -83,7 +83,7 @@ class ImageLayout:
         )
 
     def frame(self, memory: memoryview) -> None:
-        """Write everything but the payloads into `memory`; the CRC-32 fields are filled in later."""
+        """Write the bytes around the payloads into `memory`, without the CRC-32 fields."""
         for offset, content in self._frames:
             memory[offset : offset + len(content)] = content
 
@@ -94,7 +94,7 @@ class ImageLayout:
 
     @cached_property
     def crc_places(self) -> Spans:
-        """Where the bytes of every slot's two CRC-32 fields stand in the file, int64 [slots, 2, 4]."""
+        """Offsets of the bytes of every slot's two CRC-32 fields, int64 [slots, 2, 4]."""
         fields = np.array([slot.crc_fields for slot in self.slots], dtype=np.int64).reshape(-1, 2, 1)
         return fields + np.arange(4)
 
@@ -110,7 +110,7 @@ class ImageLayout:
 
     @cached_property
     def batches(self) -> list[tuple[int, int, int]]:
-        """For every piece of the file: its end, and the first and last (exclusive) slot that begin in it."""
+        """For every piece of the file: its end, and its first and last (exclusive) slot."""
         starts = [slot.start for slot in self.slots]
         ends = [*range(PIECE_BYTES, self.size_bytes, PIECE_BYTES), self.size_bytes] if starts else []
         cuts = [0, *(bisect_left(starts, end) for end in ends)]
@@ -118,7 +118,7 @@ class ImageLayout:
 
     @cached_property
     def columns(self) -> bytes:
-        """The slots as they stand in a chunk table."""
+        """The slots as columns of a chunk table."""
         offsets = [slot.index.offset for slot in self.slots]
         return ChunkColumns(
             key=[slot.index.fqn for slot in self.slots],
@@ -133,12 +133,12 @@ class ImageLayout:
 
 @final
 class Image:
-    """A layout with memory behind it.
+    """A data file in memory.
 
     Concurrency: `copy` on one thread, then `pieces` on one thread, which may wait for slots that others fill.
 
     Args:
-        layout: where everything goes.
+        layout: of the file.
         memory: uint8, contiguous, on the host, at least `layout.size_bytes` long, on a page boundary.
     """
 
@@ -162,15 +162,15 @@ class Image:
                 target.copy_(shards[slot.index])
 
     def pieces(self, wait_for: Callable[[int], None] | None = None) -> Generator[memoryview]:
-        """Fill in the checksums and give the file, piece by piece; a piece that was given is final.
+        """Fill in the checksums and yield the file in pieces; a yielded piece is final.
 
         Args:
-            wait_for: returns when the slots up to the so-manyth are filled; None if all are.
+            wait_for: blocks until slots 0 to n are filled; None if all are.
         """
         self._sums = _Sums()
         start = 0
         for end, first, last in self.layout.batches:
-            # A header may lie in this piece and its payload end in a later one.
+            # A header may be in this piece and the end of its payload in a later one.
             if first < last:
                 if wait_for is not None:
                     wait_for(last - 1)
@@ -179,7 +179,7 @@ class Image:
             start = end
 
     def _fill_in(self, first: int, last: int) -> None:
-        """Fill in the checksums of slots `first` to `last` (exclusive), then add the slots to the file's."""
+        """Fill in the checksums of slots `first` to `last` (exclusive); update the file's."""
         layout, content, sums = self.layout, self._bytes, self._sums
         large = layout.large[bisect_left(layout.large, first) : bisect_left(layout.large, last)]
         done = first
@@ -204,11 +204,11 @@ class Image:
         return self._sums.chunks
 
     def file_entry(self, path: str) -> FileEntry:
-        """What the manifest promises of the file; valid after `pieces` has ended."""
+        """Return the file's entry in the manifest; valid after `pieces` has ended."""
         return FileEntry(path=path, size_bytes=self.layout.size_bytes, checksum=crc32_text(self._sums.file))
 
     def table_entry(self, path: str) -> TableEntry:
-        """What the chunk table says of the file; valid after `pieces` has ended."""
+        """Return the file's entry in the chunk table; valid after `pieces` has ended."""
         return TableEntry(
             path=path,
             size_bytes=self.layout.size_bytes,
@@ -221,7 +221,7 @@ class Image:
 
 @final
 class _Sums:
-    """Checksums of one save, as far as they are known: of chunks, of blocks, and of the file up to there."""
+    """The checksums so far of one save: of chunks, of blocks, and of the file."""
 
     def __init__(self) -> None:
         self.chunks: list[int] = []
@@ -229,7 +229,7 @@ class _Sums:
         self.file = 0
 
     def add_blocks(self, payload: memoryview) -> None:
-        """Take the payload of the next chunk block by block."""
+        """Add the payload of the next chunk, block by block."""
         crc = 0
         for start in range(0, len(payload), BLOCK_BYTES):
             block = payload[start : start + BLOCK_BYTES]
@@ -240,5 +240,5 @@ class _Sums:
 
 
 def spec_of(index: MetadataIndex, shard: torch.Tensor) -> ShardSpec:
-    """What a layout needs to know of a shard."""
+    """Return index, dtype and shape of a shard."""
     return index, shard.dtype, tuple(shard.shape)

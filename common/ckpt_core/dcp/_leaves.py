@@ -1,7 +1,7 @@
-"""The leaves of a nested state dict, fast enough to be looked at in every save.
+"""The leaves of a nested state dict, found fast enough for every save.
 
-The same leaves as DCP's planners see: mappings are descended, and lists only when something in them is a
-tensor or a container; every other value, a tuple included, is one leaf.
+They are the leaves of DCP's planners: mappings are descended, and lists only when they contain a tensor or a
+container; every other value, a tuple included, is one leaf.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ckpt_core.errors import ConfigError
 
 
 def check_kind(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose value the checkpoint format cannot give back bit for bit.
+    """Refuse a tensor whose value the checkpoint format cannot store bit for bit.
 
     Raises:
-        ConfigError: with the tensor's name, what it is, and what to do about it.
+        ConfigError: with the tensor's name, its kind, and a remedy.
     """
     for plain in _local(tensor, name):
         problem = _problem(plain)
@@ -30,7 +30,7 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
 
 
 def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
-    """What this rank holds of it; the wrappers themselves answer few questions."""
+    """Yield this rank's shards of a tensor: wrappers of shards lack most attributes."""
     if isinstance(tensor, ShardedTensor):
         yield from (shard.tensor for shard in tensor.local_shards())
     elif isinstance(tensor, DTensor):
@@ -109,9 +109,9 @@ def _expanded(tensor: torch.Tensor) -> str | None:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Tell whether elements of a tensor share memory so that torch refuses to write into it.
+    """Return whether elements share memory so that torch refuses to write into them.
 
-    Other overlapping views (`as_strided`, `unfold`) take back the values that they had.
+    Other overlapping views (`as_strided`, `unfold`) can be loaded into.
     """
     if isinstance(tensor, ShardedTensor):
         return any(is_expanded(shard.tensor) for shard in tensor.local_shards())
@@ -141,7 +141,7 @@ class Leaves:
     """Names, values and kinds of all leaves, in order.
 
     Attributes:
-        paths: one text per leaf that is unique even where DCP's names are not, and tells keys from indices.
+        paths: one text per leaf, unique even where DCP's names are not, with keys and indices distinct.
         values: the leaves.
     """
 
@@ -149,10 +149,6 @@ class Leaves:
         self.paths: list[str] = []
         self.values: list[Any] = []
         self._walk("", tree)
-
-    def names(self) -> list[str]:
-        """DCP's flattened names."""
-        return [path[1:].replace(_KEY, ".").replace(_INDEX, ".") for path in self.paths]
 
     def _walk(self, prefix: str, tree: Mapping[Any, Any]) -> None:
         paths, values = self.paths, self.values
@@ -184,15 +180,15 @@ def _is_leaf(value: Any) -> bool:
 
 @final
 class Kinds:
-    """What planning depends on of every leaf: whether it is a tensor, its dtype, shape and placement."""
+    """The planning input per leaf: whether a tensor, its dtype, shape and placement."""
 
     def __init__(self, values: list[Any]) -> None:
         self._kinds = [_kind(value) for value in values]
-        # Most leaves are plain tensors, of which three attributes tell all.
+        # Most leaves are plain tensors, which three attributes describe completely.
         self._plain = [kind[1:] if kind[0] == "plain" else None for kind in self._kinds]
 
     def fit(self, values: list[Any]) -> bool:
-        """Whether these values, as many as before, would be planned alike."""
+        """Return whether these values, equal in number, have the same plan."""
         for value, plain, kind in zip(values, self._plain, self._kinds, strict=True):
             if (
                 plain is not None
@@ -206,19 +202,19 @@ class Kinds:
 
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors that are their own only shard."""
+"""Types of tensors that are one shard."""
 
 
 def _kind(value: object) -> tuple[object, ...]:
     if not isinstance(value, torch.Tensor):
         return ("value",)
     if is_lazy(value):
-        return "lazy", object()  # without a shape; the plan refuses it by name
+        return "lazy", object()  # never equal: it has no shape, and the plan refuses it by name
     if isinstance(value, ShardedTensor):
         shards = [(tuple(s.metadata.shard_offsets), tuple(s.tensor.shape)) for s in value.local_shards()]
         return "sharded", value.dtype, tuple(value.size()), tuple(shards)
     if isinstance(value, DTensor):
         return "placed", value.dtype, value.shape, value.placements, value.device_mesh
     if hasattr(value, "__get_tensor_shard__"):
-        return "foreign", object()  # it decides itself what its shards are, so it is asked at every save
+        return "foreign", object()  # never equal: it chooses its shards itself, at every save
     return "plain", value.dtype, value.shape, value.layout

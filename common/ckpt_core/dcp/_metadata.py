@@ -1,4 +1,4 @@
-"""DCP's `.metadata`: a pickle, read so that it can run no code, alter no class and exhaust no machine."""
+"""DCP's `.metadata`, a pickle, read without running code or exhausting memory."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ckpt_core.types import SavedEntries, SavedTensor
 
 _MAX_PATH_CHARS: Final = 4096
 _PATHS: Final = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
-# By the value of torch's `_MEM_FORMAT_ENCODING`; its members are everybody's, and a pickle could alter them.
+# By the value of torch's `_MEM_FORMAT_ENCODING`; its members are shared, and a pickle could alter them.
 _MEMORY_FORMATS: Final = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
 _ENCODINGS: Final = {"TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2}
 _STEPS: Final = frozenset({str, int, float, bool, NoneType})
 
 
 def _stand_in(real: type) -> type:
-    """A class by which a pickle makes empty objects of the class `real`, and nothing else."""
+    """Make a class by which a pickle can only make empty objects of the class `real`."""
 
     def make(_: type) -> Any:
         return object.__new__(real)
@@ -47,11 +47,11 @@ def _stand_in(real: type) -> type:
 
 
 class _Index(metaclass=Sealed):
-    """A `MetadataIndex` that is not believed yet: its hash would look at whatever it is made of."""
+    """An unchecked `MetadataIndex`, without a hash of its untrusted fields."""
 
 
 class _Properties(metaclass=Sealed):
-    """Keeps the state of `TensorProperties`."""
+    """The state of a `TensorProperties`."""
 
     state: tuple[Any, ...] = ()
 
@@ -77,7 +77,7 @@ class _Encoding(metaclass=Sealed):
 
 
 class _EncodingByName(metaclass=Sealed):
-    """Stands for `getattr`, by which the first releases of Python 3.11 pickle the members of an enum."""
+    """Stand-in for `getattr`, by which early releases of Python 3.11 pickle enums."""
 
     def __new__(cls, *asked: object) -> Any:
         match asked:
@@ -143,26 +143,25 @@ class _MetadataUnpickler(pickle.Unpickler):  # noqa: S301 - the allow-list is wh
 def load_metadata(content: bytes, path: str) -> Metadata:
     """Read a `.metadata` file.
 
-    Nothing in it is executed. What it says is of the right types; `check_metadata` tells whether it is
-    possible.
+    Nothing in it is executed, and its types are checked; `check_metadata` checks its values.
 
     Raises:
         UnsafeCheckpointError: it refers to anything but DCP's metadata classes.
-        CorruptCheckpointError: it is not a pickle of `Metadata`, or points outside its directory.
+        CorruptCheckpointError: it is not a pickle of `Metadata`, or refers to a path outside its directory.
     """
     try:
         with _collector_paused():
             return _settle(_MetadataUnpickler(io.BytesIO(sanitize_pickle(content))).load())
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(f"{path}: {error}") from error
-    except Exception as error:  # a damaged pickle raises nearly anything; the caller is told what and where
+    except Exception as error:  # a damaged pickle raises nearly anything; the error names file and cause
         failure = FileFailure(path=path, problem=f"not readable ({type(error).__name__}: {error!s:.500})")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
 
 
 @contextmanager
 def _collector_paused() -> Generator[None]:
-    """Without Python's garbage collector, which goes through all of the growing metadata again and again."""
+    """Pause the garbage collector, which would traverse the metadata repeatedly."""
     paused = gc.isenabled()
     gc.disable()
     try:
@@ -173,7 +172,7 @@ def _collector_paused() -> Generator[None]:
 
 
 def _settle(metadata: Any) -> Metadata:
-    """Check the types of everything that was read, and put the real objects where stand-ins are."""
+    """Check the types of all values, and replace the stand-ins by real objects."""
     if type(metadata) is not Metadata or type(metadata.storage_data) is not dict:
         raise TypeError("not a DCP metadata object with storage data")
     _expect(metadata.state_dict_metadata, dict, "the state dict's metadata")
@@ -186,7 +185,7 @@ def _settle(metadata: Any) -> Metadata:
     metadata.planner_data = _paths(metadata.planner_data)
     places = {_index(index): _place(info) for index, info in metadata.storage_data.items()}
     if len(places) != len(metadata.storage_data):
-        raise ValueError("a chunk is at two places")
+        raise ValueError("a chunk is in two places")
     relative_paths(list({info.relative_path for info in places.values()}))
     metadata.storage_data = places
     settled: Metadata = metadata
@@ -237,11 +236,11 @@ def _place(info: Any) -> StorageInfo:
 
 
 def _paths(planned: Any) -> dict[str, tuple[Any, ...]] | None:
-    """What DCP's planner keeps: flattened name -> path in the nested state dict."""
+    """Check the planner's data: flattened name -> path in the nested state dict."""
     if planned is None:
         return None
     if not isinstance(planned, dict):
-        raise TypeError("planner data that is no mapping")
+        raise TypeError("planner data that is not a mapping")
     paths: dict[str, tuple[Any, ...]] = {}
     for key, path in planned.items():
         _expect(key, str, "a name in the planner data")
@@ -257,7 +256,7 @@ def _expect(value: object, kind: type, what: str) -> None:
 
 
 def entries(metadata: Metadata) -> SavedEntries:
-    """The leaves of the nested state dict, by path. Keys without a recorded path stand for themselves."""
+    """Return the leaves of the nested state dict, by path, or else by key."""
     paths: dict[str, tuple[str | int, ...]] = metadata.planner_data or {}
     return {
         tuple(paths.get(key, (key,))): _describe(value) for key, value in metadata.state_dict_metadata.items()

@@ -1,4 +1,4 @@
-"""Who writes what: DCP's planner, asked only when the make-up of the state has changed."""
+"""Write plans by DCP's planner, made only when the structure of the state changes."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from ckpt_core.formats.checksums import crc32
 from ckpt_core.messages import message
 
 Share: TypeAlias = tuple[int, ...] | None
-"""The items of its plan that a rank writes, by their places in it; None for all of them."""
+"""Positions in a rank's plan of the items that it writes; None for all of them."""
 
 _Item: TypeAlias = tuple[int, MetadataIndex, MetadataIndex]
-"""Which leaf, the index of the shard in it, and the index under which it is written."""
+"""Position of the leaf, index of the shard in it, and index under which it is written."""
 
 _Replica: TypeAlias = tuple[int, MetadataIndex, int | None]
-"""Which leaf, the index of the shard in it, and in which slot of the data file this rank writes it."""
+"""Position of the leaf, index of the shard in it, and its slot in this rank's data file, if it has one."""
 
 
 @message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What one rank is to do about one part.
+    """One rank's share of the writes of one part.
 
     Attributes:
-        share: what it writes.
-        kept: places in its plan of entries that it writes under a name of its own, as another rank writes the
-            entry itself.
-        replicas: group -> places in its plan of what the ranks of that group hold, too.
+        share: the items that it writes.
+        kept: positions in its plan of entries that it writes under a separate name, because another rank
+            writes the entry itself.
+        replicas: group -> positions in its plan of the entries that all ranks of the group hold.
         renamed: its names -> the names in the checkpoint, where they differ.
     """
 
@@ -57,12 +57,12 @@ class Task:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What is written of one part, by whom.
+    """The writes of one part, by all ranks.
 
     Attributes:
         tasks: by rank.
-        metadata: DCP's, of all that is written.
-        replicas: what several ranks hold under one name.
+        metadata: DCP's, of the whole part.
+        replicas: entries that several ranks hold.
     """
 
     tasks: list[Task]
@@ -74,12 +74,12 @@ class Decision:
 class Part:
     """One DCP part of the state on one rank, from save to save.
 
-    Who calls what: 1. (all ranks, every save) `look`. 2. (all ranks, if any rank's part has changed)
-    `local_plan`; (coordinator) `decide` over all local plans; (all ranks) `accept` the share that came back.
-    3. (all ranks, every save) `shards` and `values`, then `forget`.
+    Order of calls: 1. (all ranks, every save) `update`. 2. (all ranks, if any rank's part has changed)
+    `local_plan`; (coordinator) `decide` over all local plans; (all ranks) `accept` the task returned.
+    3. (all ranks, every save) `shards` and `values`, then `release`.
 
     Attributes:
-        specs: what a layout needs to know of the shards, in the order of `shards`.
+        specs: index, dtype and shape of the shards, in the order of `shards`.
         value_indices: the entries of `values`.
     """
 
@@ -96,12 +96,12 @@ class Part:
         self.specs: list[ShardSpec] = []
         self.value_indices: list[MetadataIndex] = []
 
-    def look(self, tree: Mapping[str, Any]) -> bool:
-        """Take the live state of a save; whether it is planned like the one before."""
+    def update(self, tree: Mapping[str, Any]) -> bool:
+        """Hold the live state of a save; return whether the last plan fits it."""
         leaves = Leaves(tree)
         self._tree, self._leaves = tree, leaves.values
         if any(issubclass(kind, ShardedTensor) for kind in set(map(type, leaves.values))):
-            # DCP takes those apart that hold other sharded tensors.
+            # DCP flattens sharded tensors that hold other sharded tensors.
             self._leaves = list(_set_up(tree).state_dict.values())
         same = leaves.paths == self._paths and self._kinds.fit(self._leaves)
         if not same:
@@ -109,7 +109,7 @@ class Part:
         return same
 
     def local_plan(self) -> SavePlan:
-        """What this rank could write.
+        """Plan all writes that this rank could make.
 
         Raises:
             ConfigError: a tensor is of a kind that no checkpoint can hold.
@@ -122,7 +122,7 @@ class Part:
         return self._plan
 
     def meshes(self) -> Meshes:
-        """What the DTensors of the last local plan are spread over."""
+        """Describe the meshes of the DTensors of the last local plan."""
         known: dict[int, tuple[int, int]] = {}
         found: dict[str, tuple[int, int]] = {}
         for name, value in _set_up(self._tree).state_dict.items():
@@ -135,7 +135,7 @@ class Part:
         return found
 
     def accept(self, task: Task, rank: int = 0) -> None:
-        """Take over what `rank`, this one, is to do about the last local plan.
+        """Accept the task of `rank`, this one, for the last local plan.
 
         Raises:
             ValueError: DCP sees other leaves than we do.
@@ -166,18 +166,18 @@ class Part:
         self.value_indices = [new for _, _, new in self._value_items]
 
     def shards(self) -> list[torch.Tensor]:
-        """The live local tensors that this rank is to write."""
+        """Return the live local tensors that this rank writes."""
         leaves = self._leaves
         return [_local(leaves[at], index) for at, index, _ in self._shard_items]
 
     def values(self) -> list[bytes]:
-        """The byte entries that this rank is to write, serialised now, as DCP does it."""
+        """Serialise the byte entries that this rank writes, as DCP does."""
         return [self._serialise(self._leaves[at], new) for at, _, new in self._value_items]
 
     def replicas(self, choose: Callable[[int], Iterable[int]], *, whole: bool) -> dict[int, list[Any]]:
-        """Live values that other ranks hold, too: of each group of n those that `choose(n)` names.
+        """Return live replicas: of each group of n, those at the positions `choose(n)`.
 
-        With `whole`, for a tensor in host memory that this rank writes, only where it is written.
+        With `whole`, a tensor in host memory that this rank writes is replaced by its slot.
         """
         return {
             group: [self._replica(*items[place], whole=whole) for place in choose(len(items))]
@@ -194,19 +194,19 @@ class Part:
 
     @property
     def tree(self) -> Mapping[str, Any]:
-        """The live state, until `forget`."""
+        """The live state, until `release`."""
         return self._tree
 
     def odd_values(self) -> list[MetadataIndex]:
-        """The entries of `values` that may need more than plain types to be read back."""
+        """List the entries of `values` that a load may refuse without pickle."""
         return [new for at, _, new in self._value_items if not _is_plain(self._leaves[at])]
 
-    def forget(self) -> None:
-        """Let go of the live state, lest it be kept alive until the next save."""
+    def release(self) -> None:
+        """Drop the references to the live state, which can then be freed."""
         self._leaves, self._tree = (), {}
 
     def _serialise(self, value: Any, index: MetadataIndex) -> bytes:
-        # Most entries are hyperparameters that never change, and `torch.save` takes its time.
+        # Most entries are hyperparameters that never change, and `torch.save` is slow.
         text = repr(value) if type(value) in _SCALARS else None
         before = self._serialised.get(index)
         if text is not None and before is not None and before[0] == text:
@@ -219,7 +219,7 @@ class Part:
 
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
-"""Types whose `repr` tells every two values apart, whatever went before."""
+"""Types whose `repr` differs for any two different values."""
 
 
 _PLAIN: Final = _SCALARS | {bytes, torch.Size, torch.dtype}
@@ -236,28 +236,28 @@ def _is_plain(value: Any) -> bool:
 
 def decide(
     plans: Sequence[SavePlan],
-    uneven: Collection[str] = (),
+    rank_local: Collection[str] = (),
     *,
     meshes: Sequence[Meshes] = (),
     groups: Sequence[GroupNames] = (),
     replicas: Literal["spread", "lowest", "kept"] = "spread",
 ) -> Decision:
-    """Leave every chunk to one rank and build the metadata. Coordinator only.
+    """Assign every chunk to one rank and build the metadata. Coordinator only.
 
     Args:
         plans: every rank's local plan, by rank.
-        uneven: names of entries whose replicas may differ: the lowest rank that has them writes them.
-        meshes: what each rank's DTensors are spread over.
-        groups: each rank's parameter groups, as far as they are told apart by the names in them.
+        rank_local: names of entries whose replicas may differ: the lowest rank that has them writes them.
+        meshes: of each rank's DTensors.
+        groups: each rank's parameter groups, identified by the names in them.
         replicas: whether replicas are written by any of their holders, all by the lowest, or by each of them:
-            the lowest under their name, the others under names of their own.
+            the lowest under their name, the others under separate names.
 
     Raises:
         ConfigError: replicas differ in dtype, shape or kind.
         ValueError: the ranks' shards overlap or leave holes.
     """
     named, renamed = renumber(plans, groups) if any(groups) else (list(plans), [{} for _ in plans])
-    division = assign_writers(named, uneven, meshes=meshes, spread=replicas == "spread")
+    division = assign_writers(named, rank_local, meshes=meshes, spread=replicas == "spread")
     shares = [_share(plan, chosen) for plan, chosen in zip(named, division.plans, strict=True)]
     kept: list[list[int]] = [[] for _ in plans]
     written = division.plans
@@ -276,7 +276,7 @@ def decide(
 
 
 def kept_item(rank: int, item: WriteItem) -> WriteItem:
-    """The same as an entry of `rank` alone, as which it is whole."""
+    """Convert a rank's item to a whole entry of that rank alone."""
     fqn, data = kept_name(rank, item.index.fqn), item.tensor_data
     if data is None:
         return replace(item, index=MetadataIndex(fqn))

@@ -1,4 +1,4 @@
-"""DCP's local plan as columns of plain values, by which ranks tell the coordinator what they could write."""
+"""DCP's local plan as columns of plain values, a message to the coordinator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt_core.messages import message, register
 T = TypeVar("T")
 
 _BYTES: Final = -1
-"""The number of dimensions that a byte entry is said to have."""
+"""Number of dimensions that stands for a byte entry."""
 _TENSORS: Final = (WriteItemType.TENSOR, WriteItemType.SHARD)
 
 
@@ -31,15 +31,15 @@ class _Columns:
 
     Attributes:
         names: of the items.
-        hints: which chunk of its tensor each is, as DCP hints at.
-        dims: how many dimensions each has; `_BYTES` for byte entries.
+        hints: DCP's hint of each item's position among the chunks of its tensor.
+        dims: number of dimensions of each; `_BYTES` for byte entries.
         sizes: of the byte entries, in bytes, as far as DCP knows them.
-        numbers: of each tensor entry whether it is a shard, which of `kinds` it is of, where it starts, its
-            shape, and the shape of the tensor.
-        kinds: dtype, layout, whether it requires a gradient, memory format, and whether it is pinned.
+        numbers: of each tensor entry: 1 for a shard, the index of its kind, its start, its shape, and the
+            shape of the tensor.
+        kinds: dtype, layout, requires_grad, memory format, and whether it is pinned.
         paths: flattened names with a path.
-        depths: how long each of these paths is.
-        steps: the paths, one after the other.
+        depths: the length of each of these paths.
+        steps: the paths, concatenated.
     """
 
     names: list[str]
@@ -66,9 +66,7 @@ def _pack(plan: SavePlan) -> _Columns:
             continue
         chunk, kind = data.chunk, _kind(data.properties)
         if item.index.offset != chunk.offsets or not len(chunk.offsets) == len(chunk.sizes) == len(data.size):
-            raise ValueError(
-                f"{item.index.fqn} is planned at {item.index.offset}, and lies at {chunk.offsets}"
-            )
+            raise ValueError(f"{item.index.fqn} is planned at {item.index.offset}, and is at {chunk.offsets}")
         dims.append(len(data.size))
         numbers += (_TENSORS.index(item.type), kinds.setdefault(kind, len(kinds)))
         numbers += (*chunk.offsets, *chunk.sizes, *data.size)
@@ -119,14 +117,14 @@ def _item(name: str, hint: int | None, numbers: Sequence[int], kinds: Sequence[t
     if dims > MAX_DIMS:
         raise ValueError(f"{name:.80} with {dims} dimensions")
     offsets, sizes = torch.Size(counts[:dims]), torch.Size(counts[dims : 2 * dims])
-    # Each its own: DCP's metadata is made of them, and shared ones would be pickled otherwise.
+    # A separate object for each: in DCP's metadata, shared ones would be pickled differently.
     properties = TensorProperties(*kinds[kind])
     data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size(counts[2 * dims :]))
     return WriteItem(MetadataIndex(name, offsets, hint), _TENSORS[is_shard], tensor_data=data)
 
 
 def _taken(values: Iterator[T], count: int) -> list[T]:
-    """The next values; a count that is none is refused."""
+    """Take the next `count` values; refuse a count beyond the end."""
     taken = list(islice(values, count))
     if len(taken) != count:
         raise ValueError("a plan with fewer numbers than its entries need")

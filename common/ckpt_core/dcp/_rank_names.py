@@ -1,4 +1,4 @@
-"""Names for values that differ between ranks: buffers that every rank keeps, and parameter groups."""
+"""Names of values that differ between ranks: local buffers, parameter groups."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ckpt_core.names import KEPT
 
 
 def kept_name(rank: int, name: str) -> str:
-    """Flattened name under which `rank` keeps its own value of the entry `name`."""
+    """Return the flattened name of a rank's own value of the entry `name`."""
     return ".".join(kept_path(rank, name))
 
 
 def kept_path(rank: int, name: str) -> tuple[str, str, str]:
-    """The same as a path in the nested state."""
+    """Return the path, in the nested state, of a rank's own value of the entry `name`."""
     return KEPT, f"{rank:05d}", name
 
 
 def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a live tensor on this rank; empty if it has no part of it, or several."""
+    """Return this rank's only shard of a live tensor; empty if it has none or several."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()
     if isinstance(tensor, ShardedTensor):
@@ -43,14 +43,14 @@ _Path: TypeAlias = tuple[str | int, ...]
 def renumber(
     plans: Sequence[SavePlan], groups: Sequence[GroupNames]
 ) -> tuple[list[SavePlan], list[dict[str, str]]]:
-    """Give every parameter group of all ranks a number.
+    """Number the parameter groups of all ranks.
 
     Args:
         plans: every rank's local plan, by rank; they are not changed.
         groups: every rank's parameter groups.
 
     Returns:
-        The plans under the names of the checkpoint; for each rank its own names -> those, where they differ.
+        The plans with the names of the checkpoint; for each rank its names -> those, where they differ.
     """
     moved: list[dict[str, _Path]] = [{} for _ in plans]
     for path in dict.fromkeys(path for of_rank in groups for path in of_rank):

@@ -1,4 +1,4 @@
-"""Loads by stock DCP, which unpickles what it finds: what they read is checked before, and while they run."""
+"""Loads by stock DCP, which unpickles files: checked before and during the load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 from typing_extensions import override
 
-from ckpt_core._torch_internals import StorageInfo, metadata_path, set_element
+from ckpt_core._torch_internals import StorageInfo, set_element
 from ckpt_core.dcp._metadata import load_metadata
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.errors import (
@@ -43,7 +43,7 @@ from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_small
 
 @final
 class ShardReader(StorageReader):
-    """Reads one part of a checkpoint directory; needs no collective.
+    """Reader of one part of a checkpoint directory. Not collective.
 
     Also usable with stock `dcp.load(..., storage_reader=ShardReader(storage, "some/directory"))`.
     """
@@ -104,7 +104,7 @@ class ShardReader(StorageReader):
             name = f"{self._storage.url}/{self._key(path)}: {item.storage_index.fqn!r:.200}"
             if item.type == LoadItemType.BYTE_IO:
                 content = self._read_chunk(stream, path, info)
-                # Whether its pickle may run is for the planner to say.
+                # The planner decides whether its pickle may run.
                 checked_zip(content, name, trusted=True)
                 planner.load_bytes(item, io.BytesIO(content))
                 continue
@@ -117,7 +117,7 @@ class ShardReader(StorageReader):
         if info.transform_descriptors:
             raise IncompatibleCheckpointError(
                 f"{self._key(path)} uses the DCP stream extensions {list(info.transform_descriptors)}, which "
-                " this version does not read; load it with stock dcp.load"
+                "this version does not read; load it with stock dcp.load"
             )
         stream.seek(info.offset)
         content = stream.read(info.length)
@@ -145,16 +145,16 @@ def _copy_range(chunk: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> No
 
 @final
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's load planner, except that byte entries cannot run code unless pickle is allowed."""
+    """DCP's load planner, whose byte entries run no code unless pickle is allowed."""
 
     def __init__(self, *, allow_pickle: bool = False) -> None:
-        # Flattening drops ShardedTensors without a local shard; DCP then takes the checkpoint for an old one.
+        # Flattening drops ShardedTensors without a local shard; DCP then assumes an old checkpoint.
         super().__init__(flatten_sharded_tensors=False)
         self._allow_pickle = allow_pickle
 
     @override
     def create_local_plan(self) -> LoadPlan:
-        # The parent re-flattens as torch 2.3 did whenever a load is partial; nothing here needs that.
+        # The parent flattens partial loads again as torch 2.3 did; nothing here needs that.
         if self.metadata is None:
             raise ValueError("set_up_planner must be given the checkpoint's metadata")
         return create_default_local_load_plan(self.state_dict, self.metadata, strict=True)
@@ -166,10 +166,10 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     def put_value(
         self, fqn: str, content: bytes, convert: Callable[[tuple[str | int, ...], Any], Any]
     ) -> None:
-        """Put what `content` holds where the target has `fqn`, after `convert(path, value)`.
+        """Decode `content`, convert it and store it as the target's entry `fqn`.
 
         Raises:
-            UnsafeCheckpointError: it holds objects that only pickle can rebuild, and that is not allowed.
+            UnsafeCheckpointError: it holds objects that only pickle can rebuild, and pickle is not allowed.
         """
         path = self.mappings[fqn]
         container: Any = self.original_state_dict
@@ -179,14 +179,14 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def load_plain(content: bytes, name: str) -> Any:
-    """Deserialise the whole of a small file that `torch.save` wrote for somebody else, as plain values only.
+    """Deserialise a host's small file of `torch.save`, as plain values only.
 
     Args:
-        content: of the file; it is checked before torch sees it.
-        name: which file it is, for errors.
+        content: of the file; it is checked before torch reads it.
+        name: of the file, for errors.
 
     Raises:
-        CorruptCheckpointError: it is not what `torch.save` writes.
+        CorruptCheckpointError: `torch.save` did not write it like that.
         UnsafeCheckpointError: it holds objects that only pickle can rebuild.
     """
     checked_zip(content, name)
@@ -194,10 +194,10 @@ def load_plain(content: bytes, name: str) -> Any:
 
 
 def load_value(content: bytes, name: str, *, allow_pickle: bool) -> Any:
-    """Deserialise what `torch.save` wrote, without executing anything unless allowed.
+    """Deserialise the output of `torch.save`; run no code unless pickle is allowed.
 
     Raises:
-        CorruptCheckpointError: it is not what `torch.save` writes.
+        CorruptCheckpointError: `torch.save` did not write it like that.
         UnsafeCheckpointError: it holds objects that only pickle can rebuild.
     """
     try:
@@ -209,7 +209,7 @@ def load_value(content: bytes, name: str, *, allow_pickle: bool) -> Any:
             f"{name} holds Python objects that only pickle can rebuild. If you trust who wrote this "
             "checkpoint, load it with allow_pickle=True"
         ) from error
-    except Exception as error:  # a forged archive raises nearly anything; the caller is told
+    except Exception as error:  # a forged archive raises nearly anything; the error names entry and cause
         failure = FileFailure(path=name, problem=f"{type(error).__name__}: {error!s:.500}")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
 
@@ -217,13 +217,13 @@ def load_value(content: bytes, name: str, *, allow_pickle: bool) -> Any:
 def check_stock(directory: str | os.PathLike[str]) -> None:
     """Check that a DCP directory can be loaded without running code that it holds.
 
-    Its `.metadata` has to pass the allow-list, which also tells what may be read, and what it calls a value
-    that is not a tensor has to be one that torch loads with `weights_only=True`. Not collective; ask on one
-    rank. Links are followed, as stock DCP follows them: the directory is one that a person has named.
+    Its `.metadata` must pass the allow-list, and torch must be able to load its byte entries with
+    `weights_only=True`. Not collective; call it on one rank. Links are followed, as stock DCP follows them:
+    the user has named the directory.
 
     Raises:
-        UnsafeCheckpointError: stock DCP could run what is in it; `allow_pickle=True` is the way out.
-        CorruptCheckpointError: a file is missing, or what `.metadata` says is impossible.
+        UnsafeCheckpointError: stock DCP could run code in it; `allow_pickle=True` permits that.
+        CorruptCheckpointError: a file is missing, or `.metadata` is impossible.
     """
     place = Path(directory)
     source = str(place / METADATA)
@@ -241,11 +241,11 @@ def check_stock(directory: str | os.PathLike[str]) -> None:
 
 
 def read_linked(path: Path) -> bytes:
-    """Read a small file of a host's, links followed, once it is known to be a file and its size to be sane.
+    """Read a host's small file, links followed, after a check of its type and size.
 
     Raises:
         FileNotFoundError: there is none.
-        CorruptCheckpointError: it is something else, which could be waited for in vain, or is too large.
+        CorruptCheckpointError: it is too large, or no regular file: a read of a pipe could block forever.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -257,10 +257,10 @@ def read_linked(path: Path) -> bytes:
 
 @contextmanager
 def without_pickle() -> Generator[None]:
-    """Have stock DCP read `.metadata` through the allow-list and values with `weights_only=True`.
+    """Restrict stock DCP to the allow-list for `.metadata`, and to plain values.
 
-    `check_stock` refuses with better words, before anything live has changed; this holds for the bytes that
-    are used. It changes DCP's own classes for as long as it lasts: for one thread at a time.
+    `check_stock` refuses with better messages, before anything live has changed; this covers the bytes that
+    are actually read. It patches DCP's own classes meanwhile: for one thread at a time.
     """
     reader: Any = FileSystemReader
     planner: Any = DefaultLoadPlanner
@@ -282,8 +282,8 @@ def _metadata(content: bytes, source: str) -> Metadata:
 
 
 def _stock_metadata(self: Any, *_: Any, **asked: Any) -> Metadata:
-    """Stands for `FileSystemReader.read_metadata`."""
-    path = metadata_path(self, asked.get("rank"))
+    """Replace `FileSystemReader.read_metadata`."""
+    path = self._get_metadata_path(asked.get("rank"))
     with self.fs.create_stream(path, "rb") as stream:
         metadata = _metadata(stream.read(), str(path))
     if metadata.storage_meta is None:
@@ -293,7 +293,7 @@ def _stock_metadata(self: Any, *_: Any, **asked: Any) -> Metadata:
 
 
 def _stock_value(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
-    """Stands for `DefaultLoadPlanner.load_bytes`."""
+    """Replace `DefaultLoadPlanner.load_bytes`."""
     key = read_item.dest_index.fqn
     loaded = load_plain(value.getvalue(), repr(key))
     if self.flatten_state_dict:

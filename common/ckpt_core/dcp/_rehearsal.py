@@ -1,8 +1,8 @@
-"""What torch's `weights_only` unpickler would do with a pickle, done with nothing at stake.
+"""A dry run of torch's `weights_only` unpickler, with a budget of time and memory.
 
-That unpickler executes no foreign code, but it hashes keys however they are nested, and calls `bytearray`
-and the like with any number. Here every class is a stand-in, and every hash, copy and allocation is paid for
-out of a budget that grows with the size of the pickle; one that overdraws it never gets to torch.
+That unpickler executes no foreign code, but it hashes keys of any nesting, and calls `bytearray` and the like
+with any number. Here every class is a stand-in, and every hash, copy and allocation is charged to a budget
+that grows with the size of the pickle; torch never reads a pickle that exceeds it.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ _HASHES_ARGUMENTS: Final = frozenset({"builtins.set", "collections.Counter", "co
 
 
 def dry_run_unpickle(content: bytes, storages: Mapping[str, int], size_bytes: int) -> None:
-    """Go through the `data.pkl` of a torch zip.
+    """Dry-run the `data.pkl` of a torch zip.
 
     Args:
         content: the pickle.
         storages: key of a storage -> size in bytes of its record.
-        size_bytes: of the whole zip; nothing larger need be allocated.
+        size_bytes: of the whole zip; no load needs a larger allocation.
 
     Raises:
-        PickleError: loading it would take absurdly long or much memory, or read outside of a record.
+        PickleError: a load would take too much time or memory, or read outside of a record.
     """
-    _Rehearsal(content, storages, size_bytes).load()
+    _DryRun(content, storages, size_bytes).load()
 
 
 class _Tuple(tuple[Any, ...]):
-    """A tuple whose hash is paid for, by the number of values that a real one would look at."""
+    """A tuple whose hash is charged by the number of values hashed."""
 
-    rehearsal: _Rehearsal
+    run: _DryRun
     weight: int
     levels: int
 
     def __hash__(self) -> int:
-        self.rehearsal.charge(self.weight)
+        self.run.charge(self.weight)
         return id(self)
 
 
 class _Named(dict[Any, Any]):
-    """Stands for a class or function and for what calling it gives; takes every item, does nothing."""
+    """Stand-in for a class or function and for its results; accepts items."""
 
-    rehearsal: _Rehearsal
+    run: _DryRun
     path: str
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __new__(cls, *args: Any, **_: Any) -> Any:
-        return cls.rehearsal.call(cls, args)
+        return cls.run.call(cls, args)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -70,21 +70,21 @@ class _Named(dict[Any, Any]):
         return self
 
     def __setstate__(self, state: Any) -> None:
-        """Take a state; torch makes a mapping of it, so that of pairs the first of each is hashed."""
+        """Accept a state; torch makes a mapping of it, which hashes each pair's first."""
         if isinstance(state, (list, tuple)):
             for pair in state:
                 if isinstance(pair, (list, tuple)) and pair and isinstance(pair[0], tuple):
                     hash(pair[0])
 
     def append(self, _: Any) -> None:
-        """Take an item, as a list would."""
+        """Accept an item, as a list would."""
 
     def extend(self, _: Any) -> None:
-        """Take items, as a list would."""
+        """Accept items, as a list would."""
 
 
 def _makes_new(path: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call takes memory, or time, that is out of proportion to its arguments."""
+    """Return whether a call takes memory or time out of proportion to its arguments."""
     sizes = any(isinstance(value, (int, tuple)) for value in args)
     if path == "builtins.bytearray" or (path.startswith("torch.") and path.endswith(("Tensor", "Storage"))):
         return sizes
@@ -93,7 +93,7 @@ def _makes_new(path: str, args: tuple[Any, ...]) -> bool:
 
 
 @final
-class _Rehearsal(pickle.Unpickler):  # noqa: S301 - nothing it names is ever looked up
+class _DryRun(pickle.Unpickler):  # noqa: S301 - no name in it is ever looked up
     def __init__(self, content: bytes, storages: Mapping[str, int], size_bytes: int) -> None:
         super().__init__(io.BytesIO(sanitize_pickle(content, persistent_ids=True)), encoding="bytes")
         self._storages = storages
@@ -102,7 +102,7 @@ class _Rehearsal(pickle.Unpickler):  # noqa: S301 - nothing it names is ever loo
 
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        fields = {"rehearsal": self, "path": f"{module_name}.{global_name}"}
+        fields = {"run": self, "path": f"{module_name}.{global_name}"}
         return type("_Named", (_Named,), fields)
 
     @override
@@ -113,13 +113,13 @@ class _Rehearsal(pickle.Unpickler):  # noqa: S301 - nothing it names is ever loo
         return self._named()
 
     def charge(self, cost: int) -> None:
-        """Pay for work or memory, in values or bytes."""
+        """Charge work or memory, in values or bytes."""
         self._budget -= cost
         if self._budget < 0:
             raise PickleError("loading it would take absurdly long; it may be an attack")
 
     def call(self, named: type[_Named], args: tuple[Any, ...]) -> Any:
-        """What a call of the named thing gives, if it is harmless."""
+        """Return the result of a call of the named class or function, if it is harmless."""
         path = named.path
         for value in args:
             if isinstance(value, (str, bytes, list, dict, tuple)):
@@ -142,7 +142,7 @@ class _Rehearsal(pickle.Unpickler):  # noqa: S301 - nothing it names is ever loo
     def _weigh(self, values: tuple[Any, ...]) -> _Tuple:
         weight, levels = 1, 0
         for value in values:
-            while type(value) is tuple and len(value) == 1:  # around another, and not weighed itself
+            while type(value) is tuple and len(value) == 1:  # a wrapper of another, without a weight
                 value = value[0]  # noqa: PLW2901
             if isinstance(value, _Tuple):
                 weight += value.weight
@@ -152,7 +152,7 @@ class _Rehearsal(pickle.Unpickler):  # noqa: S301 - nothing it names is ever loo
         if levels >= _MOST_LEVELS:
             raise PickleError(f"tuples in tuples, more than {_MOST_LEVELS} deep; it may be an attack")
         weighed = _Tuple(values)
-        weighed.rehearsal, weighed.weight, weighed.levels = self, weight, levels + 1
+        weighed.run, weighed.weight, weighed.levels = self, weight, levels + 1
         return weighed
 
     def _hash(self, path: str, items: Any) -> None:
@@ -166,7 +166,7 @@ class _Rehearsal(pickle.Unpickler):  # noqa: S301 - nothing it names is ever loo
             raise PickleError("a quantised tensor larger than its data")
 
     def _check_storage(self, pid: Any) -> None:
-        """Torch makes a storage of the size that the pickle says over whatever the record holds."""
+        """Refuse a storage whose size differs from its record's: torch would not check it."""
         kind, storage, key, _, count = pid
         path = storage.path if isinstance(storage, type) and issubclass(storage, _Named) else ""
         itemsize = _SIZES.get(path.rpartition(".")[2])
@@ -174,5 +174,5 @@ class _Rehearsal(pickle.Unpickler):  # noqa: S301 - nothing it names is ever loo
             raise PickleError("a reference to something that is no storage")
         if self._storages.get(key) != count * itemsize:
             raise PickleError(
-                f"storage {key!r:.20} is to have {count * itemsize} bytes, and has {self._storages.get(key)}"
+                f"storage {key!r:.20} should have {count * itemsize} bytes and has {self._storages.get(key)}"
             )

@@ -1,4 +1,4 @@
-"""Reads of stored chunks: ranges of bytes, and the live tensor that each window of them goes to."""
+"""Reads of stored chunks: ranges of bytes, and the live tensors that they fill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The elements `start` to `stop` of a row-major array of `shape`, as at most 2 * ndim - 1 boxes."""
+    """Yield row-major elements `start` to `stop` as at most 2 * ndim - 1 boxes."""
     if start >= stop:
         return
     if not shape:
@@ -49,45 +49,45 @@ class TensorTarget:
     Attributes:
         shape: of the whole chunk, which is stored contiguously.
         dtype: of the chunk.
-        offsets: where the part starts in the chunk.
-        target: what to fill, of the part's shape; on any device and of any layout. Its dtype may be another:
-            then values are cast as by `Tensor.copy_`.
+        offsets: of the part in the chunk.
+        tensor: to fill, of the part's shape, on any device and of any layout. If its dtype differs, values
+            are cast as by `Tensor.copy_`.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     offsets: tuple[int, ...]
-    target: torch.Tensor
+    tensor: torch.Tensor
 
     @cached_property
     def byte_range(self) -> tuple[int, int]:
-        """From the part's first byte in the payload to behind its last; equal if the part is empty."""
-        if not self.target.numel():
+        """Start and stop of the part's bytes in the payload; equal if the part is empty."""
+        if not self.tensor.numel():
             return 0, 0
         strides = _strides(self.shape)
         first = sum(offset * stride for offset, stride in zip(self.offsets, strides, strict=True))
-        reach = sum((n - 1) * stride for n, stride in zip(self.target.shape, strides, strict=True))
+        reach = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, strides, strict=True))
         return first * self.dtype.itemsize, (first + reach + 1) * self.dtype.itemsize
 
     @cached_property
     def memory(self) -> memoryview | None:
-        """The target's own bytes, if the part is one run of the payload that can be read straight there."""
+        """The tensor's memory, if one range of the payload can be read directly into it."""
         start, stop = self.byte_range
-        target = self.target
+        tensor = self.tensor
         if (
-            stop - start != target.nbytes
-            or target.dtype != self.dtype
-            or target.device.type != "cpu"
-            or not target.is_contiguous()
-            or target.is_conj()
-            or target.is_neg()
-            or type(target) is not torch.Tensor
+            stop - start != tensor.nbytes
+            or tensor.dtype != self.dtype
+            or tensor.device.type != "cpu"
+            or not tensor.is_contiguous()
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or type(tensor) is not torch.Tensor
         ):
             return None
-        return bytes_of(target)
+        return bytes_of(tensor)
 
-    def land(self, start: int, content: memoryview) -> None:
-        """Copy what the payload holds from byte `start` on into the target, as far as it belongs there."""
+    def fill(self, start: int, content: memoryview) -> None:
+        """Copy into the tensor those of the payload's bytes from `start` that are its."""
         itemsize = self.dtype.itemsize
         first = start // itemsize
         count = len(content) // itemsize
@@ -101,24 +101,24 @@ class TensorTarget:
     def _copy_box(self, box: Box, flat: torch.Tensor, first: int, strides: Sequence[int]) -> None:
         spans = [
             (max(low, offset), min(high, offset + size))
-            for (low, high), offset, size in zip(box, self.offsets, self.target.shape, strict=True)
+            for (low, high), offset, size in zip(box, self.offsets, self.tensor.shape, strict=True)
         ]
         if any(low >= high for low, high in spans):
             return
         begin = sum(low * stride for (low, _), stride in zip(spans, strides, strict=True)) - first
         source = flat.as_strided([high - low for low, high in spans], strides, begin)
-        target = self.target
+        target = self.tensor
         for dim, ((low, high), offset) in enumerate(zip(spans, self.offsets, strict=True)):
             target = target.narrow(dim, low - offset, high - low)
         if target.is_inference() and not torch.is_inference_mode_enabled():
-            with torch.inference_mode():  # a mode of each thread
+            with torch.inference_mode():  # the mode is per thread
                 target.copy_(source)
         else:
             target.copy_(source)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable."""
+    """Return the writable memory of a contiguous CPU tensor."""
     if not tensor.numel():
         return memoryview(bytearray())
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
@@ -126,33 +126,33 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements."""
+    """Compute row-major strides, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
     return tuple(strides)
 
 
-_WINDOW_BYTES: Final = 8 << 20  # of what does not go straight to its place
+_WINDOW_BYTES: Final = 8 << 20  # of a read that cannot fill the tensor's memory directly
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRead:
-    """A part of one stored chunk, and where it goes; `name` is the live tensor's, unique in a load."""
+    """A read of a part of a stored chunk; `name`, the live tensor's, is unique."""
 
     name: str
     payload: Payload
-    landing: TensorTarget
+    target: TensorTarget
 
-    def wanted(self, start: int = 0, stop: int | None = None) -> Iterator[RangeRead]:
-        """What to read, as far as it lies between two bytes of the payload."""
-        first, last = self.landing.byte_range
+    def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[RangeRead]:
+        """Yield the reads of ranges, restricted to bytes `start` to `stop` of the payload."""
+        first, last = self.target.byte_range
         begin = max(first, start)
         end = last if stop is None else min(last, stop)
         if begin >= end:
             return
-        memory = self.landing.memory
+        memory = self.target.memory
         if memory is not None:
             into = memory[begin - first : end - first]
             yield RangeRead(payload=self.payload, start=begin, stop=end, into=into)
@@ -160,17 +160,17 @@ class TensorRead:
         while begin < end:
             cut = min(end, (begin // _WINDOW_BYTES + 1) * _WINDOW_BYTES)
             yield RangeRead(
-                payload=self.payload, start=begin, stop=cut, take=partial(self.landing.land, begin)
+                payload=self.payload, start=begin, stop=cut, take=partial(self.target.fill, begin)
             )
             begin = cut
 
-    def land(self, start: int, content: memoryview) -> None:
-        """Copy what the payload holds from byte `start` on into place, as far as it belongs there."""
-        memory = self.landing.memory
+    def fill(self, start: int, content: memoryview) -> None:
+        """Copy into the target those of the payload's bytes from `start` that are its."""
+        memory = self.target.memory
         if memory is None:
-            self.landing.land(start, content)
+            self.target.fill(start, content)
             return
-        first, last = self.landing.byte_range
+        first, last = self.target.byte_range
         begin, end = max(first, start), min(last, start + len(content))
         if begin < end:
             memory[begin - first : end - first] = content[begin - start : end - start]

@@ -1,4 +1,4 @@
-"""Tensors as `torch.save` lays them out in a zip: built ahead of their payload, read without trust."""
+"""Tensors in the zip layout of `torch.save`: built ahead, read without trust."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DOS_EPOCH = (0, 0x21)  # 1980-01-01 00:00, so that equal content gives equal by
 
 @dataclass(frozen=True, slots=True)
 class _StorageRef:
-    """Stands for the tensor's storage in the pickle, as torch's persistent id does."""
+    """Stand-in for a tensor's storage, pickled as torch's persistent id."""
 
     dtype: torch.dtype
     numel: int
@@ -60,7 +60,7 @@ class _TensorPickler(pickle.Pickler):
 
 
 class _Rebuild:
-    """Pickles as the call by which torch rebuilds a contiguous tensor of this dtype and shape."""
+    """Stand-in for a contiguous tensor, pickled as the call that rebuilds it."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.dtype = dtype
@@ -81,18 +81,18 @@ class _Rebuild:
 
 @lru_cache(maxsize=4096)
 def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """The `data.pkl` record that `torch.save` writes for a contiguous CPU tensor."""
+    """Return the `data.pkl` that `torch.save` writes for a contiguous CPU tensor."""
     buffer = io.BytesIO()
-    # A `torch.Size` is the same key and pickles differently: the record must not depend on who asked first.
+    # A `torch.Size` is the same cache key and pickles differently: the result must not depend on the caller.
     _TensorPickler(buffer, protocol=2).dump(_Rebuild(dtype, tuple(shape)))
     return buffer.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Archive:
-    """Everything of one torch zip but its payload: write `prefix`, the payload, then `suffix`.
+    """The bytes of one torch zip before and after its payload.
 
-    `crc_in_prefix` and `crc_in_suffix` are where the payload's CRC-32 stands, as little-endian 32 bits.
+    `crc_in_prefix` and `crc_in_suffix` are the offsets of the payload's CRC-32, as little-endian 32 bits.
     """
 
     prefix: bytes
@@ -115,8 +115,8 @@ def build_archive(
         data_pickle: result of `tensor_pickle`.
         payload_bytes: size of the raw tensor bytes.
         payload_crc: CRC-32 of the raw tensor bytes.
-        offset: where in the file the archive starts; decides the padding before the payload.
-        zip64_from: sizes and offsets from here on use 64-bit fields.
+        offset: of the archive in the file; decides the padding before the payload.
+        zip64_from: the smallest size or offset that uses 64-bit fields.
     """
     records = [
         (f"{_ROOT}/data.pkl", data_pickle),
@@ -194,9 +194,9 @@ def _end_records(num_records: int, directory_bytes: int, directory_offset: int, 
 
 
 def pad_archive(content: bytes, capacity: int) -> bytes:
-    """A zip made `capacity` bytes long by a comment at its end, which every reader of zips passes over.
+    """Pad a zip to `capacity` bytes by a comment at its end, which readers ignore.
 
-    What is no zip with an empty comment, or cannot be padded to exactly `capacity`, is returned as it is.
+    Content without an empty comment, or that cannot be padded to exactly `capacity`, is returned unchanged.
     """
     padding = capacity - len(content)
     end = content[-_END_BYTES:]
@@ -225,7 +225,7 @@ class TensorForm:
 
     @property
     def is_raw(self) -> bool:
-        """Whether its storage is exactly the tensor, element after element."""
+        """Whether its storage is exactly the tensor's contiguous elements."""
         expected = 1
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if length != 1 and stride != expected and 0 not in self.shape:
@@ -235,15 +235,15 @@ class TensorForm:
 
 
 class NotPlainError(ValueError):
-    """It is not one plain tensor, or not in a way that can be told without torch."""
+    """A value is not one plain tensor, or only torch could read it as one."""
 
 
 @lru_cache(maxsize=1024)
 def read_form(data_pickle: bytes) -> TensorForm:
-    """Read the `data.pkl` that `torch.save` writes for one plain tensor, executing nothing.
+    """Read the `data.pkl` of one plain tensor, executing nothing.
 
     Raises:
-        NotPlainError: it is for something else.
+        NotPlainError: it describes another value.
     """
     if len(data_pickle) > _MAX_PICKLE_BYTES:
         raise NotPlainError("its pickle is too long for one tensor")
@@ -251,7 +251,7 @@ def read_form(data_pickle: bytes) -> TensorForm:
         form = _FormUnpickler(io.BytesIO(sanitize_pickle(data_pickle, persistent_ids=True))).load()
     except NotPlainError:
         raise
-    except Exception as error:  # a foreign pickle raises nearly anything; the caller asks torch
+    except Exception as error:  # a foreign pickle raises nearly anything; the caller then uses torch
         raise NotPlainError(f"its pickle is not that of a plain tensor ({type(error).__name__})") from error
     if type(form) is not TensorForm:
         raise NotPlainError("it holds something other than one tensor")
@@ -342,10 +342,10 @@ class _FormUnpickler(pickle.Unpickler):  # noqa: S301 - the allow-list is what m
 
 
 def read_record(read_at: ReadAt, directory: Directory, name: str) -> bytes | None:
-    """Content of a small record, compared with its checksum; None if there is none of that name.
+    """Read a small record and compare its checksum; None if it does not exist.
 
     Raises:
-        ZipError: it is damaged.
+        ZipError: the record is damaged.
     """
     record = directory.find(name)
     if record is None:
@@ -359,22 +359,22 @@ def read_record(read_at: ReadAt, directory: Directory, name: str) -> bytes | Non
 
 
 def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> bool:
-    """Check an entry's bytes before torch sees them.
+    """Check an entry's bytes before torch reads them.
 
-    It is a zip as torch writes it: all records stored, none over another, so that together they are no
-    larger than the zip, and each has the checksum that the directory names. Its pickle needs no more time
-    and memory than its size explains, and its storages are those of the records.
+    It must be a zip as torch writes it: all records uncompressed and without overlap, so that together they
+    are no larger than the zip, and each with the checksum of the directory. Its pickle must need no more time
+    and memory than its size explains, and its storages must be those of the records.
 
     Args:
         content: the whole zip.
-        name: which entry of which file it is, for errors.
-        trusted: leave its pickle alone, as it may execute anything anyhow.
+        name: of the entry and its file, for errors.
+        trusted: skip its pickle, which may execute anything.
 
     Returns:
-        Whether there were checksums to compare; torch can be told to write none.
+        Whether there were checksums to compare; torch can be configured to write none.
 
     Raises:
-        CorruptCheckpointError: it is not.
+        CorruptCheckpointError: a check failed.
     """
 
     def read_at(offset: int, size: int) -> bytes:
@@ -390,13 +390,13 @@ def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> bool:
         if not trusted:
             start = payload_offset(read_at, directory, record)
             dry_run_unpickle(content[start : start + record.size_bytes], storages, len(content))
-    except Exception as error:  # a foreign pickle raises nearly anything; the caller is told what and where
+    except Exception as error:  # a foreign pickle raises nearly anything; the error names entry and cause
         raise _corrupt(name, f"not a whole torch zip: {error!s:.500}") from error
     return directory.has_checksums
 
 
 def _storages(directory: Directory) -> dict[str, int]:
-    """Key of a storage -> its size in bytes; every record must be one that torch.save writes."""
+    """Map storages to sizes in bytes; refuse records that torch.save does not write."""
     storages: dict[str, int] = {}
     for record in directory.records.values():
         name = directory.inner_name(record)
@@ -408,15 +408,15 @@ def _storages(directory: Directory) -> dict[str, int]:
 
 
 def load_chunk(content: bytes, name: str) -> torch.Tensor:
-    """Load a tensor chunk that is not plain raw bytes, such as a transposed one; it is verified first.
+    """Verify and load a tensor chunk that is not raw bytes, such as a transposed one.
 
     Args:
         content: the whole zip.
-        name: which entry of which file it is, for errors.
+        name: of the entry and its file, for errors.
 
     Raises:
         CorruptCheckpointError: it is damaged, or holds no tensor.
-        UnsafeCheckpointError: it is not a tensor that can be rebuilt without executing foreign code.
+        UnsafeCheckpointError: the tensor cannot be rebuilt without executing foreign code.
     """
     checked_zip(content, name)
     try:
@@ -424,9 +424,9 @@ def load_chunk(content: bytes, name: str) -> torch.Tensor:
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0]
         raise UnsafeCheckpointError(
-            f"{name} is not a plain tensor, and nothing of it was executed: {reason}"
+            f"{name} is not a plain tensor, and none of its code was executed: {reason}"
         ) from error
-    except Exception as error:  # a damaged archive raises nearly anything; the caller is told
+    except Exception as error:  # a damaged archive raises nearly anything; the error names entry and cause
         raise _corrupt(name, f"{type(error).__name__}: {error!s:.500}") from error
     if not isinstance(tensor, torch.Tensor):
         raise _corrupt(name, f"holds a {type(tensor).__name__}, not a tensor")

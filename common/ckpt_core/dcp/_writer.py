@@ -33,18 +33,18 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry
 
 _Progress: TypeAlias = BaseException | int
-"""Why a file cannot be hashed; 1 for each piece that is done, and 0 in the end."""
+"""The error of the hashing, 1 for each finished piece, or 0 at the end."""
 
 
 @final
 class Hashing:
-    """Hashes the data files of one rank in one save.
+    """The hashing of one rank's data files in one save.
 
-    Concurrency: used by one thread. Pieces must be left alone until `checksums` has returned or the context
-    has ended.
+    Concurrency: used by one thread. Pieces must not change until `checksums` has returned or the context has
+    ended.
 
     Args:
-        algorithm: of the checksums; of CRC-32, which whoever writes takes anyway, nothing is computed here.
+        algorithm: of the checksums; for CRC-32, which the writer computes, nothing is hashed here.
     """
 
     def __init__(self, algorithm: str = CRC32) -> None:
@@ -59,24 +59,24 @@ class Hashing:
             file.stop()
 
     def follow(self, path: str, pieces: Iterable[memoryview]) -> Iterable[memoryview]:
-        """Pass the pieces of a file on, and hash them behind whoever takes them."""
+        """Pass on the pieces of a file, and hash them on a thread meanwhile."""
         if self.algorithm == CRC32:
             return pieces
         self._files[path] = file = _File(self.algorithm, path)
         return file.follow(pieces)
 
-    def checksums(self, beat: Callable[[str], None]) -> dict[str, str]:
-        """Wait for the checksum of every file that was followed, by path.
+    def checksums(self, progress: Callable[[str], None]) -> dict[str, str]:
+        """Wait for the checksum of every followed file, by path.
 
         Args:
-            beat: told whenever a piece is done.
+            progress: called after every piece.
         """
-        return {path: file.checksum(beat) for path, file in self._files.items()}
+        return {path: file.checksum(progress) for path, file in self._files.items()}
 
 
 @final
 class _File:
-    """One file, and the thread that hashes it."""
+    """A file and the thread that hashes it."""
 
     def __init__(self, algorithm: str, path: str) -> None:
         self._path = path
@@ -84,13 +84,13 @@ class _File:
         self._pieces: SimpleQueue[memoryview | None] = SimpleQueue()
         self._progress: SimpleQueue[_Progress] = SimpleQueue()
         self._stopped = False
-        # A daemon: what it computes is of no use to a process that ends.
+        # A daemon: a process that ends has no use for its result.
         self._thread = threading.Thread(target=self._run, name="ckpt-hash", daemon=True)
 
     def follow(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         try:
             self._thread.start()
-        except RuntimeError:  # the interpreter is ending: whoever writes hashes, too
+        except RuntimeError:  # the interpreter is ending: hash on the writing thread
             for piece in pieces:
                 self._running.update(piece)
                 yield piece
@@ -101,11 +101,11 @@ class _File:
             yield piece
         self._pieces.put(None)
 
-    def checksum(self, beat: Callable[[str], None]) -> str:
+    def checksum(self, progress: Callable[[str], None]) -> str:
         while more := self._progress.get():
             if isinstance(more, BaseException):
                 raise more
-            beat(f"hashing {self._path}")
+            progress(f"hashing {self._path}")
         return str(self._running)
 
     def stop(self) -> None:
@@ -130,24 +130,24 @@ _SHARDS, _VALUES = 0, 1
 _GRAIN_BYTES = 512
 
 Pace: TypeAlias = Callable[[Iterable[memoryview]], Iterable[memoryview]]
-"""Gives pieces on, no faster than they should be written."""
+"""Passes pieces on, no faster than they should be written."""
 
 
 @final
 class ShardWriter(StorageWriter):
-    """Writes one part of one rank: its tensors, its byte entries, and on the coordinator `.metadata`.
+    """Writer of one rank's part: tensors, byte entries, on rank 0 also `.metadata`.
 
-    Also usable with stock `dcp.save(..., storage_writer=ShardWriter(storage, "some/directory"))`; what it
-    wrote is then in `files` and `tables`.
+    Also usable with stock `dcp.save(..., storage_writer=ShardWriter(storage, "some/directory"))`; the written
+    files are then in `files` and `tables`.
 
     Args:
-        storage: where to write.
+        storage: the root.
         directory: key of the checkpoint directory.
         part: sub-directory of this part, "" for the checkpoint directory itself.
-        rank: set by DCP when DCP drives, by us otherwise.
-        pace: slows the writing of tensors down; None to write as fast as storage takes it.
-        hashing: hashes the file of tensors while it is written, and tells by which algorithm byte entries
-            are; None for CRC-32.
+        rank: set by DCP when DCP calls, by us otherwise.
+        pace: limits the rate of tensor writes; None for full speed.
+        hashing: hashes the file of tensors while it is written, and has the algorithm for byte entries; None
+            for CRC-32.
 
     Attributes:
         files: every file written, for the manifest; that of tensors with its CRC-32.
@@ -177,7 +177,7 @@ class ShardWriter(StorageWriter):
         """Write the image of this rank's tensors.
 
         Args:
-            image: what to write.
+            image: the content of the file.
             wait_for: see `Image.pieces`.
 
         Returns:
@@ -194,7 +194,7 @@ class ShardWriter(StorageWriter):
     def write_values(self, values: Mapping[MetadataIndex, bytes]) -> Spans:
         """Write this rank's byte entries, which are serialised already.
 
-        Their sizes vary a little from save to save. They are padded, so that mostly they lie where they lay.
+        Their sizes vary a little from save to save, so they are padded: mostly their offsets stay the same.
 
         Returns:
             Start and end of every entry in the file, int64 [entries, 2].
@@ -220,7 +220,7 @@ class ShardWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.files, self.tables = [], []
 
-    # DCP hands the rank over only to a parameter that is literally named `kwargs`.
+    # DCP passes the rank only to a parameter that is literally named `kwargs`.
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.reset()  # DCP itself calls `reset` only when it is given a checkpoint_id
@@ -298,14 +298,14 @@ def _results(indices: Iterable[MetadataIndex], name: str, spans: Spans) -> list[
 
 
 def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, StorageInfo]) -> bytes:
-    """The content of `.metadata`, with `places` as what DCP calls storage data."""
+    """Encode `.metadata`, with `places` as DCP's storage data."""
     return pickle.dumps(
         replace(metadata, storage_data=dict(places), storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     )
 
 
 def places_in(table: ChunkTable, part: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
-    """What DCP's metadata says about where the chunks of one part are, from the table of their rank."""
+    """Yield DCP's storage data of one part, from a rank's chunk table."""
     for path, chunks in table.files.items():
         directory, _, name = path.rpartition("/")
         if directory != part:
@@ -323,7 +323,7 @@ def _capacity(size_bytes: int) -> int:
 
 @lru_cache(maxsize=8)
 def _value_columns(keys: tuple[str, ...], sizes: tuple[int, ...]) -> bytes:
-    """The byte entries as they stand in a chunk table; mostly the same from save to save."""
+    """Encode byte entries as columns of a chunk table, cached between saves."""
     nothing = [None] * len(keys)
     return ChunkColumns(
         key=keys,

@@ -1,4 +1,4 @@
-"""One load: which checkpoint, which part of it, verified before anything live changes."""
+"""Loads: choice of a checkpoint, and a load verified before live state changes."""
 
 from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._load import LoadRequest

@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, before anything large is read."""
+"""An open checkpoint directory: its small files, and the locations of large data."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from ckpt_core.types import SavedState
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPart:
-    """One part of a checkpoint: what it holds, and where.
+    """One part of a checkpoint: its entries and their locations.
 
     Attributes:
-        metadata: DCP's, as far as it is wanted, under the names of the live state.
+        metadata: DCP's, of the selected entries, with the names of the live state.
     """
 
     metadata: Metadata
@@ -58,15 +58,15 @@ class CheckpointPart:
     _allow_pickle: bool
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
-        """Where these entries are; errors as by `ChunkLocator.find`."""
+        """Locate these entries; errors as by `ChunkLocator.find`."""
         saved = {MetadataIndex(self._original.get(i.fqn, i.fqn), i.offset): i for i in indices}
         return {saved[index]: place for index, place in self._places.find(saved).items()}
 
     def read_entry(self, place: ChunkLocation) -> bytes:
-        """The stored bytes of a byte entry, verified.
+        """Read and verify the stored bytes of a byte entry.
 
         Raises:
-            CorruptCheckpointError: they are not those that were saved, or nothing that torch would write.
+            CorruptCheckpointError: they differ from the saved ones, or torch did not write them.
         """
         content = self._read(place)
         expected = None if place.payload is None else place.payload.crc32
@@ -76,7 +76,7 @@ class CheckpointPart:
         return content
 
     def read_chunk(self, place: ChunkLocation) -> torch.Tensor:
-        """A tensor chunk whose elements do not lie simply one after another, verified and rebuilt."""
+        """Read, verify and rebuild a tensor chunk whose elements are not contiguous."""
         return load_chunk(self._read(place), self._name(place))
 
     def _read(self, place: ChunkLocation) -> bytes:
@@ -101,20 +101,20 @@ class CheckpointPart:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenCheckpoint:
-    """An opened checkpoint: where everything large is, and everything small.
+    """An open checkpoint: its small values, and the locations of its tensors.
 
     Attributes:
         local: buffers in which this rank differed.
-        keeps: whether values that this rank kept for itself are to be loaded.
-        forgoes: whether ranks kept values for themselves, and there are not as many ranks now.
+        loads_kept: whether to load values that this rank kept for itself.
+        drops_kept: whether ranks kept values that cannot be loaded, because the number of ranks has changed.
     """
 
     files: CommittedFiles
     contents: Mapping[str, CheckpointPart]
     saved: SavedState
     local: Mapping[BufferKey, Any]
-    keeps: bool = False
-    forgoes: bool = False
+    loads_kept: bool = False
+    drops_kept: bool = False
 
 
 def open_checkpoint(
@@ -126,15 +126,15 @@ def open_checkpoint(
     allow_pickle: bool,
     committed: bool | str = False,
 ) -> OpenCheckpoint:
-    """Open a checkpoint of ours, or, unless it is known to be `committed`, what stock DCP wrote.
+    """Open a checkpoint of ours or, unless known to be `committed`, of stock DCP.
 
-    If `committed` is a SHA-256, only the checkpoint with that manifest will do.
+    If `committed` is a SHA-256, only the checkpoint with that manifest is accepted.
 
     Raises:
         CheckpointNotFoundError: there is neither.
-        ConfigError: the selection names what is not there.
+        ConfigError: a name in the selection is not in the checkpoint.
         CorruptCheckpointError: a file is damaged.
-        UnsafeCheckpointError: it needs pickle and that was not allowed.
+        UnsafeCheckpointError: it needs pickle, which is not allowed.
     """
     ours = bool(committed) or storage.exists(f"{directory}/{MARKER}")
     digest = committed if isinstance(committed, str) else None
@@ -162,7 +162,7 @@ def open_checkpoint(
     whole = contents("", Narrowed.everything(metadata[""])) if "" in metadata else None
     items = _Items(files, whole, allow_pickle=allow_pickle)
     same_ranks = manifest is not None and manifest.world_size == coordinator.world_size
-    wanted = selection.of_metadata(metadata, files.url)
+    selected = selection.of_metadata(metadata, files.url)
     saved = SavedState(
         sharded={
             part: {
@@ -170,7 +170,7 @@ def open_checkpoint(
                 for path, entry in entries(of_part.metadata).items()
                 if path[0] not in {PICKLED, KEPT}
             }
-            for part, of_part in wanted.items()
+            for part, of_part in selected.items()
         },
         per_rank=items.read(rank_name(coordinator.rank)),
         shared=_shared(files, items, coordinator.rank if same_ranks else None),
@@ -180,11 +180,11 @@ def open_checkpoint(
     )
     return OpenCheckpoint(
         files=files,
-        contents={part: contents(part, of_part) for part, of_part in wanted.items()},
+        contents={part: contents(part, of_part) for part, of_part in selected.items()},
         saved=selection.of_state(saved),
         local=_local(files, coordinator.rank) if same_ranks else {},
-        keeps=same_ranks,
-        forgoes=not same_ranks and any(map(_has_kept, metadata.values())),
+        loads_kept=same_ranks,
+        drops_kept=not same_ranks and any(map(_has_kept, metadata.values())),
     )
 
 
@@ -194,7 +194,7 @@ def _local(files: CommittedFiles, rank: int) -> dict[BufferKey, Any]:
 
 
 def _shared(files: CommittedFiles, items: _Items, rank: int | None) -> dict[str, Any]:
-    """Shared items: the coordinator's, what only other ranks had, and first what `rank` kept for itself."""
+    """Read the shared items: those that `rank` kept, the coordinator's, then others'."""
     ranks = sorted(found for path in files.paths if (found := shared_rank(path)) is not None)
     shared: dict[str, Any] = items.read(shared_name(rank)) if rank in ranks and rank is not None else {}
     for name in (SHARED, *map(shared_name, ranks)):
@@ -235,7 +235,7 @@ def _read_at(storage: Storage, key: str, offset: int, size: int) -> bytes:
 
 
 def _committed_parts(files: CommittedFiles) -> list[str]:
-    """The parts that were committed; what else lies there does not count."""
+    """List the committed parts; other files in the directory do not count."""
     found = [path for path in files.paths if path.rpartition("/")[2] == METADATA]
     if not found:
         raise files.damaged(METADATA, f"not among the files that {MANIFEST} lists")
@@ -254,12 +254,12 @@ def _parts(storage: Storage, directory: str) -> list[str]:
 
 
 def is_stock(storage: Storage, directory: str) -> bool:
-    """Whether the directory, or one right below it, has DCP's metadata."""
+    """Return whether the directory, or one of its children, has DCP's metadata."""
     return bool(_parts(storage, directory))
 
 
 class _Items:
-    """Reads the small files, and behind them the values that only pickle could hold."""
+    """The small files, and the pickled values that they refer to."""
 
     def __init__(self, files: CommittedFiles, contents: CheckpointPart | None, *, allow_pickle: bool) -> None:
         self._files = files

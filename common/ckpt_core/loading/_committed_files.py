@@ -1,4 +1,4 @@
-"""The small files of a checkpoint, which nobody believes before they are compared with the manifest."""
+"""The small files of a checkpoint, compared with the manifest before use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ckpt_core.types import FileEntry
 
 @final
 class CommittedFiles:
-    """Reads whole files of one checkpoint directory.
+    """The files of one checkpoint directory, read whole.
 
     Args:
         storage: the root.
         directory: the checkpoint's directory in it.
-        manifest: what was committed; None for a directory that stock DCP wrote, which has none.
+        manifest: of the checkpoint; None for a directory that stock DCP wrote.
     """
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest | None) -> None:
@@ -35,7 +35,7 @@ class CommittedFiles:
 
     @property
     def url(self) -> str:
-        """Where the directory is, for people."""
+        """The directory's URL, for messages."""
         return f"{self._storage.url}/{self.directory}"
 
     @property
@@ -45,26 +45,26 @@ class CommittedFiles:
 
     @property
     def paths(self) -> Iterable[str]:
-        """The files that were committed; none where there is no manifest."""
+        """The committed files; none without a manifest."""
         return self._entries
 
     @property
     def entries(self) -> Sequence[FileEntry]:
-        """What the manifest says of the files; empty where there is none."""
+        """The files' entries in the manifest; empty without one."""
         return () if self._manifest is None else self._manifest.files
 
     def checksum(self, path: str) -> str:
-        """The checksum that was committed of a file."""
+        """Return the committed checksum of a file."""
         return self._entries[path].checksum
 
     def has(self, path: str) -> bool:
-        """Whether the checkpoint has that file; what was never committed does not count."""
+        """Return whether the checkpoint has that file; an uncommitted one does not count."""
         if self.is_ours:
             return path in self._entries
         return self._storage.exists(f"{self.directory}/{path}")
 
     def size(self, path: str) -> int:
-        """Size of a file as it was committed, in bytes; as it is, where there is no manifest.
+        """Return the committed size of a file; without a manifest, its actual size.
 
         Raises:
             CorruptCheckpointError: there is no such file.
@@ -79,11 +79,11 @@ class CommittedFiles:
         raise self.damaged(path, "missing")
 
     def read(self, path: str) -> bytes:
-        """The content that was committed.
+        """Read a file and compare it with the manifest.
 
         Raises:
-            CorruptCheckpointError: it is missing, or another.
-            OSError: storage is unwell.
+            CorruptCheckpointError: it is missing, or was changed.
+            OSError: storage failed.
         """
         size = self.size(path)
         key = f"{self.directory}/{path}"
@@ -97,7 +97,7 @@ class CommittedFiles:
         except ForeignFileError as error:
             raise self.damaged(path, str(error.strerror)) from error
         except OSError as error:
-            # A block that the device cannot read is lost; any other error may be gone at the next try.
+            # A block that the device cannot read is lost; any other error may be transient.
             if error.errno != errno.EIO:
                 raise
             raise self.damaged(path, f"cannot be read: {error}") from error
@@ -106,11 +106,11 @@ class CommittedFiles:
         return content
 
     def table(self, rank: int) -> ChunkTable:
-        """The chunk table of a rank, read and parsed once.
+        """Return the chunk table of a rank, read and parsed once.
 
         Raises:
             CorruptCheckpointError: it is missing, or damaged.
-            OSError: storage is unwell.
+            OSError: storage failed.
         """
         if rank not in self._tables:
             name = chunks_name(rank)
@@ -118,8 +118,8 @@ class CommittedFiles:
         return self._tables[rank]
 
     def whole(self, rank: int, world_size: int) -> tuple[list[RangeRead], set[str]]:
-        """This rank's share of all files, to be verified whole; and those whose checksum is no CRC-32."""
-        wanted: list[RangeRead] = []
+        """Return reads of this rank's share of all files, and the paths without a CRC-32."""
+        reads: list[RangeRead] = []
         others: set[str] = set()
         for path in share(self.entries, rank, world_size):
             entry = self._entries[path]
@@ -128,11 +128,11 @@ class CommittedFiles:
                 others.add(path)
                 continue
             payload = Payload(path=path, key=path, offset=0, size_bytes=entry.size_bytes, crc32=crc)
-            wanted.append(RangeRead(payload=payload, start=0, stop=entry.size_bytes))
-        return wanted, others
+            reads.append(RangeRead(payload=payload, start=0, stop=entry.size_bytes))
+        return reads, others
 
     def damaged(self, path: str, problem: str) -> CorruptCheckpointError:
-        """The error that says so."""
+        """Make the error of a damaged file."""
         failure = FileFailure(path=path, problem=problem)
         return CorruptCheckpointError(f"{self.url}/{failure}. Nothing was loaded", failures=(failure,))
 
@@ -147,7 +147,7 @@ class CommittedFiles:
             raise self.damaged(path, f"checksum is {found}, {committed} was committed")
 
     def missing_or_truncated(self, rank: int, world_size: int) -> list[FileFailure]:
-        """Which of this rank's share of the files are missing, or of another size than was committed."""
+        """Check this rank's share of the files for missing ones and wrong sizes."""
         found: list[FileFailure] = []
         for path in list(self._entries)[rank::world_size]:
             try:

@@ -1,8 +1,7 @@
-"""The bytes of data files around large payloads: zip headers, padding, and everything small.
+"""The bytes of data files around large payloads: headers, padding, small entries.
 
-They are not what a load uses, but what stock tools need. A file's CRC-32 follows from theirs and from those
-of the payloads, which whoever uses a payload verifies; so nearly nothing has to be read to know that a file
-is whole.
+A load does not use them, but stock tools need them. A file's CRC-32 follows from theirs and from those of the
+payloads, which the load verifies anyway; so almost nothing must be read to know that a file is whole.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.names import data_rank
 from ckpt_core.storage import ForeignFileError, RangeReader, Storage
 
-_LARGE_BYTES: Final = 64 << 10  # to read it takes longer than to compute without it
+_LARGE_BYTES: Final = 64 << 10  # reading it takes longer than combining checksums without it
 _BUFFER_BYTES: Final = 4 << 20
 
 
 def verify_framing(
     storage: Storage, files: CommittedFiles, *, rank: int, world_size: int
 ) -> list[FileFailure]:
-    """Which of this rank's share of the data files are damaged around their large payloads.
+    """Check this rank's share of data files for damage around large payloads.
 
     Raises:
         CorruptCheckpointError: a chunk table is damaged.
-        OSError: storage is unwell.
+        OSError: storage failed.
     """
     if not (files.is_ours and storage.rereads_from_memory):
         return []
@@ -65,7 +64,7 @@ def _problem(storage: Storage, files: CommittedFiles, path: str, chunks: FileChu
 
 
 def _checksum(reader: RangeReader, chunks: FileChunks) -> int:
-    """CRC-32 of the file, if its large payloads are what the table says."""
+    """Compute the file's CRC-32, with those of large payloads from the table."""
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     running = position = 0
 

@@ -1,13 +1,13 @@
-"""One load, in phases that every rank goes through together.
+"""One load, in phases that all ranks run together.
 
-1. open and plan: what the checkpoint holds against what the live state needs; byte entries are read.
-2. verify: every byte that will be used is compared with its checksum. Nothing live has changed.
-3. begin: what is small and may refuse its state is put back, and taken back if anything refuses anywhere.
-4. fetch: the same bytes again, this time into the live tensors.
-5. apply: what needs the tensors, and the random number generators last.
+1. open and plan: the checkpoint's entries are matched with the live state; byte entries are read.
+2. verify: every byte to be used is compared with its checksum. Nothing live has changed.
+3. begin: small values, which may refuse their state, are restored, and rolled back if any rank refuses.
+4. fetch: the same bytes are read again, into the live tensors.
+5. apply: values that need the tensors are restored, and the random number generators last.
 
-A load that fails before 4 leaves everything as it was. After that only storage can fail that answered a
-moment before, or an object without a `begin` that refuses its state; the error says that the state is partly
+A load that fails before 4 leaves everything unchanged. After that, only storage that answered a moment before
+can fail, or an object without a `begin` that refuses its state; the error says that the state is partly
 overwritten.
 """
 
@@ -53,16 +53,16 @@ _KEEP_BYTES: Final = 256 << 20
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRequest:
-    """Which checkpoint directory to load, and how.
+    """A checkpoint directory and the options of its load.
 
     Attributes:
         directory: key of the checkpoint directory.
-        selection: what of it is wanted.
+        selection: the entries to load.
         allow_pickle: whether pickles may be executed.
-        verification: what is verified before anything live changes.
-        read_once: whether ranks read for one another.
-        committed: what was found there; None if it may be a directory that stock DCP wrote.
-        manifest_sha256: of the manifest that was accepted; None if nobody had to accept it.
+        verification: the check before anything live changes.
+        read_once: whether ranks read for each other.
+        committed: the checkpoint found there; None if it may be a directory that stock DCP wrote.
+        manifest_sha256: of the trusted manifest; None if manifests are not judged.
     """
 
     directory: str
@@ -75,7 +75,7 @@ class LoadRequest:
 
     @classmethod
     def of(cls, options: CheckpointOptions, selection: Selection) -> Self:
-        """What the options of a manager say about any load; the directory is still to be chosen."""
+        """Make a request of a manager's options, without a directory yet."""
         return cls(
             directory="",
             selection=selection,
@@ -86,7 +86,7 @@ class LoadRequest:
 
 
 def _keep_bytes() -> int:
-    """Bytes that this rank may keep of what came over a network until it is used: half of the free memory."""
+    """Return the cache for network reads of this rank, in bytes: half of free memory."""
     free = free_memory()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
     return _KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks))
@@ -94,10 +94,10 @@ def _keep_bytes() -> int:
 
 @final
 class Load:
-    """One load of a checkpoint directory, ours or one that stock DCP wrote, on one rank.
+    """One load, on one rank, of a checkpoint directory of ours or of stock DCP.
 
     Args:
-        request: the directory, and how to load it.
+        request: the directory, and the options.
         source: the live state to load into.
         job: storage, ranks and telemetry.
     """
@@ -112,13 +112,13 @@ class Load:
         self._place = f"{job.storage.url}/{request.directory}"
 
     def run(self) -> SavedState:
-        """Open, verify, begin, read and apply; see the module. Collective.
+        """Open, verify, begin, fetch and apply; see the module. Collective.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
             CorruptCheckpointError: it is damaged; nothing was touched.
             IncompatibleCheckpointError: it does not fit the live state; nothing was touched.
-            UnsafeCheckpointError: it needs pickle and that was not allowed; nothing was touched.
+            UnsafeCheckpointError: it needs pickle, which is not allowed; nothing was touched.
             LoadError: a rank failed otherwise; the message says whether the live state was touched.
         """
         with self._engine:
@@ -133,24 +133,24 @@ class Load:
                 _inference_mode(wanted=_any_inference(parts)),
             ):
                 with self._no_damage():
-                    # First what others wait for: a rank that cannot read still passes on its share.
+                    # Shared reads first, for other ranks wait: a rank that cannot read still sends its share.
                     reads.relay(self._coordinator, self._engine)
                     self._engine.fetch(reads.private())
                     for load in parts.values():
                         load.read_odd_chunks()
                 self._apply(opened, parts)
-        if opened.forgoes:
+        if opened.drops_kept:
             _logger.warning(
-                "%s: each of its %s ranks had values of its own; loaded were the lowest rank's",
+                "%s: each of its %s ranks had its own values; those of the lowest rank were loaded",
                 self._place,
                 opened.saved.world_size,
             )
         for line in opened.saved.left:
-            _logger.warning("%s: left as it is: %s", self._place, line)
+            _logger.warning("%s: not loaded: %s", self._place, line)
         return opened.saved
 
     def _phase(self, what: str, *, touched: bool = False) -> AbstractContextManager[Note]:
-        """A phase that fails on all ranks or on none; see `collective_phase`."""
+        """Open a phase that fails on all ranks or on none; see `collective_phase`."""
         untouched = (
             f"{self._place} could not be read because of a storage error, not corruption. Nothing was loaded "
             "and no older checkpoint was tried; fix the storage and try again"
@@ -162,7 +162,7 @@ class Load:
     def _half_way(self) -> str:
         return (
             f"{self._place}: reading failed half-way and the live state is partly overwritten; "
-            "load another checkpoint before training goes on"
+            "load another checkpoint before training continues"
         )
 
     def _opened(self) -> tuple[OpenCheckpoint, Mapping[str, PartLoad]]:
@@ -171,7 +171,7 @@ class Load:
             # Whether the checkpoint has names that this rank does not have.
             note.own = bool(misfits.unexpected)
         if any(note.all):
-            misfits.settle(self._coordinator)
+            misfits.intersect(self._coordinator)
         strict = self._request.selection.strict
         if strict:
             misfits.raise_if_any(self._place)  # of the same names on every rank
@@ -197,14 +197,14 @@ class Load:
         if request.selection.strict and (misfits.missing or misfits.mismatched):
             misfits.raise_if_any(self._place)
         for part, load in parts.items():
-            if part in opened.contents:  # of others nothing fits, which was told if the load is strict
+            if part in opened.contents:  # of other parts nothing fits, which a strict load has refused
                 load.plan(opened.contents[part], request.selection)
         return opened, parts, misfits
 
     def _targets(self, opened: OpenCheckpoint) -> tuple[dict[str, PartLoad], Misfits]:
         selection, misfits = self._request.selection, Misfits()
         parts: dict[str, PartLoad] = {}
-        # What is made here, such as optimizer state, must be usable outside of `torch.inference_mode`.
+        # Tensors made here, such as optimizer state, must be usable outside of `torch.inference_mode`.
         with _inference_mode(wanted=False):
             targets = self._target(opened.saved)
         for part, tree in targets.items():
@@ -218,7 +218,7 @@ class Load:
             load = PartLoad.of(part, target, metadata, allow_pickle=self._request.allow_pickle)
             misfit = misfits.compare(load.entries, metadata, part=part, paths=load.paths, cast=selection.cast)
             load.leave(misfit)
-            if opened.keeps and not (selection.include or selection.rename):
+            if opened.loads_kept and not (selection.include or selection.rename):
                 load.prefer_kept(self._coordinator.rank)
             parts[part] = load
         return parts, misfits
@@ -230,7 +230,7 @@ class Load:
             raise self._misfit(error) from error
 
     def _misfit(self, error: IncompatibleCheckpointError) -> IncompatibleCheckpointError:
-        """The error of a state that refuses a checkpoint, saying which one, and what to do."""
+        """Add the checkpoint and a remedy to the error of a state that refuses it."""
         return IncompatibleCheckpointError(
             f"{self._place} does not fit the training state, and nothing was loaded: {error}. "
             "Check the configuration, or load only what fits, with CheckpointManager.load(items=)",
@@ -260,43 +260,43 @@ class Load:
     def _verify_all(self, files: CommittedFiles) -> Sequence[FileFailure]:
         """Compare every byte of this rank's share of the files."""
         if not files.is_ours:
-            # Without a manifest there is nothing by which to share the work.
+            # Without a manifest the work cannot be shared among ranks.
             coordinator = self._coordinator.is_coordinator
             return verify_stock(self._storage, files.directory) if coordinator else []
         whole, others = files.whole(self._coordinator.rank, self._coordinator.world_size)
         damaged = {failure.path for failure in self._engine.verify(whole)}
-        # Again, for the names of the tensors that are lost.
-        again = damaged | others
-        if not again:
+        # Damaged files a second time, for the names of the lost tensors.
+        paths = damaged | others
+        if not paths:
             return []
         accepted = self._request.manifest_sha256
-        return verify(self._storage, files.directory, paths=again, sha256=accepted)
+        return verify(self._storage, files.directory, paths=paths, sha256=accepted)
 
     def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> None:
-        """Restore small values, which may refuse their state; take them back if any rank fails."""
+        """Restore small values, which may refuse their state; roll back if any rank fails."""
         if not isinstance(self._source, CarefulSource):
             return
-        take_back: Callable[[], None] | None = None
+        roll_back: Callable[[], None] | None = None
         try:
-            with self._phase("putting back what is small"), _inference_mode(wanted=_any_inference(parts)):
+            with self._phase("restoring small values"), _inference_mode(wanted=_any_inference(parts)):
                 try:
-                    take_back = self._source.begin(_loaded(parts), opened.saved)
+                    roll_back = self._source.begin(_loaded(parts), opened.saved)
                 except IncompatibleCheckpointError as error:
                     raise self._misfit(error) from error
         except BaseException:
-            if take_back is not None:
-                take_back()
+            if roll_back is not None:
+                roll_back()
             raise
 
     def _apply(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> None:
-        """Apply what needs the tensors; the random number generators last."""
+        """Restore values that need the tensors; the random number generators last."""
         for part, load in parts.items():
             put_buffers(opened.local, part, load.entries)
         self._source.apply(_loaded(parts), opened.saved)
 
     @contextmanager
     def _no_damage(self) -> Generator[None]:
-        """Report damage as a failed read: it verified a moment ago, and the live state is touched by now."""
+        """Convert damage to a `LoadError`: files verified before, and live state changed."""
         try:
             yield
         except CorruptCheckpointError as error:
@@ -304,24 +304,24 @@ class Load:
 
 
 def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointError:
-    told = "; ".join(map(str, failures[:5]))
+    listed = "; ".join(map(str, failures[:5]))
     return CorruptCheckpointError(
-        f"{place} is damaged in {len(failures)} place(s): {told}. "
+        f"{place} is damaged in {len(failures)} place(s): {listed}. "
         "Nothing was loaded; load another step, or resume the newest that verifies",
         failures=tuple(failures),
     )
 
 
 def _if_nothing_fits(opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> list[str]:
-    """What to tell of a load that is not strict, and changes nothing large."""
+    """Return a line for the log if a load that is not strict loads no entry."""
     saved = sum(map(len, opened.saved.sharded.values()))
     if not saved or any(load.entries for load in parts.values()):
         return []
-    return [f"nothing was loaded of the checkpoint's {saved} entries, for none fits the training state"]
+    return [f"all {saved} entries of the checkpoint: none fits the training state"]
 
 
 def _check_memory(target: StateDict) -> None:
-    """Refuse to load into tensors without memory, which a load in place cannot give them.
+    """Refuse to load into tensors without memory: a load in place allocates none.
 
     Raises:
         ConfigError: some are on the meta device; nothing was touched.
@@ -340,20 +340,20 @@ def _is_meta(value: Any) -> bool:
 
 
 def _any_inference(parts: Mapping[str, PartLoad]) -> bool:
-    """Whether live tensors were made inside `torch.inference_mode`, where alone they can be written."""
+    """Return whether live tensors can be written only inside `torch.inference_mode`."""
     entries = (value for load in parts.values() for value in load.entries.values())
     return any(each.is_inference() for value in entries for each in _held(value))
 
 
 def _held(value: Any) -> Iterable[torch.Tensor]:
-    """The plain tensors in which this rank holds an entry; a ShardedTensor answers no question itself."""
+    """Return this rank's plain tensors of an entry."""
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _inference_mode(*, wanted: bool) -> AbstractContextManager[object]:
-    """The mode; where it is on or off already, as wanted, the caller's modes stay as they are."""
+    """Switch the mode on or off, unless it is so already."""
     return nullcontext() if torch.is_inference_mode_enabled() == wanted else torch.inference_mode(mode=wanted)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint to load: the newest committed one that verifies, the same on every rank."""
+"""The choice of a checkpoint, the newest that verifies, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ckpt_core.types import CheckpointInfo, SavedState
 _logger = logger_of(__name__)
 
 _MOST_PRUNED: Final = 8
-"""So often what was chosen may be pruned before it is read."""
+"""Attempts, each ended by a prune of the chosen checkpoint, before the last one."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """What `Loader.newest` has loaded."""
+    """The result of `Loader.newest`."""
 
     info: CheckpointInfo
     saved: SavedState
@@ -42,11 +42,11 @@ class Loaded:
 
 @final
 class Loader:
-    """Finds, verifies and loads checkpoints. Every method is collective.
+    """The loads of one manager. Methods are collective unless they say otherwise.
 
     Args:
         job: storage, ranks and telemetry.
-        verify_manifest: judges every checkpoint before it is read; None if none is judged.
+        verify_manifest: judges every checkpoint before it is read; None to trust all.
     """
 
     def __init__(self, job: Job, *, verify_manifest: VerifyManifest | None = None) -> None:
@@ -63,28 +63,27 @@ class Loader:
         *,
         note_damaged: Callable[[Mapping[str, str]], None] | None = None,
     ) -> Loaded | None:
-        """Load the newest committed checkpoint that verifies; one that does not is reported and passed over.
+        """Load the newest committed checkpoint that verifies and is trusted.
 
-        So is one that is not trusted.
-
-        A checkpoint that was marked as damaged before is tried as any other: a mark may be wrong. If the
-        job that owns the root prunes one while it is being read, there is a newer one: that is looked for.
+        Others are reported and passed over. A checkpoint that was marked as damaged before is tried as any
+        other: a mark may be wrong. If the job that owns the root prunes one while it is being read, there is
+        a newer one, which is tried next.
 
         Args:
-            request: how to load; its directory does not count.
-            source: what to load into.
-            note_damaged: told which checkpoints did not verify, and why.
+            request: the options; its directory is ignored.
+            source: the live state to load into.
+            note_damaged: called with the names of checkpoints that did not verify, and their problems.
 
         Returns:
-            What was loaded; None if nothing has been committed.
+            The loaded checkpoint; None if nothing has been committed.
 
         Raises:
-            CorruptCheckpointError: checkpoints are there, and every one is damaged; nothing was touched.
+            CorruptCheckpointError: every committed checkpoint is damaged; nothing was touched.
             UntrustedCheckpointError: the same, and some of them are whole but not trusted.
-            LoadError: nobody could tell whether one is trusted; nothing was touched.
-            IncompatibleCheckpointError: the newest is of another state, or what may be the newest was written
+            LoadError: a checkpoint could not be judged; nothing was touched.
+            IncompatibleCheckpointError: the newest is of another state, or a possibly newer one was written
                 by a newer version; nothing was touched.
-            CheckpointNotFoundError: time and again what was chosen was pruned; nothing was touched.
+            CheckpointNotFoundError: the chosen checkpoint was pruned too often; nothing was touched.
         """
         for _ in range(_MOST_PRUNED):
             try:
@@ -122,7 +121,7 @@ class Loader:
         return None
 
     def locate(self, request: LoadRequest, *, step: int | None, name: str | None) -> LoadRequest:
-        """The request, for the directory of the checkpoint asked for.
+        """Set the request's directory to that of a checkpoint by step or name.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -150,13 +149,13 @@ class Loader:
                 raise
             raise CheckpointNotFoundError(
                 f"{self._storage.url}/{request.directory} was pruned or replaced while it was being read; "
-                "nothing was loaded. Load another, or pin what is to stay"
+                "nothing was loaded. Load another one, or pin a checkpoint to keep it"
             ) from error
         except ArchivedError as error:
             raise _archived(f"{self._storage.url}/{request.directory}", error) from error
 
     def _accepted(self, name: str) -> str | None:
-        """SHA-256 of the manifest, if it was judged and may be used; see `require_trusted`."""
+        """Return the SHA-256 of the trusted manifest; None without a judge."""
         if self._verify_manifest is None:
             return None
         return self._coordinator.run_on_coordinator(
@@ -165,20 +164,20 @@ class Loader:
         )
 
     def _is_there(self, info: CheckpointInfo) -> bool:
-        """Whether the name still leads to that checkpoint."""
+        """Return whether that checkpoint still has its name."""
 
-        def look() -> bool:
+        def find() -> bool:
             try:
                 return Catalog(self._storage).marker(info.name).created == info.created
             except CheckpointNotFoundError:
                 return False
             except CheckpointError:
-                return True  # then it is damaged, as was found
+                return True  # damaged, as the load found it
 
-        return self._coordinator.run_on_coordinator(look, what="looking for a checkpoint")
+        return self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
 
-    def tell_surroundings(self, loaded: Loaded | None) -> None:
-        """Log what else the root holds, if nothing, or something older, was resumed."""
+    def log_surroundings(self, loaded: Loaded | None) -> None:
+        """Log other content of the root if nothing, or an older checkpoint, was resumed."""
         if not self._coordinator.is_coordinator:
             return
         url = self._storage.url
@@ -186,17 +185,17 @@ class Loader:
             known = [info.name for info in Catalog(self._storage).committed(abandoned=True)] if loaded else ()
             around = look_around(self._storage, known=known)
         except (CheckpointError, OSError) as error:
-            _logger.warning("%s could not be looked through: %s", url, error)
+            _logger.warning("%s could not be listed: %s", url, error)
             return
         if loaded is None:
             if advice := around.advice(url):
                 _logger.warning(
-                    "training starts afresh, because nothing is committed in %s; but %s",
+                    "training starts from scratch, because nothing is committed in %s; but %s",
                     url,
                     "; ".join(advice),
                 )
             else:
-                _logger.info("training starts afresh: %s holds no checkpoint yet", url)
+                _logger.info("training starts from scratch: %s holds no checkpoint yet", url)
             return
         for names, why in (
             (around.unmarked, f"without {MARKER}: torn, or it was lost"),
@@ -209,8 +208,8 @@ class Loader:
                     loaded.info.step, url, ", ".join(newer), why,
                 )  # fmt: skip
 
-    def nothing_there(self) -> CheckpointNotFoundError:
-        """The error for a root without checkpoints, saying what is there instead; not collective."""
+    def not_found_error(self) -> CheckpointNotFoundError:
+        """Make the error of a root without checkpoints, with its content. Not collective."""
         text = f"nothing has been committed to {self._storage.url} yet"
         return CheckpointNotFoundError(
             "; ".join([text, *look_around(self._storage).advice(self._storage.url)])
@@ -223,7 +222,7 @@ class Loader:
             raise file_as_root(self._storage.url) from None
         for error in survey.unreadable.values():
             if isinstance(error, OSError) and not isinstance(error, ArchivedError):
-                # Not damage: storage is unwell. An older checkpoint instead would lose work silently.
+                # A failure of storage, not damage. An older checkpoint instead would lose work silently.
                 raise error
         return survey
 
@@ -240,15 +239,15 @@ class Loader:
             return Catalog(storage).find(step=step, name=name)
         except CheckpointNotFoundError as error:
             found = [describe(storage, name)] if name is not None and step is None else []
-            told = [each for each in found if each] or look_around(storage).advice(storage.url)
-            raise CheckpointNotFoundError("; ".join([str(error), *told])) from error
+            advice = [each for each in found if each] or look_around(storage).advice(storage.url)
+            raise CheckpointNotFoundError("; ".join([str(error), *advice])) from error
         except NotADirectoryError:
             if name is not None and (what := describe(storage, name)):
                 raise CheckpointNotFoundError(f"{storage.url}/{name} is no checkpoint: {what}") from None
             raise file_as_root(storage.url) from None
 
     def _not_bad(self, survey: Survey) -> Iterator[CheckpointInfo]:
-        """The checkpoints of the present lineage, newest first; those marked as bad are passed over."""
+        """Yield the present lineage's checkpoints, newest first, but those marked as bad."""
         for info in reversed(survey.committed):
             if info.bad is None:
                 yield info
@@ -266,8 +265,9 @@ class Loader:
         damaged: dict[str, str],
         untrusted: dict[str, str],
     ) -> None:
-        """Tell why a checkpoint is not taken; others may trust one that is not trusted: it is not marked."""
+        """Report why a checkpoint is passed over, and record it as damaged or untrusted."""
         if isinstance(error, UntrustedCheckpointError):
+            # Other jobs may trust it, so it is not marked.
             untrusted[info.name] = error.why
             self._report(info.name, info.step, error.why, what="not trusted")
         else:
@@ -288,25 +288,25 @@ def _nothing_usable(url: str, survey: Survey, damaged: Collection[str], untruste
     what = " or ".join(word for word, some in groups if some)
     text = (
         f"every committed checkpoint in {url} is {what}: {', '.join([*damaged, *untrusted, *bad])}. Nothing "
-        "was loaded; look at each with `ckpt verify`, bring one back from a copy, or start in another root"
+        "was loaded; look at each with `ckpt verify`, restore one from a copy, or start in another root"
     )
     if untrusted:
         text += f". Why it is not trusted: {next(iter(untrusted.values()))}"
     if bad:
-        text += ", or take a mark away with `ckpt mark ROOT@STEP good`"
-    left = ", ".join(info.name for info in survey.abandoned)
-    return text + (f". An earlier run left {left}, each to be loaded by its name" if left else "")
+        text += ", or remove a mark with `ckpt mark ROOT@STEP good`"
+    abandoned = ", ".join(info.name for info in survey.abandoned)
+    return text + (f". An earlier run left {abandoned}, each to be loaded by its name" if abandoned else "")
 
 
 def _unreadable(survey: Survey) -> dict[str, str]:
-    """What is damaged so that its marker cannot be read; what is archived is whole: see `_refuse_newer`."""
+    """List checkpoints with damaged markers; for archived ones see `_refuse_newer`."""
     return {
         name: str(error) for name, error in survey.unreadable.items() if not isinstance(error, ArchivedError)
     }
 
 
 def _refuse_newer(survey: Survey, url: str, *, than: int) -> None:
-    """Refuse to pass over what a newer version wrote or an archive holds: it is whole, its work not lost."""
+    """Refuse to pass over whole checkpoints of a newer version or in an archive."""
     for name, error in survey.unreadable.items():
         step = parse_step_name(name)
         if step is not None and step <= than:
@@ -320,7 +320,7 @@ def _refuse_newer(survey: Survey, url: str, *, than: int) -> None:
 def _archived(place: str, error: ArchivedError) -> ArchivedError:
     return error.retold(
         f"{place}: {error}. Nothing was loaded, and nothing older was tried, because this one is whole; to "
-        "go on from an older one all the same, load it by step= or name="
+        "continue from an older one nevertheless, load it by step= or name="
     )
 
 

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint: for itself, and, where ranks read for one another, for others."""
+"""The reads of one rank: for itself, and for others where ranks share reads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Reads:
     """The ranges to verify, to fetch, and to pass on.
 
     Args:
-        alone: needs that no other rank is asked for.
-        shared: needs that the schedule deals with, by the identity of their payload.
-        schedule: who reads what of those for whom; None if every rank reads for itself.
+        alone: reads outside of the schedule.
+        shared: reads of scheduled tensors, by the identity of their payload.
+        schedule: the readers and receivers of shared tensors; None if every rank reads for itself.
     """
 
     def __init__(
@@ -39,72 +39,72 @@ class Reads:
 
     @classmethod
     def of(cls, parts: Mapping[str, PartLoad], coordinator: Coordinator, *, read_once: bool) -> Reads:
-        """What this rank reads. Collective.
+        """Plan the reads of this rank. Collective.
 
-        Ranks read for one another only if all of them have worked out the same schedule, which one number
-        from each tells; else every rank reads all that it needs.
+        Ranks read for each other only if all of them have computed the same schedule, which one number from
+        each shows; else every rank makes all its reads itself.
         """
-        needs = [need for load in parts.values() for need in load.needs]
+        reads = [read for load in parts.values() for read in load.reads]
         if not read_once or coordinator.world_size == 1:
-            return cls(needs, {}, None)
+            return cls(reads, {}, None)
         schedule, names, vote = _schedule(parts, coordinator)
         if not (coordinator.can_broadcast_tensors or isinstance(vote, Exception)):
-            vote = _OBJECTION  # told to all: a connection may be lost on this rank alone
-        votes: list[int] = coordinator.gather(vote, what="working out who reads what")
+            vote = _OBJECTION  # all ranks must know: a connection may be lost on this rank alone
+        votes: list[int] = coordinator.gather(vote, what="scheduling reads")
         if sum(votes) % 2**64:
             if coordinator.is_coordinator:
                 _logger.info("the ranks do not hold the same tensors: each reads for itself")
-            return cls(needs, {}, None)
+            return cls(reads, {}, None)
         shared: defaultdict[int, list[TensorRead]] = defaultdict(list)
-        for need in needs:
-            if need.name in names:
-                shared[id(need.payload)].append(need)
-        return cls([need for need in needs if need.name not in names], shared, schedule)
+        for read in reads:
+            if read.name in names:
+                shared[id(read.payload)].append(read)
+        return cls([read for read in reads if read.name not in names], shared, schedule)
 
-    def _needs_of(self, cell: Cell) -> list[TensorRead]:
-        return [need for need in self._shared.get(id(cell.payload), ()) if need.name == cell.name]
+    def _reads_of(self, cell: Cell) -> list[TensorRead]:
+        return [read for read in self._shared.get(id(cell.payload), ()) if read.name == cell.name]
 
     def checked(self) -> Iterator[RangeRead]:
-        """What this rank verifies: all that it will read."""
-        for need in self._alone:
-            yield from need.wanted()
+        """Yield the ranges to verify: all that this rank will read."""
+        for read in self._alone:
+            yield from read.ranges()
         for cell in self._schedule.own_cells() if self._schedule is not None else ():
             yield RangeRead(payload=cell.payload, start=cell.start, stop=cell.stop)
 
     def private(self) -> Iterator[RangeRead]:
-        """What this rank reads for itself alone."""
-        for need in self._alone:
-            yield from need.wanted()
+        """Yield the ranges that this rank reads for itself alone."""
+        for read in self._alone:
+            yield from read.ranges()
         for cell in self._schedule.private if self._schedule is not None else ():
-            for need in self._needs_of(cell):
-                yield from need.wanted(cell.start, cell.stop)
+            for read in self._reads_of(cell):
+                yield from read.ranges(cell.start, cell.stop)
 
     def relay(self, coordinator: Coordinator, engine: Engine) -> None:
-        """Read what this rank owns for others, too, and take what others read for it."""
+        """Read and send this rank's buckets, and receive those of others. Collective."""
         if self._schedule is None:
             return
 
-        def read(places: Sequence[tuple[Cell, memoryview]]) -> None:
+        def fetch(places: Sequence[tuple[Cell, memoryview]]) -> None:
             engine.fetch(
                 RangeRead(payload=cell.payload, start=cell.start, stop=cell.stop, into=memory)
                 for cell, memory in places
             )
 
         def deliver(cell: Cell, content: memoryview) -> None:
-            for need in self._needs_of(cell):
-                need.land(cell.start, content)
+            for read in self._reads_of(cell):
+                read.fill(cell.start, content)
 
-        relay_shared(self._schedule, coordinator, read=read, deliver=deliver)
+        relay_shared(self._schedule, coordinator, read=fetch, deliver=deliver)
 
 
 def _schedule(
     parts: Mapping[str, PartLoad], coordinator: Coordinator
 ) -> tuple[Schedule | None, set[str], int | Exception]:
-    """What this rank reads for whom, the tensors that this is about, and its vote, or why it has none."""
+    """Compute this rank's schedule, the shared tensors, and its vote or error."""
     layouts = Layouts(coordinator.rank, coordinator.world_size)
     try:
         tensors = [tensor for load in parts.values() for tensor in load.stored(layouts)]
         schedule = make_schedule(tensors, coordinator.rank)
-    except Exception as error:  # noqa: BLE001 - raised on every rank, so that nobody waits for this one
+    except Exception as error:  # noqa: BLE001 - raised on every rank, so that none waits for this one
         return None, set(), error
     return schedule, {tensor.name for tensor in tensors}, schedule.consistency

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint is loaded, and under which names."""
+"""The selection of a checkpoint's entries to load, and their new names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Path: TypeAlias = tuple[str | int, ...]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Narrowed:
-    """DCP's metadata of one part, as far as it is wanted.
+    """DCP's metadata of the selected entries of one part.
 
     Attributes:
-        metadata: under the names of the live state.
+        metadata: with the names of the live state.
         original: its names -> names in the checkpoint.
-        whole: as it was saved.
+        whole: the metadata of all entries, as saved.
     """
 
     metadata: Metadata
@@ -33,23 +33,23 @@ class Narrowed:
 
     @classmethod
     def everything(cls, metadata: Metadata) -> Narrowed:
-        """Everything is wanted, under its own name."""
+        """Select everything, without new names."""
         return cls(metadata=metadata, original={}, whole=metadata)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What of a checkpoint is wanted.
+    """The entries of a checkpoint to load.
 
     Attributes:
         items: only these items; all if None.
         include: only entries whose dotted name matches one of these patterns, e.g. `model.encoder.*`, as by
             `fnmatch`; all if empty.
         rename: name in the checkpoint -> name in the live state: of a parameter or module, without the item,
-            e.g. `{"backbone": "encoder"}`. The longest that fits counts; the optimizer's state goes along.
-        strict: whether everything must fit; else what does not is left as it is, and told.
-        cast: whether tensors of another dtype are cast.
+            e.g. `{"backbone": "encoder"}`. The longest match counts; the optimizer's state is renamed, too.
+        strict: whether everything must fit; else entries that do not are skipped and reported.
+        cast: whether tensors of a different dtype are cast.
     """
 
     items: Collection[str] | None = None
@@ -60,7 +60,7 @@ class Selection:
 
     @property
     def is_all(self) -> bool:
-        """Whether everything is wanted, and nothing may be left as it is."""
+        """Whether everything is selected, and nothing may be skipped."""
         return self.items is None and not self.include and self.strict
 
     @classmethod
@@ -73,10 +73,10 @@ class Selection:
         strict: Any,
         cast: Any,  # as users give them
     ) -> Selection:
-        """The selection that a user asks for.
+        """Make a selection of a user's arguments.
 
         Raises:
-            ConfigError: an argument is not what it should be; the message lists every offender.
+            ConfigError: an argument is invalid; the message lists every offender.
         """
         require(
             "load",
@@ -89,7 +89,7 @@ class Selection:
         return cls(items=items, include=tuple(include), rename=dict(rename or {}), strict=strict, cast=cast)
 
     def of_state(self, saved: SavedState) -> SavedState:
-        """What the checkpoint holds, as far as it is wanted; the metadata behind it is narrowed already."""
+        """Narrow the saved state to the selected items; its metadata is narrowed already."""
         saved = replace(saved, strict=self.strict, include=tuple(self.include))
         if self.items is None:
             return saved
@@ -104,11 +104,11 @@ class Selection:
         )
 
     def of_metadata(self, metadata: Mapping[str, Metadata], place: str) -> Mapping[str, Narrowed]:
-        """The metadata of every part, renamed, and without the entries that are not wanted.
+        """Rename the metadata of every part, and narrow it to the selected entries.
 
         Raises:
-            ConfigError: a name or pattern fits nothing in the checkpoint, two entries would get the same
-                name, or a part of an optimizer's state would be left out.
+            ConfigError: a name or pattern matches nothing in the checkpoint, two entries would get the same
+                name, or a part of an optimizer's state would be missing.
         """
         if not self.include and not self.rename:
             return {part: Narrowed.everything(each) for part, each in metadata.items()}
@@ -184,7 +184,7 @@ class Selection:
                 )
 
     def renamed(self, names: Any) -> Any:
-        """The parameters that a saved parameter group lists, by their names in the live state."""
+        """Rename the parameters listed in a saved parameter group."""
         if not self.rename or not isinstance(names, list):
             return names
         return [self._renamed_part(each, set()) for each in names]
@@ -195,10 +195,10 @@ def _item(path: Path) -> str:
 
 
 def narrowed(state: State, selection: Selection) -> tuple[StateSource, Selection]:
-    """The source of what is selected, and what is left to be selected of the checkpoint."""
+    """Narrow the live state if it can be; return also the rest of the selection."""
     if not isinstance(state, TrainState):
         return as_source(state), selection
-    # It narrows itself, by names of its own; others are narrowed by the top-level keys of the checkpoint.
+    # A `TrainState` is narrowed by its item names; others by the top-level keys of the checkpoint.
     items = selection.items
     if selection.include:
         firsts = {pattern.partition(".")[0] for pattern in selection.include}

@@ -1,4 +1,4 @@
-"""One part of a checkpoint against one part of the live state: what goes where."""
+"""The match of a checkpoint's entries with the live state, one part at a time."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
 @final
 @dataclass(slots=True)
 class Misfits:
-    """Everything that does not fit, over all parts of a checkpoint.
+    """The entries that do not fit, over all parts of a checkpoint.
 
     Attributes:
         missing: live names that the checkpoint lacks.
         mismatched: names that differ in shape or dtype, and how.
-        foreign: (part, item) that is loaded -> names in the checkpoint that this rank does not have; after
-            `settle`, that no rank has.
+        foreign: (part, item) to load -> names in the checkpoint that this rank does not have; after
+            `intersect`, that no rank has.
         partial: whether other ranks have some of the names that this one lacks.
     """
 
@@ -62,14 +62,14 @@ class Misfits:
         paths: Paths = MappingProxyType({}),
         cast: bool = False,
     ) -> list[str]:
-        """Note what differs between flattened live entries and what one part of the checkpoint holds.
+        """Record differences of flattened live entries from one part of the checkpoint.
 
         Args:
             target: the live entries.
             metadata: of the part.
             part: its name.
             paths: of the live entries in the nested state, for those that the checkpoint lacks.
-            cast: whether another dtype is no misfit.
+            cast: whether a different dtype is accepted.
 
         Returns:
             The live entries that cannot be loaded.
@@ -89,18 +89,18 @@ class Misfits:
 
     @property
     def unexpected(self) -> list[str]:
-        """Names in the checkpoint, of items that are loaded, which are not in the live state."""
+        """Names in the checkpoint, of items to load, that the live state lacks."""
         return [name for names in self.foreign.values() for name in names]
 
-    def settle(self, coordinator: Coordinator) -> None:
-        """Keep of the foreign names those that no rank has. Collective."""
-        nobody = coordinator.gather_scatter(self.foreign, _nobodys, what="comparing the names of all ranks")
-        self.partial = len(self.unexpected) > sum(map(len, nobody.values()))
-        self.foreign = nobody
+    def intersect(self, coordinator: Coordinator) -> None:
+        """Keep only the foreign names that no rank has. Collective."""
+        common = coordinator.gather_scatter(self.foreign, _common, what="comparing the names of all ranks")
+        self.partial = len(self.unexpected) > sum(map(len, common.values()))
+        self.foreign = common
 
     @property
     def lines(self) -> list[str]:
-        """Everything that does not fit, a line each."""
+        """One line for every entry that does not fit."""
         return [
             *(f"the checkpoint lacks {key}" for key in self.missing),
             *(f"the training state lacks {key}" for key in self.unexpected),
@@ -120,9 +120,9 @@ class Misfits:
         }
         if not any(kinds.values()):
             return
-        told = "; ".join(f"{len(keys)} {verb}: {_shorten(keys)}" for verb, keys in kinds.items() if keys)
+        listed = "; ".join(f"{len(keys)} {verb}: {_shorten(keys)}" for verb, keys in kinds.items() if keys)
         raise IncompatibleCheckpointError(
-            f"{place} does not fit the training state, and nothing was loaded. {told}. "
+            f"{place} does not fit the training state, and nothing was loaded. {listed}. "
             "It is probably another model's: check the configuration; or load only what fits, by "
             "CheckpointManager.load with items=, include= or strict=False, under other names with rename=, "
             "in another dtype with cast=True",
@@ -132,8 +132,8 @@ class Misfits:
         )
 
 
-def _nobodys(foreign: list[dict[_Item, list[str]]]) -> list[dict[_Item, list[str]]]:
-    """For every rank, what all ranks that load an item find foreign in it."""
+def _common(foreign: list[dict[_Item, list[str]]]) -> list[dict[_Item, list[str]]]:
+    """Return for every rank the names foreign to all ranks that load their item."""
     found: dict[_Item, list[str]] = {}
     for own in foreign:
         for item, names in own.items():
@@ -158,7 +158,7 @@ def _mismatch(value: Any, saved: object, *, cast: bool) -> str | None:
 
 
 def _foreign(target: Mapping[str, Any], items: Collection[str], metadata: Metadata) -> dict[str, list[str]]:
-    """Saved entries of items that are being loaded; items not asked for at all are nobody's business."""
+    """Find saved entries, of items to load, that the live state lacks."""
     paths: Paths = metadata.planner_data or {}
     found: dict[str, list[str]] = {item: [] for item in items}
     for key in metadata.state_dict_metadata:
@@ -176,7 +176,7 @@ def _shorten(keys: Sequence[str]) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class _OddChunk:
-    """A chunk whose elements do not lie simply one after another: it is rebuilt by torch, as a whole."""
+    """A chunk whose elements are not contiguous: torch rebuilds it as a whole."""
 
     read: Callable[[], torch.Tensor]
     item: ReadItem
@@ -193,16 +193,16 @@ class _OddChunk:
 
 @final
 class PartLoad:
-    """What is loaded into one part of the live state.
+    """The load of one part of the live state.
 
     Attributes:
-        target: nested: tensors to fill, plain values, which are put in by `plan`.
-        needs: what to read of the tensors, after `plan`.
+        target: nested: tensors to fill, and plain values, which `plan` sets.
+        reads: the reads of the tensors, after `plan`.
     """
 
     def __init__(self, part: str, target: StateDict, planner: SafeLoadPlanner, metadata: Metadata) -> None:
         self.target = target
-        self.needs: list[TensorRead] = []
+        self.reads: list[TensorRead] = []
         self._part = part
         self._planner = planner
         self._metadata = metadata
@@ -213,7 +213,7 @@ class PartLoad:
 
     @classmethod
     def of(cls, part: str, target: StateDict, metadata: Metadata, *, allow_pickle: bool) -> PartLoad:
-        """Flatten the target as DCP does."""
+        """Make the load of a target, flattened as DCP does."""
         planner = SafeLoadPlanner(allow_pickle=allow_pickle)
         target = dict(target)
         planner.set_up_planner(target, metadata, is_coordinator=False)
@@ -226,17 +226,17 @@ class PartLoad:
 
     @property
     def paths(self) -> Mapping[str, tuple[str | int, ...]]:
-        """Where the live entries are in the target."""
+        """The paths of the live entries in the target."""
         return self._planner.mappings
 
     def leave(self, keys: Collection[str]) -> None:
-        """Do not load these entries; plain values among them are taken out of the target."""
+        """Exclude these entries; remove plain values among them from the target."""
         for key in keys:
             if not isinstance(self._planner.state_dict.pop(key), torch.Tensor):
                 _remove(self.target, self._planner.mappings[key])
 
     def prefer_kept(self, rank: int) -> None:
-        """Load what `rank` kept for itself where it did, instead of what the lowest rank had."""
+        """Load the values that `rank` kept, where it did, instead of the lowest rank's."""
         saved, live = self._metadata.state_dict_metadata, self._planner.state_dict
         for key in list(live):
             own = kept_name(rank, key)
@@ -253,11 +253,11 @@ class PartLoad:
             self._kept.add(own)
 
     def plan(self, contents: CheckpointPart, selection: Selection) -> None:
-        """Find what is needed, and read the plain values.
+        """Locate the chunks to read, and read the plain values.
 
         Raises:
             CorruptCheckpointError: the checkpoint contradicts itself, or a plain value is damaged.
-            UnsafeCheckpointError: a plain value needs pickle, and that was not allowed.
+            UnsafeCheckpointError: a plain value needs pickle, which is not allowed.
         """
         self._contents = contents
         items = self._planner.create_local_plan().items
@@ -283,14 +283,14 @@ class PartLoad:
         if place.payload is None or place.dtype is None or place.shape is None:
             self._odd.append(_OddChunk(partial(contents.read_chunk, place), item, target))
             return
-        landing = TensorTarget(
-            shape=place.shape, dtype=place.dtype, offsets=tuple(item.storage_offsets), target=target
+        part = TensorTarget(
+            shape=place.shape, dtype=place.dtype, offsets=tuple(item.storage_offsets), tensor=target
         )
         name = f"{self._part}/{item.dest_index.fqn}"
-        self.needs.append(TensorRead(name=name, payload=place.payload, landing=landing))
+        self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
 
     def stored(self, layouts: Layouts) -> Iterator[StoredTensor]:
-        """The tensors that ranks may read for one another."""
+        """Yield the tensors that ranks may read for each other."""
         by_key: dict[str, list[MetadataIndex]] = {}
         for index, place in self._places.items():
             if place.dtype is not None and index.fqn not in self._kept:
@@ -326,18 +326,18 @@ class PartLoad:
         )
 
     def try_odd_chunks(self) -> None:
-        """Read and verify what `read_odd_chunks` will, and change nothing."""
+        """Read and verify the chunks of `read_odd_chunks`, without changing anything."""
         for each in self._odd:
             each.read()
 
     def read_odd_chunks(self) -> None:
-        """Read the chunks that are no plain run of bytes into their places."""
+        """Read the chunks that are not contiguous into their tensors."""
         for each in self._odd:
             each.load()
 
 
 def _remove(container: Any, path: Sequence[str | int]) -> None:
-    """Take a leaf out of a nested target; in a list, it becomes None."""
+    """Remove a leaf from a nested target; in a list, it becomes None."""
     for step in path[:-1]:
         container = container[step]
     if isinstance(container, dict):

@@ -1,4 +1,4 @@
-"""Cadence and preemption: the facts a save policy asks for, and one decision on every rank."""
+"""Cadence and preemption: facts for a save policy, and one decision on all ranks."""
 
 from ckpt_core.preemption._keeper import CadenceKeeper
 

@@ -1,4 +1,4 @@
-"""Where the pure cadence meets clock and signals: gathers the facts, lets every rank decide the same."""
+"""The clock and the preemptions of a save policy, agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _SAVE, _STOP = 1, 2
 
 @final
 class CadenceKeeper:
-    """Remembers what a save policy needs to know. Main thread; `due` is collective if the policy needs it.
+    """The state of a save policy. Main thread; collective where the policy needs it.
 
-    The coordinator's clock and what was announced to any rank are combined first; after that each rank
-    evaluates the policy on the same facts, so that no decision has to be sent. Schedulers reach one rank
-    after another: what is announced, to save and go on, within 30 s of what has been agreed is the same.
+    The coordinator's clock and the preemptions of all ranks are reduced first; after that each rank evaluates
+    the policy on the same facts, so that no decision has to be sent. Schedulers signal one rank after
+    another: requests to save and continue within 30 s of one already agreed on count as the same one.
 
     Args:
         policy: when to save.
         coordinator: the ranks.
         clock: seconds.
-        listen: whether signals are heard from now on; else from the first look on, so that none is swallowed
-            where nobody ever looks.
+        listen: whether to install signal handlers now; otherwise at the first check, so that without checks
+            no signal is swallowed.
 
     Attributes:
-        preempted: whether the training is to stop, as of the last look.
-        pending: whether a save for a preemption is still to be made.
+        preempted: whether training must stop, as of the last check.
+        pending: whether a preemption still needs its save.
     """
 
     def __init__(
@@ -53,26 +53,26 @@ class CadenceKeeper:
         self._last_save_step: int | None = None
         self._last_save_time: float | None = None
         self._timed = True
-        self._announcements = self._listening() if listen else None
+        self._sources = self._listening() if listen else None
         self._known = 0
         self._now = self._announced_at = -math.inf
         self.pending = False
         self.preempted = False
 
-    def look(self) -> str | None:
-        """Whether a preemption calls for a save or for an end; collective if one may be announced."""
+    def check_preemption(self) -> str | None:
+        """Return "preemption" if one requires a save or a stop. Collective, if possible."""
         if self._policy is not None and self._policy.preemptions:
             self._agree()
         return PREEMPTION if self.preempted or self.pending else None
 
     def due(self, step: int, total_steps: int | None = None) -> str | None:
-        """The reason to save this step now, or None."""
+        """Return the reason to save this step now, or None."""
         if self._policy is None:
             return None
         if self._policy.needs_agreement:
             self._agree()
         if step == self._last_save_step:
-            self.pending = False  # what is asked for is there
+            self.pending = False  # this step is saved already
         context = CadenceContext(
             step=step,
             now=self._now if self._policy.needs_agreement else self._started,
@@ -88,26 +88,26 @@ class CadenceKeeper:
 
     def saved(self, step: int) -> None:
         """Note that a step was saved, or resumed from."""
-        # If nobody asked at this step what is due, the next look tells the time for all ranks.
+        # Without a `due` at this step, ranks agree on the time at the next one.
         self._timed = step == self._previous_step
         self._last_save_time = self._now if self._timed else None
         self._last_save_step = self._previous_step = step
-        self.pending = False  # this was the save that it asked for
+        self.pending = False  # this was the requested save
 
     def close(self) -> None:
-        """Put signal handlers back and stop looking."""
-        if self._announcements is not None:
-            self._announcements.close()
+        """Restore signal handlers and stop polling."""
+        if self._sources is not None:
+            self._sources.close()
 
     def _listening(self) -> PreemptionSources:
         return PreemptionSources(self._policy.preemptions if self._policy is not None else ())
 
     def _agree(self) -> None:
-        announcements = self._announcements = self._announcements or self._listening()
+        sources = self._sources = self._sources or self._listening()
         self._coordinator.check()  # before anything depends on which rank this is
         own = (self._clock(), self._started) if self._coordinator.is_coordinator else (0.0, 0.0)
         announced, *microseconds = self._coordinator.all_reduce_max(
-            [self._announced(announcements), *(round(each * _MICROSECONDS) for each in own)],
+            [self._announced(sources), *(round(each * _MICROSECONDS) for each in own)],
             what="deciding whether to save",
         )
         self._now, self._started = (each / _MICROSECONDS for each in microseconds)
@@ -115,13 +115,13 @@ class CadenceKeeper:
             self._last_save_time, self._timed = self._now, True
         if not announced or self.preempted:
             return
-        self._known, self._announced_at = announcements.count, self._now
+        self._known, self._announced_at = sources.count, self._now
         self.preempted = announced == _STOP
         self.pending = True
 
-    def _announced(self, announcements: PreemptionSources) -> int:
-        if announcements.stop:
+    def _announced(self, sources: PreemptionSources) -> int:
+        if sources.stop:
             return _STOP
         if 0 <= self._now - self._announced_at < _SAME_SECONDS:
-            self._known = announcements.count
-        return _SAVE if announcements.count > self._known else 0
+            self._known = sources.count
+        return _SAVE if sources.count > self._known else 0

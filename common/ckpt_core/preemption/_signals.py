@@ -1,4 +1,4 @@
-"""Signals that announce preemption: a handler that counts, and nothing more."""
+"""Signals that announce preemption: a handler that only counts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _INTERRUPTS_TO_FORCE = 3
 
 @final
 class SignalCounter:
-    """How often each of some signals has arrived; the handlers before are put back by `close`.
+    """Counts of signals received; `close` restores the previous handlers.
 
     Saving inside a handler could interrupt an optimizer step or a collective; so the handler only counts, and
-    calls a handler of Python that was there before. What that raises, and its wish to exit, is logged later:
-    it would end the step half-way. However many signals come, they end nothing, except that where SIGINT is
-    among them the third one interrupts as ever. Must be made on the main thread; elsewhere nothing is
-    counted, with a warning.
+    calls the previous Python handler. Exceptions of that, SystemExit included, are logged later: they would
+    end the step half-way. No number of signals ends training, except that the third SIGINT, if SIGINT is
+    counted, interrupts as usual. Must be constructed on the main thread; elsewhere nothing is counted, with a
+    warning.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -45,14 +45,14 @@ class SignalCounter:
             self._previous[number] = signal.SIG_DFL if previous is None else previous
 
     def count(self, names: Collection[str]) -> int:
-        """How many of the named signals have arrived."""
+        """Return the number of named signals received."""
         while self._trouble:
             error = self._trouble.pop()
-            _logger.error("a signal handler from before raised %r; training goes on to its last save", error)
+            _logger.error("a previous signal handler raised %r; training continues to its last save", error)
         return sum(self._counts[signal.Signals[name]] for name in names)
 
     def close(self) -> None:
-        """Put the handlers back that were there before, unless somebody else replaced ours."""
+        """Restore the previous handlers, except where ours was replaced."""
         self._closed = True
         if threading.current_thread() is not threading.main_thread():
             return
@@ -71,14 +71,14 @@ class SignalCounter:
         if callable(previous) and previous is not signal.default_int_handler:
             try:
                 previous(number, frame)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - `count` tells, at a step boundary
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - `count` logs it, at a step boundary
                 self._trouble.append(error)
 
     def _note_in_child(self, number: int) -> None:
-        """A forked child inherits the handler, but it is not the one that saves.
+        """Handle a signal in a forked child, which inherits the handler but does not save.
 
-        Schedulers signal whole groups of processes: a data loader's worker passes over the first signal, for
-        training would break without it, and ends by the second. Any other child does as it would without us.
+        Schedulers signal whole groups of processes: a data loader's worker ignores the first signal, for
+        training would break without it, and ends at the second. Any other child behaves as without us.
         """
         signal.signal(number, _still_open(number, self._previous[number]))
         if get_worker_info() is None:
@@ -86,7 +86,7 @@ class SignalCounter:
 
 
 def _still_open(number: int, handler: Any) -> Any:
-    """The handler, or, where it is that of a counter closed in the meantime, the one from before."""
+    """Return the handler, or the one before it if its counter is closed."""
     owner = getattr(handler, "__self__", None)
     while isinstance(owner, SignalCounter) and owner._closed:
         handler = owner._previous[number]

@@ -1,4 +1,4 @@
-"""What announces a preemption to this rank: signals, files, functions."""
+"""Sources of preemptions of this rank: signals, files, functions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PERIOD_SECONDS = 1.0
 
 @final
 class PreemptionSources:
-    """Counts what has been announced to this rank, by any of the sources of some policies.
+    """Counts of preemptions of this rank, over all sources of some policies.
 
-    Concurrency: made, asked and closed on the main thread; files and functions are looked at by a thread of
-    their own, so that training never waits for a filesystem or a service.
+    Concurrency: used on the main thread; files and functions are polled on a separate thread, so that
+    training never waits for a filesystem or a service.
 
     Raises:
         ConfigError: a function that a policy names cannot be imported.
@@ -33,37 +33,37 @@ class PreemptionSources:
         self._others = frozenset(name for each in policies for name in each.signals) - self._stopping
         sources = {text: ask for each in policies for text, ask in _sources(each).items()}
         self._stopping_sources = frozenset(t for each in policies if each.stop for t in _sources(each))
-        self._watcher = Poller(sources, period_seconds=period_seconds)
+        self._poller = Poller(sources, period_seconds=period_seconds)
         self._signals = SignalCounter(self._stopping | self._others)
-        self._told = False
+        self._logged = False
 
     @property
     def stop(self) -> bool:
-        """Whether the job is to end."""
-        counts = self._watcher.counts
+        """Whether the job must stop."""
+        counts = self._poller.counts
         heard = [name for name in sorted(self._stopping) if self._signals.count([name])]
         heard += [text for text in sorted(self._stopping_sources) if counts[text]]
-        if heard and not self._told:
-            self._told = True
+        if heard and not self._logged:
+            self._logged = True
             _logger.warning("preemption announced to this rank by %s", ", ".join(heard))
         return bool(heard)
 
     @property
     def count(self) -> int:
-        """How often a save was announced after which training is to go on."""
-        counts = self._watcher.counts
-        watched = sum(counts[text] for text in counts if text not in self._stopping_sources)
-        return self._signals.count(self._others) + watched
+        """The number of requests to save and continue."""
+        counts = self._poller.counts
+        polled = sum(counts[text] for text in counts if text not in self._stopping_sources)
+        return self._signals.count(self._others) + polled
 
     def close(self) -> None:
-        """Put signal handlers back and stop looking."""
+        """Restore signal handlers and stop polling."""
         self._signals.close()
-        self._watcher.close()
+        self._poller.close()
 
 
 @final
 class Poller:
-    """Asks every source again and again, on one thread, and counts how often each has become true.
+    """A thread that polls every source and counts how often each has become true.
 
     A source that raises counts as false; each new error is logged.
     """
@@ -76,13 +76,13 @@ class Poller:
         self._period_seconds = period_seconds
         self._closed = threading.Event()
         if sources:
-            threading.Thread(target=self._watch, name="ckpt-preemption", daemon=True).start()
+            threading.Thread(target=self._poll, name="ckpt-preemption", daemon=True).start()
 
     def close(self) -> None:
-        """Let the thread end; it may still be inside a source, and is not waited for."""
+        """Let the thread end, without waiting for a source that it may be inside."""
         self._closed.set()
 
-    def _watch(self) -> None:
+    def _poll(self) -> None:
         while not self._closed.is_set():
             for text, ask in self._sources.items():
                 true = self._ask(text, ask)
@@ -94,15 +94,15 @@ class Poller:
     def _ask(self, text: str, ask: Callable[[], bool]) -> bool:
         try:
             return bool(ask())
-        except Exception as error:  # noqa: BLE001 - the log is told; training must not end by a look
+        except Exception as error:  # noqa: BLE001 - logged; a failed poll must not end training
             if self._errors.get(text) != repr(error):
                 self._errors[text] = repr(error)
-                _logger.error("%s cannot tell of a preemption: %r", text, error)  # noqa: TRY400
+                _logger.error("%s could not be asked about a preemption: %r", text, error)  # noqa: TRY400
             return False
 
 
 def _sources(policy: OnPreemption) -> dict[str, Callable[[], bool]]:
-    """What is to be asked, by how it is told."""
+    """Return the functions to poll, by their description."""
     found: dict[str, Callable[[], bool]] = {}
     if policy.file is not None:
         found[f"file {policy.file}"] = Path(policy.file).expanduser().exists

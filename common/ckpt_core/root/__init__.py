@@ -1,4 +1,4 @@
-"""The root of a run: the right to write to it, the lineage of its saves, and retention."""
+"""The root of a run: the right to write to it, its lineage, and retention."""
 
 from ckpt_core.root._context import Job
 from ckpt_core.root._ownership import Ownership

@@ -1,4 +1,4 @@
-"""Which lineage a save belongs to: what the coordinator knows of the root, and where the state comes from."""
+"""The lineage of saves, from the root's checkpoints and the live state's origin."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _logger = logger_of(__name__)
 
 @final
 class Ancestry:
-    """The line of saves that the live state is on.
+    """The lineage of the live state.
 
-    Concurrency: `committed` on any thread, while no other call is under way for the first save after a load;
-    all else on the main thread.
+    Concurrency: `record_commit` on any thread, but not during another call for the first save after a load;
+    the other methods on the main thread.
     """
 
     def __init__(self, url: str) -> None:
@@ -29,64 +29,65 @@ class Ancestry:
         self._own: Lineage | None = None
         self._on_purpose = False
 
-    def surveyed(self, infos: Sequence[CheckpointInfo], present: Lineage) -> None:
-        """The root is this job's, and holds these committed checkpoints, of whatever lineage.
+    def survey(self, infos: Sequence[CheckpointInfo], present: Lineage) -> None:
+        """Record the content of the root, which this job has taken.
 
         Args:
-            infos: all of them.
-            present: the root's present lineage.
+            infos: its committed checkpoints, of any lineage.
+            present: its present lineage.
         """
         self._known, self._root = list(infos), present
 
-    def goes_on_from(self, info: CheckpointInfo) -> None:
-        """The live state is that of this checkpoint: it was loaded as a whole."""
+    def continue_from(self, info: CheckpointInfo) -> None:
+        """Note that the live state is that of this checkpoint: it was loaded as a whole."""
         self._origin = info
         self._own = None
         self._on_purpose = False
 
-    def starts_afresh(self) -> None:
-        """The live state goes on from no checkpoint of the root, which whoever trains knows."""
+    def start_afresh(self) -> None:
+        """Note that the live state continues no checkpoint, as the user intends."""
         self._origin = self._own = None
         self._on_purpose = True
 
     def lineage_of(self, step: int) -> Lineage:
-        """The lineage of a save of that step, made now; a new one where the state is not the newest's."""
+        """Return the lineage of a save made now; a new one unless it continues the newest."""
         if self._own is None:
             self._own, begun = next_lineage(self._known, self._root, self._origin, step)
             if begun and self._known:
-                self._tell(step, self._own)
+                self._log(step, self._own)
         return self._own
 
-    def committed(self, info: CheckpointInfo) -> None:
-        """A save of this job is committed, and the live state goes on from it."""
+    def record_commit(self, info: CheckpointInfo) -> None:
+        """Record a committed save of this job, which the live state continues."""
         self._known = [known for known in self._known if known.name != info.name]
         self._known.append(info)
         self._origin, self._root = info, info.lineage
 
     def is_committed(self, info: CheckpointInfo, step: int) -> bool:
-        """Whether a save of `step` would be made twice, `info` being the one there is."""
+        """Return whether the checkpoint `info` is already this lineage's save of `step`."""
         return info.usable and self.lineage_of(step).includes(info.lineage, info.step)
 
-    def _tell(self, step: int, lineage: Lineage) -> None:
-        left = [info for info in on_present_line(self._known, lineage) if info.abandoned]
+    def _log(self, step: int, lineage: Lineage) -> None:
+        abandoned = [info for info in on_present_line(self._known, lineage) if info.abandoned]
         if self._origin is None:
             _logger.log(
                 logging.INFO if self._on_purpose else logging.WARNING,
                 "starting afresh in %s, which holds %d checkpoint(s) of an earlier run, up to step %d: they "
-                'are abandoned from the commit of step %d on, and stay, or with abandoned="prune" go one by '
-                "one. To go on from them instead, stop, and resume the newest before anything is saved",
+                'are abandoned from the commit of step %d on, and stay, or with abandoned="prune" are '
+                "removed one by one. To continue from them instead, stop, and resume the newest before the "
+                "first save",
                 self._url,
                 len(self._known),
                 max(info.step for info in self._known),
                 step,
             )
-        elif left:
+        elif abandoned:
             _logger.warning(
-                "going back to step %d of %s: %d checkpoint(s) that do not lie before it (%s) are abandoned "
+                "going back to step %d of %s: %d checkpoint(s) that are not before it (%s) are abandoned "
                 "from the commit of step %d on",
                 self._origin.step,
                 self._url,
-                len(left),
-                ", ".join(info.name for info in left[-5:]),
+                len(abandoned),
+                ", ".join(info.name for info in abandoned[-5:]),
                 step,
             )

@@ -1,4 +1,4 @@
-"""The values that everything a manager does needs: its storage, its ranks and its telemetry."""
+"""The context of all operations of a manager: storage, ranks and telemetry."""
 
 from __future__ import annotations
 

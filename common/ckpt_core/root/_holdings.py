@@ -1,4 +1,4 @@
-"""Whether all ranks mean the same directory, where they do not call it by the same name."""
+"""Roots held by managers of this process, and the check that ranks share one root."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Holding:
 
     Attributes:
         lease: of the root.
-        until_idle: returns when no save of that manager is in flight.
-        supersede: tells that manager that the root is not its own any more.
-        pid: a forked child inherits this table, but none of the roots.
+        until_idle: blocks until no save of that manager is in flight.
+        supersede: notes in that manager that it has lost the root.
+        pid: of the holder: a forked child inherits this table, but none of the roots.
     """
 
     lease: Lease
@@ -38,17 +38,17 @@ class Holding:
 
 
 def hold(lease: Lease, *, until_idle: Callable[[], None], supersede: Callable[[], None]) -> None:
-    """Remember who holds a root; nothing given here may keep a manager from being collected."""
+    """Record a held root; the arguments must not keep a manager from being collected."""
     _held[lease.owner.id] = Holding(lease, until_idle, supersede, os.getpid())
 
 
 def let_go(lease: Lease) -> None:
-    """Forget a root that was given back."""
+    """Forget a released root."""
     _held.pop(lease.owner.id, None)
 
 
 def take_from_earlier_manager(storage: Storage) -> bool:
-    """Wait for the saves of a manager of this process that holds the root, then take it away from it.
+    """Wait for this process's earlier manager of the root, then take the root from it.
 
     Returns:
         Whether there was one.
@@ -65,7 +65,7 @@ def take_from_earlier_manager(storage: Storage) -> bool:
 
 
 def require_same_root(storage: Storage, coordinator: Coordinator, owner_id: str, urls: Sequence[str]) -> None:
-    """Compare what each rank sees in its root. Collective; costs nothing if all have the same URL.
+    """Compare the roots of all ranks. Collective; without cost if all URLs are equal.
 
     Args:
         storage: this rank's root.
@@ -74,7 +74,7 @@ def require_same_root(storage: Storage, coordinator: Coordinator, owner_id: str,
         urls: of every rank's root.
 
     Raises:
-        ConfigError: a rank does not see the claim, so its root is another; the same on every rank.
+        ConfigError: a rank does not see the claim, so its root differs; the same on every rank.
     """
     if len(set(urls)) == 1:
         return
@@ -82,8 +82,8 @@ def require_same_root(storage: Storage, coordinator: Coordinator, owner_id: str,
     sees = coordinator.gather(owner is not None and owner.id == owner_id, what="comparing the roots")
     strays = [rank for rank, seen in enumerate(sees) if not seen]
     if strays:
-        told = "; ".join(f"rank {rank} to {urls[rank]}" for rank in strays[:4])
+        named = "; ".join(f"rank {rank} to {urls[rank]}" for rank in strays[:4])
         raise ConfigError(
-            f"ranks would write to different places: rank 0 to {urls[0]}, {told}. Give every rank the same "
+            f"ranks would write to different places: rank 0 to {urls[0]}, {named}. Give every rank the same "
             "root, on storage that all of them reach; nothing was saved"
         )

@@ -1,4 +1,4 @@
-"""The right to write to a root, taken once, before the first byte, by the coordinator for all ranks."""
+"""The right to write to a root, taken by the coordinator before the first byte."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
-_MOST_TOLD: Final = 5
+_MOST_LISTED: Final = 5
 
 
 @final
 class Ownership:
-    """Holds the lease of a root, what is known to be in it, and the lineage that saves belong to.
+    """The lease of a root, its known content, and the lineage of saves.
 
     Attributes:
-        line: the lineage of the live state; of use on the coordinator only, as all that follows.
-        inventory: what is committed in the root.
-        soundness: what of it is known to be whole.
+        line: the lineage of the live state; valid on the coordinator only, like the following ones.
+        inventory: the committed checkpoints in the root.
+        soundness: those known to be whole.
 
     Args:
         storage: the root.
         coordinator: the ranks of the job.
-        job_name: what this job is called in `writer.json`; None for the name of its script.
-        until_idle: returns when no save is in flight; must keep nothing large alive.
+        job_name: name of this job in `writer.json`; None for the name of its script.
+        until_idle: blocks until no save is in flight; must keep nothing large alive.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
@@ -86,7 +86,7 @@ class Ownership:
         self.soundness = Soundness(storage, lambda name, problem: self.note_damaged({name: problem}))
 
     def take(self) -> None:
-        """Claim the root, unless it is claimed already, and clear away what crashed saves left.
+        """Claim the root, unless claimed already, and remove the remains of crashed saves.
 
         Raises:
             ConfigError: the root cannot be written, or is not the same for all ranks.
@@ -111,17 +111,17 @@ class Ownership:
         self._taken, self._given_back = True, False
 
     def id_at(self, moment: int) -> str:
-        """The id of the save agreed on at a moment, in microseconds: the same on every rank.
+        """Return the id of the save agreed on at a moment, in microseconds, on every rank.
 
-        Not a count: a rank that missed the failure of one save would be out of step for good.
+        It is not a count: a rank that missed the failure of one save would be out of step forever.
         """
         return f"{self._prefix}{moment:016x}"
 
     def check(self) -> None:
-        """Refuse to go on after another job has taken the root.
+        """Refuse to continue after another job has taken the root.
 
         Raises:
-            RootBusyError: it has, or this job has given it back: what hung then may wake up now.
+            RootBusyError: it has, or this job has released the root, and a save that hung wakes up now.
             ConfigError: a later manager of this process has taken it.
         """
         if self._superseded:
@@ -131,30 +131,30 @@ class Ownership:
             )
         if self._given_back:
             raise RootBusyError(
-                f"{self._storage.url} was given back by this job before its last save had ended; "
+                f"{self._storage.url} was released by this job before its last save had ended; "
                 "that save is not committed"
             )
         if self._lease is not None:
             self._lease.check()
 
     def is_taken(self, name: str, *, replace: bool) -> bool:
-        """Whether a save of that name needs a closer look first; from memory, so that it costs nothing.
+        """Return whether a save of that name needs `clear_name`; from memory, without I/O.
 
-        The root is this job's alone, so nothing appears there that it does not know of. Should something do,
-        the commit refuses to overwrite it.
+        The root is this job's alone, so no unknown names appear in it. If one does, the commit refuses to
+        overwrite it.
         """
-        makes_way = replace and self._storage.supports_rename
-        known = self._damaged if makes_way else self._damaged | self._occupied
+        replaceable = replace and self._storage.supports_rename
+        known = self._damaged if replaceable else self._damaged | self._occupied
         return self._superseded or name in known or not is_name(name)
 
     def clear_name(self, name: str, step: int, *, replace: bool) -> str:
-        """Look closer: give the name that the save may have; a damaged checkpoint may be moved aside for it.
+        """Return the name for a save; a damaged checkpoint with it may be moved aside.
 
         Args:
-            name: what it is to be called.
+            name: the requested name.
             step: of the save.
-            replace: whether it takes the place of a committed checkpoint of that name; else, where an
-                abandoned one or one that nobody can use has the name, it gets one of its lineage.
+            replace: whether it replaces a committed checkpoint of that name; else, where an abandoned or
+                unusable one has the name, it gets one of its lineage.
 
         Raises:
             CheckpointExistsError: the name is taken.
@@ -176,16 +176,16 @@ class Ownership:
         """Remember a checkpoint that this job has committed."""
         self._occupied.add(info.name)
         self.inventory.add(info)
-        self.line.committed(info)
+        self.line.record_commit(info)
 
     def note_damaged(self, damaged: Mapping[str, str]) -> None:
-        """Remember checkpoints that did not verify: a later save of the same name takes their place.
+        """Remember damaged checkpoints: a later save of the same name replaces them.
 
-        They are marked for people and jobs to come, by the coordinator, if the root is this job's. A mark
-        that cannot be written is a warning: training does not depend on it.
+        The coordinator marks them for users and later jobs, if the root is this job's. A mark that cannot be
+        written is a warning: training does not depend on it.
 
         Args:
-            damaged: name -> what is wrong, in words.
+            damaged: name -> problem, in words.
         """
         self._damaged |= set(damaged)
         if self._lease is None:
@@ -194,7 +194,7 @@ class Ownership:
             self._mark(self._lease, name, problem)
 
     def note_sound(self, name: str) -> None:
-        """Take back what was said of a checkpoint that verifies after all; see `note_damaged`."""
+        """Undo `note_damaged` for a checkpoint that verifies after all."""
         self._damaged.discard(name)
         if self._lease is None:
             return
@@ -207,11 +207,11 @@ class Ownership:
             )
 
     def note_verified(self, info: CheckpointInfo, failures: Sequence[FileFailure]) -> None:
-        """A checkpoint was verified on a person's behalf, whoever owns the root: mark it, or take its mark.
+        """Set or remove the mark of a checkpoint that a user verified, in any job's root.
 
-        What cannot be written to the root is a warning, and known to this process all the same.
+        A mark that cannot be written is a warning, and still known to this process.
         """
-        problem = "; ".join(map(str, failures[:_MOST_TOLD]))
+        problem = "; ".join(map(str, failures[:_MOST_LISTED]))
         if failures:
             self._damaged.add(info.name)
         else:
@@ -228,7 +228,7 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Give the root back."""
+        """Release the root."""
         lease = self._lease
         if lease is not None and not self._superseded:
             let_go(lease)
@@ -248,7 +248,7 @@ class Ownership:
         other = run_name(name, self.line.lineage_of(step).id)
         require_free(self._storage, other)
         _logger.warning(
-            "%s/%s is occupied by a checkpoint that this run does not go on from, or by something else: "
+            "%s/%s is occupied by a checkpoint that this run does not continue, or by other files: "
             "step %d is saved as %s",
             self._storage.url,
             name,
@@ -258,7 +258,7 @@ class Ownership:
         return other
 
     def _is_made(self, name: str, step: int) -> bool:
-        """Whether the checkpoint of that name is what a save of `step` would make a second time."""
+        """Return whether the checkpoint of that name is already this run's save of `step`."""
         try:
             info = Catalog(self._storage).find(name=name)
         except (CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError):
@@ -270,7 +270,7 @@ class Ownership:
             lease.check()
             Catalog(self._storage).mark_damaged(name, problem)
         except CorruptCheckpointError:
-            return  # with its marker it has lost the name of checkpoint, and counts for nobody as it is
+            return  # without its marker it is no checkpoint any more, and does not count anyway
         except (CheckpointError, OSError) as error:
             _logger.warning(
                 "%s/%s is damaged, but could not be marked so: %s", self._storage.url, name, error
@@ -280,13 +280,13 @@ class Ownership:
         try:
             self._storage.check_root()
             refuse_as_root(self._storage)
-            if self._lease is None:  # else it was acquired before, and what comes after it failed
+            if self._lease is None:  # else an earlier call acquired it and failed later
                 self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
             self.inventory = Inventory(self._storage)
             survey = self.inventory.survey()
-            self.line.surveyed(survey.everything, survey.lineage)
+            self.line.survey(survey.everything, survey.lineage)
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
@@ -294,7 +294,7 @@ class Ownership:
         return secrets.token_hex(4)
 
     def collect_orphans(self) -> None:
-        """Clear away what crashed saves and prunes left; nothing of this job may be in flight."""
+        """Remove remains of crashed saves and prunes; no save or prune may be in flight."""
         try:
             orphans = collect_orphans(self._storage, keep=())
         except OSError as error:
@@ -324,7 +324,7 @@ def _take_lease(
 
 
 def _superseding(ownership: Ownership) -> Callable[[], None]:
-    """Tell an ownership that it is superseded, without keeping it alive until then."""
+    """Return a function that supersedes an ownership, without keeping it alive."""
     found = weakref.ref(ownership)
 
     def supersede() -> None:

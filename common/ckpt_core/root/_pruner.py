@@ -1,4 +1,4 @@
-"""Retention applied: which committed checkpoints go, and in what order. Coordinator only."""
+"""Retention applied: the checkpoints to remove, and their order. Coordinator only."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ckpt_core.types import CheckpointInfo
 _logger = logger_of(__name__)
 
 _ENOUGH: Final = 2
-"""The first checkpoint of a run may well come before the first evaluation."""
+"""The first checkpoint of a run is often saved before the first evaluation."""
 
 
 @final
 class Pruner:
-    """Removes what the retention policy of a manager does not keep.
+    """Removal of checkpoints that a manager's retention policy does not keep.
 
     Concurrency: one thread at a time.
     """
@@ -43,34 +43,34 @@ class Pruner:
         self._policy = options.keep or KeepAll()
         self._abandoned: Abandoned = options.abandoned
         self._ownership = ownership
-        self._told = False
+        self._warned = False
         self._telemetry = telemetry
 
     def plan(
         self, history: Sequence[CheckpointInfo] | None = None, *, newest: int | None = None
     ) -> PrunePlan:
-        """What the policy says of a history, by default of what is in the root now.
+        """Apply the policy to a history, by default that of the root, without removals.
 
         Args:
             history: every committed checkpoint.
-            newest: the step committed last. Clocks would tell, too, but after one was put back only we know.
+            newest: the step committed last. Timestamps are not enough: a clock may have been set back.
         """
         history = Inventory(self._storage).history() if history is None else history
         self._check_metrics([info for info in history if not info.abandoned])
         return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest)
 
     def apply(self, *, newest: int | None = None, go_on: Callable[[], bool] = lambda: True) -> PrunePlan:
-        """Remove what the policy does not keep, oldest first, once something that stays is known to be whole.
+        """Remove checkpoints that the policy does not keep, oldest first.
 
-        The root is looked at anew, so that pins and marks set meanwhile are seen. What is marked is neither
-        counted nor removed.
+        One that stays must be known to be whole first. The root is listed again, so that pins and marks set
+        meanwhile are seen. Marked checkpoints are neither counted nor removed.
 
         Args:
             newest: see `plan`.
-            go_on: asked while checkpoints are verified; see `Soundness.droppable`.
+            go_on: called while checkpoints are verified; see `Soundness.droppable`.
 
         Returns:
-            What was done.
+            The plan as carried out.
 
         Raises:
             RootBusyError: another job has taken the root.
@@ -85,7 +85,7 @@ class Pruner:
         drop = ownership.soundness.droppable(ownership.inventory, choose, go_on=go_on)
         for info in drop:
             ownership.check()
-            # Whoever deleted it, or put another in its place, has been quicker.
+            # Another process may have deleted or replaced it meanwhile.
             if ownership.inventory.still_there(info):
                 with self._telemetry.span("prune.remove", step=info.step, name=info.name):
                     remove(self._storage, info)
@@ -93,7 +93,7 @@ class Pruner:
         return withheld(plans[-1], drop)
 
     def remove(self, name: str) -> None:
-        """Remove one committed checkpoint that its host no longer wants, whatever the policy says of it.
+        """Remove one committed checkpoint on behalf of its host, regardless of the policy.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -109,10 +109,10 @@ class Pruner:
         self._ownership.inventory.forget(info.name)
 
     def _check_metrics(self, history: Sequence[CheckpointInfo]) -> None:
-        """Tell once if checkpoints are to be ranked by what none of them has, such as a misspelt name."""
-        unknown = () if self._told or len(history) < _ENOUGH else unknown_metrics(self._policy, history)
+        """Warn once if the policy ranks by a metric that no checkpoint has."""
+        unknown = () if self._warned or len(history) < _ENOUGH else unknown_metrics(self._policy, history)
         if unknown:
-            self._told = True
+            self._warned = True
             there = sorted({metric for info in history for metric in info.metrics})
             _logger.warning(
                 "none of the %d checkpoints in %s has a number for the metric %s, so that none is kept as "

@@ -1,4 +1,4 @@
-"""One save: captured, agreed and staged on the main thread, written and committed in the background."""
+"""Saves: prepared on the main thread, written and committed in the background."""
 
 from ckpt_core.saving._handle import SaveHandle
 from ckpt_core.saving._in_flight import SaveThread

@@ -1,4 +1,4 @@
-"""Checks of a state to be saved: finite numbers, and values that a load gives back otherwise."""
+"""Checks of a state to be saved: finite numbers, and values that a load changes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ckpt_core.state import PICKLED
 from ckpt_core.types import CapturedState
 
 _logger = logger_of(__name__)
-_TOLD: Final = 8
+_MOST_LOGGED: Final = 8
 _RESTORED: Final = (OrderedDict, Counter, defaultdict)
-"""What a load makes of a dict again where the live state has one."""
+"""Types to which a load converts a dict where the live state has them."""
 
 
 @final
 class LoadNotes:
-    """What a person should know of what is saved, said once however many saves there are.
+    """Warnings about values that a load refuses or changes, each logged once.
 
     Args:
-        allow_pickle: whether loads may use pickle, so that what needs it need not be told.
+        allow_pickle: whether loads may use pickle: then values that need it are not reported.
     """
 
     def __init__(self, *, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
         self._generation = 0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
-    def tell(self, state: CapturedState, plans: PlanCache, staged: StagedParts, url: str) -> None:
-        """Log what this rank writes and a load would not give back as it is; nothing for unchanged plans."""
+    def log(self, state: CapturedState, plans: PlanCache, staged: StagedParts, url: str) -> None:
+        """Log the values of this rank that a load refuses or changes, once per plan."""
         if plans.generation == self._generation:
             return
         self._generation = plans.generation
@@ -54,18 +54,18 @@ class LoadNotes:
             _logger.warning("%s: types change with a checkpoint: %s", url, _listed(changes))
 
     def _new(self, notes: Iterable[str]) -> list[str]:
-        fresh = sorted(set(notes) - self._told)
-        self._told.update(fresh)
+        fresh = sorted(set(notes) - self._logged)
+        self._logged.update(fresh)
         return fresh
 
 
 def _listed(notes: list[str]) -> str:
-    more = f", and {len(notes) - _TOLD} more" if len(notes) > _TOLD else ""
-    return ", ".join(notes[:_TOLD]) + more
+    more = f", and {len(notes) - _MOST_LOGGED} more" if len(notes) > _MOST_LOGGED else ""
+    return ", ".join(notes[:_MOST_LOGGED]) + more
 
 
 def _pickles(state: CapturedState, plans: PlanCache, staged: StagedParts) -> Iterator[str]:
-    """The values of this rank that a load refuses unless it may use pickle."""
+    """Yield the values of this rank that a load refuses without pickle."""
     own = state.per_rank.keys() | state.shared.keys()
     for part, tree in plans.trees():
         for key, content in (tree.get(PICKLED) or {}).items():
@@ -82,7 +82,7 @@ def _is_plain(content: bytes) -> bool:
     try:
         checked_zip(content, "a value", trusted=False)
         load_value(content, "a value", allow_pickle=False)
-    except Exception:  # noqa: BLE001 - whatever it is, a load would meet it too; the caller tells the user
+    except Exception:  # noqa: BLE001 - a load would fail with any of them, too; the caller logs it
         return False
     return True
 
@@ -97,7 +97,7 @@ def _changes(state: CapturedState) -> Iterator[str]:
 
 
 def _inside(value: Any) -> Any:
-    """A whole state is always given back as a dict, as `load_state_dict` takes it."""
+    """Convert a whole state to a dict, the type that a load gives `load_state_dict`."""
     return dict(value) if isinstance(value, Mapping) else value
 
 
@@ -124,7 +124,7 @@ def refuse_non_finite_loss(metrics: Mapping[str, float]) -> None:
     """Refuse a save whose metric `loss` is NaN or infinite.
 
     Raises:
-        SaveError: it is.
+        SaveError: the loss is not finite.
     """
     loss = metrics.get(LOSS, 0.0)
     if not math.isfinite(loss):
@@ -132,14 +132,14 @@ def refuse_non_finite_loss(metrics: Mapping[str, float]) -> None:
 
 
 def refuse_non_finite(images: Mapping[str, Image], ignored: Collection[tuple[str, str]]) -> None:
-    """Refuse a save whose staged tensors hold NaN or infinities; all copies must have been made.
+    """Refuse a save of tensors with NaN or infinities. All copies must have been made.
 
     Args:
         images: part -> the staged tensors of this rank.
         ignored: (part, key) of module buffers, in which infinities are usual, as in attention masks.
 
     Raises:
-        SaveError: some tensor does; the message names the first.
+        SaveError: a tensor does; the message names the first.
     """
     found = list(_non_finite(images, ignored))
     if found:
@@ -162,6 +162,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if not values.is_floating_point() or values.numel() == 0:
         return True
     if values.dtype.itemsize == 1:
-        values = values.float()  # torch finds no extremes of 8-bit floats
-    # Without a mask of the tensor's size: NaN goes through to both, an infinity is one of them.
+        values = values.float()  # torch has no aminmax of 8-bit floats
+    # This needs no mask of the tensor's size: NaN becomes both extremes, an infinity one of them.
     return all(map(math.isfinite, (extreme.item() for extreme in torch.aminmax(values))))

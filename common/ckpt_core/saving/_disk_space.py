@@ -1,9 +1,9 @@
-"""Whether there is room for a save, asked before it writes its first byte; and how room is made.
+"""Disk space for a save: checked before its first byte, and freed if necessary.
 
-The rule that nothing is deleted before the new checkpoint is committed is relaxed here, and only so far:
-what the retention policy would drop once the save is committed may go before it, oldest first and no more
-than is needed, if that is enough; but never the newest checkpoint nor the one committed last, one of which is
-verified first, nor what is pinned, nor what is marked as damaged.
+The rule that nothing is deleted before the new checkpoint is committed has one exception, here: checkpoints
+that the retention policy would drop after the commit may be removed before it, oldest first and no more than
+needed, if that frees enough. The newest checkpoint and the one committed last are never removed, and one of
+them is verified first; nor are checkpoints that are pinned or marked as damaged.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ckpt_core.types import CheckpointInfo
 _logger = logger_of(__name__)
 
 _AHEAD: Final = 3
-"""A person is told when fewer saves than this fit."""
+"""A warning is logged when fewer saves than this fit."""
 _KEEP_NONE: Final = ~KeepAll()
-"""Keeps what no policy can undo: the newest, what was committed last, and what is pinned."""
+"""Keeps only checkpoints that no policy can drop: the newest, the one committed last, and pinned ones."""
 
 
 @final
 class DiskSpace:
-    """Keeps the room for saves of one root. Coordinator only, on the thread that saves.
+    """The free space of one root. Coordinator only, on the save thread.
 
     Args:
         storage: the root.
-        options: what is kept, what saves leave free, and how long ranks wait for one another.
+        options: retention, headroom and deadline.
         ownership: of the root.
-        telemetry: receives `room.low` and spans of what is removed.
+        telemetry: receives `room.low` and a span per removal.
         clock: Unix time in seconds.
     """
 
@@ -60,63 +60,63 @@ class DiskSpace:
         self._headroom = options.free_headroom
         self._keep = options.keep
         self._abandoned: Abandoned = options.abandoned
-        # Half, so that the other ranks, which wait for the verdict, are told before they give up.
+        # Half, so that a refusal reaches the other ranks, which wait for it, before their deadline.
         self._patience_seconds = options.deadline_seconds / 2
         self._ownership = ownership
         self._telemetry = telemetry
         self._clock = clock
-        self._volumes = SizeEstimator()
-        self._extras = Overhead()
+        self._estimator = SizeEstimator()
+        self._overhead = Overhead()
         self._metadata: Mapping[str, Metadata] = {}
-        self._told = _AHEAD
+        self._last_fitting = _AHEAD
 
     def make(self, prepared: PreparedSave) -> None:
-        """Return if the save fits, after making room for it if need be.
+        """Make room for the save, if necessary.
 
         Raises:
-            NoRoomError: it does not fit, and nothing may go for it.
+            NoRoomError: the save does not fit, and the policy drops too little for it.
             RootBusyError: another job has taken the root.
         """
-        self._extras, self._metadata = prepared.extras, prepared.metadata
-        need = self._volumes.need(prepared.metadata, prepared.extras)
-        if self._free().fits(need):
+        self._overhead, self._metadata = prepared.overhead, prepared.metadata
+        needed = self._estimator.predict(prepared.metadata, prepared.overhead)
+        if self._free().fits(needed):
             return
         self._ownership.collect_orphans()
         removed: list[CheckpointInfo] = []
-        if not self._free().fits(need):
-            removed = self._remove_superseded(_coming(prepared), need)
-        if not self._free().fits(need):
-            raise self._refusal(prepared, need, removed)
+        if not self._free().fits(needed):
+            removed = self._remove_superseded(_coming(prepared), needed)
+        if not self._free().fits(needed):
+            raise self._refusal(prepared, needed, removed)
 
-    def look_ahead(self, info: CheckpointInfo) -> None:
-        """After the commit of `info`, and the prune behind it: tell if saves like it will soon not fit."""
-        self._volumes.learn(self._extras, info.size_bytes)
-        need = self._volumes.need(self._metadata, self._extras)
+    def warn_if_low(self, info: CheckpointInfo) -> None:
+        """Warn, after the commit and prune of `info`, if saves like it soon do not fit."""
+        self._estimator.record(self._overhead, info.size_bytes)
+        needed = self._estimator.predict(self._metadata, self._overhead)
         free, fitting = self._free(), _AHEAD
-        # Elsewhere nothing is listed: most of the time there is room for many.
-        if not free.fits(need.times(_AHEAD)):
+        # Only then is the root listed: most of the time there is room for many saves.
+        if not free.fits(needed.times(_AHEAD)):
             history = self._ownership.inventory.history()
             fitting = saves_that_fit(
-                self._keep or KeepAll(), history, info, need=need, free=free, now=self._clock()
+                self._keep or KeepAll(), history, info, needed=needed, free=free, now=self._clock()
             )
-        if fitting < self._told:
-            self._tell(info, fitting, need, free)
-        self._told = fitting
+        if fitting < self._last_fitting:
+            self._warn(info, fitting, needed, free)
+        self._last_fitting = fitting
 
     def _free(self) -> SpaceFree:
         return SpaceFree.of(self._storage, self._headroom)
 
-    def _remove_superseded(self, coming: CheckpointInfo, need: SpaceNeeded) -> list[CheckpointInfo]:
-        """Remove what the policy would drop after the save, oldest first, if that makes it fit."""
+    def _remove_superseded(self, coming: CheckpointInfo, needed: SpaceNeeded) -> list[CheckpointInfo]:
+        """Remove checkpoints that the policy drops after the save, if that makes it fit."""
         candidates = self._candidates(coming)
         gain = SpaceNeeded(
             size_bytes=sum(info.size_bytes for info in candidates), files=sum(map(self._files_of, candidates))
         )
         removed: list[CheckpointInfo] = []
-        if not candidates or not self._free().plus(gain).fits(need):
+        if not candidates or not self._free().plus(gain).fits(needed):
             return removed
         for info in candidates:
-            if self._free().fits(need):
+            if self._free().fits(needed):
                 break
             self._ownership.check()
             with self._telemetry.span("prune.remove", step=info.step, name=info.name, reason="room"):
@@ -125,7 +125,7 @@ class DiskSpace:
             removed.append(info)
         _logger.warning(
             "step %d would not have fitted into %s: removed step(s) %s ahead of its commit; the retention "
-            "policy drops them after it anyway",
+            "policy drops them after it in any case",
             coming.step,
             self._storage.url,
             _steps(removed),
@@ -133,7 +133,7 @@ class DiskSpace:
         return removed
 
     def _candidates(self, coming: CheckpointInfo) -> Sequence[CheckpointInfo]:
-        """What may go, oldest first; nothing if what stays is not known to be whole."""
+        """List the removable checkpoints, oldest first; none unless a kept one is whole."""
         if self._keep is None:
             return ()
         policy, deadline = self._keep, time.monotonic() + self._patience_seconds
@@ -144,7 +144,7 @@ class DiskSpace:
         )
 
     def _files_of(self, info: CheckpointInfo) -> int:
-        """Files of a checkpoint, where it matters."""
+        """Count the files of a checkpoint; 0 where files are not limited."""
         if self._storage.free_files() is None:
             return 0
         try:
@@ -152,29 +152,29 @@ class DiskSpace:
         except (CheckpointNotFoundError, CorruptCheckpointError):
             return 0
 
-    def _tell(self, info: CheckpointInfo, fitting: int, need: SpaceNeeded, free: SpaceFree) -> None:
-        self._telemetry.point("room.low", step=info.step, saves=fitting, **_figures(need, free))
+    def _warn(self, info: CheckpointInfo, fitting: int, needed: SpaceNeeded, free: SpaceFree) -> None:
+        self._telemetry.point("room.low", step=info.step, saves=fitting, **_figures(needed, free))
         what = f"room for {fitting} more save(s)" if fitting else "no room for another save"
         _logger.warning(
             "after step %d, %s has %s like it: %s. Make room there, or keep less",
             info.step,
             self._storage.url,
             what,
-            _figures_text(need, free),
+            _figures_text(needed, free),
         )
 
     def _refusal(
-        self, prepared: PreparedSave, need: SpaceNeeded, removed: Sequence[CheckpointInfo]
+        self, prepared: PreparedSave, needed: SpaceNeeded, removed: Sequence[CheckpointInfo]
     ) -> NoRoomError:
         free, step = self._free(), prepared.request.step
         history = self._ownership.inventory.history()
-        gone = f" Step(s) {_steps(removed)} went ahead of the policy." if removed else ""
+        gone = f" Step(s) {_steps(removed)} were removed ahead of the policy." if removed else ""
         kept = "; ".join(
             _kept(self._keep or KeepAll(), history, Catalog(self._storage).quarantined(), self._clock())
         )
         text = (
-            f"{_figures_text(need, free)}. Nothing was written.{gone} "
-            f"Kept: {kept or 'nothing'}. SpaceFree space, keep fewer (keep=), take away pins (`ckpt unpin`), "
+            f"{_figures_text(needed, free)}. Nothing was written.{gone} "
+            f"Kept: {kept or 'nothing'}. Free space, keep fewer (keep=), take away pins (`ckpt unpin`), "
             "delete what is damaged (`ckpt prune --damaged`) or lower headroom=, then save again"
         )
         return NoRoomError(
@@ -182,7 +182,7 @@ class DiskSpace:
             step=step,
             phase="open",
             failures={0: text},
-            **_figures(need, free),
+            **_figures(needed, free),
         )
 
 
@@ -194,10 +194,10 @@ def droppable(
     *,
     abandoned: Abandoned = "keep",
 ) -> list[CheckpointInfo]:
-    """What the policy drops once `coming` is committed and is not needed until then, lowest step first.
+    """List checkpoints that the policy drops after `coming` and that may go before it.
 
-    The newest sound checkpoint and the one committed last stay: should the save fail, one of them is what
-    training goes on from. So does what `coming` is going to replace.
+    The lowest step is first. The newest sound checkpoint and the one committed last stay: if the save fails,
+    training resumes from one of them. So does the one that `coming` replaces.
     """
     others = [info for info in history if info.name != coming.name]
     stays = plan_prune(_KEEP_NONE, history, now).keep
@@ -212,11 +212,11 @@ def saves_that_fit(
     history: Sequence[CheckpointInfo],
     last: CheckpointInfo,
     *,
-    need: SpaceNeeded,
+    needed: SpaceNeeded,
     free: SpaceFree,
     now: float,
 ) -> int:
-    """How many saves like the last one, each with its prune, go on to fit; no more than a few are tried."""
+    """Count further saves like the last one, with their prunes, that fit; at most 3."""
     known = list(history)
     gaps = [last.step - info.step for info in history if info.step < last.step]
     gap = min(gaps, default=1)
@@ -225,23 +225,23 @@ def saves_that_fit(
             last, step=last.step + number * gap, name=f"{last.name}+{number}", created=now + number
         )
         for info in droppable(policy, known, coming, now):
-            if free.fits(need):
+            if free.fits(needed):
                 break
             known.remove(info)
-            free = free.plus(_taken(info, need))
-        if not free.fits(need):
+            free = free.plus(_space_of(info, needed))
+        if not free.fits(needed):
             return number - 1
         known.append(coming)
-        free = free.plus(need, -1)
+        free = free.plus(needed, -1)
         for info in plan_prune(policy, known, now, last=coming.step).drop:
             known.remove(info)
-            free = free.plus(_taken(info, need))
+            free = free.plus(_space_of(info, needed))
     return _AHEAD
 
 
-def _taken(info: CheckpointInfo, need: SpaceNeeded) -> SpaceNeeded:
-    """What a checkpoint gives back: those of a root have about as many files."""
-    return SpaceNeeded(size_bytes=info.size_bytes, files=need.files)
+def _space_of(info: CheckpointInfo, needed: SpaceNeeded) -> SpaceNeeded:
+    # Checkpoints of one root have about the same number of files.
+    return SpaceNeeded(size_bytes=info.size_bytes, files=needed.files)
 
 
 def _coming(prepared: PreparedSave) -> CheckpointInfo:
@@ -255,21 +255,21 @@ def _coming(prepared: PreparedSave) -> CheckpointInfo:
     )
 
 
-def _figures(need: SpaceNeeded, free: SpaceFree) -> dict[str, int | None]:
+def _figures(needed: SpaceNeeded, free: SpaceFree) -> dict[str, int | None]:
     return {
-        "needed_bytes": need.size_bytes,
+        "needed_bytes": needed.size_bytes,
         "free_bytes": free.size_bytes,
         "headroom_bytes": free.headroom_bytes,
-        "needed_files": need.files,
+        "needed_files": needed.files,
         "free_files": free.files,
     }
 
 
-def _figures_text(need: SpaceNeeded, free: SpaceFree) -> str:
+def _figures_text(needed: SpaceNeeded, free: SpaceFree) -> str:
     size = "unknown" if free.size_bytes is None else bytes_text(free.size_bytes)
     files = "" if free.files is None else f" and {free.files} files"
     return (
-        f"a save takes {bytes_text(need.size_bytes)} and {need.files} files, free are {size}{files}, of "
+        f"a save takes {bytes_text(needed.size_bytes)} and {needed.files} files, free are {size}{files}, of "
         f"which {bytes_text(free.headroom_bytes)} are headroom"
     )
 
@@ -277,7 +277,7 @@ def _figures_text(need: SpaceNeeded, free: SpaceFree) -> str:
 def _kept(
     policy: RetentionPolicy, history: Sequence[CheckpointInfo], aside: Sequence[str], now: float
 ) -> Iterable[str]:
-    """Every checkpoint that takes room, with the reason why it stays."""
+    """Describe every checkpoint that takes space, with the reason why it stays."""
     plan = plan_prune(policy, history, now)
     sizes = {info.step: info.size_bytes for info in history if not info.abandoned}
     for step, reasons in plan.keep.items():

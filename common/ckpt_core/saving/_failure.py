@@ -1,4 +1,4 @@
-"""Errors of saves: what a rank reports to the others, and what every rank raises."""
+"""Errors of saves: the report of one rank, and the error raised on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def failed_in(phase: SavePhase, error: BaseException) -> SaveError:
-    """Make the error that this rank reports to the others when a phase of a save fails on it."""
+    """Make the error that a rank reports to the others when a phase fails on it."""
     if isinstance(error, SaveError):
         reported = error if error.phase else error.retold(str(error), phase=phase)
     else:
@@ -31,7 +31,7 @@ def failed_in(phase: SavePhase, error: BaseException) -> SaveError:
 
 def save_error(url: str, step: int, phase: SavePhase, error: CoordinationError) -> SaveError:
     """Make the one error that every rank raises for a failed save."""
-    # Nothing is written while ranks plan, whether or not this one heard how that ended.
+    # Nothing is written while ranks plan, whether or not this rank learned the result.
     in_doubt = error.in_doubt and phase != "plan"
     verdict = f"it is not known whether step {step} was" if in_doubt else f"step {step} was not"
     return SaveError(

@@ -1,4 +1,4 @@
-"""What the caller of a save holds while the save goes on."""
+"""The caller's handle of a save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SaveHandle:
         name: directory name of the checkpoint under its root.
         created: when it was agreed on, Unix seconds on the coordinator's clock.
         staged: resolves when training may change the state.
-        committed: resolves when the checkpoint exists, or raises the `SaveError` that every rank gets.
+        committed: resolves when the checkpoint exists, or raises the same `SaveError` on every rank.
         uploaded: resolves when the checkpoint is in its last tier; with a single tier, on commit.
 
     Concurrency: futures may be waited for on any thread of any rank; nothing here is collective.
@@ -36,10 +36,10 @@ class SaveHandle:
         self.committed: Future[CheckpointInfo] = Future()
         self.uploaded: Future[CheckpointInfo] = self.committed
         for future in (self.staged, self.committed):
-            future.set_running_or_notify_cancel()  # nobody who merely waits can cancel a save
+            future.set_running_or_notify_cancel()  # a caller that waits must not cancel the save
 
     def done(self) -> bool:
-        """Whether the save has ended, one way or the other."""
+        """Return whether the save has ended, successfully or not."""
         return self.committed.done()
 
     def result(self, timeout_seconds: float | None = None) -> CheckpointInfo:
@@ -48,14 +48,14 @@ class SaveHandle:
         Raises:
             ConfigError: this process was forked from the one that saves.
             SaveError: the save failed on some rank.
-            TimeoutError: it has not ended in time.
+            TimeoutError: the save has not ended in time.
         """
         require_same_process(self._pid)
         return self.committed.result(timeout_seconds)
 
 
 def fulfil(future: Future[T], value: T) -> bool:
-    """Give a future its value, unless it has an outcome already; whether it is this one."""
+    """Set a future's value; return False if it had an outcome already."""
     try:
         future.set_result(value)
     except InvalidStateError:
@@ -64,7 +64,7 @@ def fulfil(future: Future[T], value: T) -> bool:
 
 
 def reject(future: Future[T], error: BaseException) -> bool:
-    """Give a future its error, unless it has an outcome already; whether it is this one."""
+    """Set a future's error; return False if it had an outcome already."""
     try:
         future.set_exception(error)
     except InvalidStateError:

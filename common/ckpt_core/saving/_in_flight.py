@@ -1,4 +1,4 @@
-"""Saves in flight: one after another on one watched background thread, their outcomes never lost."""
+"""Saves in flight: run in order on a watched thread, outcomes delivered once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _logger = logger_of(__name__)
 @final
 @dataclass(frozen=True, slots=True)
 class _Heartbeat:
-    """The last progress of the thread, what it does since, and for how long that may take."""
+    """The last progress of the thread, its present activity, and the limit for that."""
 
     doing: str
     limit_seconds: float
@@ -45,11 +45,11 @@ class Task:
     Args:
         run: the work.
         give_up: called once, on another thread, with the reason if the work hangs.
-        fail: called with what `run` raised.
+        fail: called with an exception that `run` raised.
 
     Attributes:
-        over: set when it has ended, or was given up.
-        ended: set when it has ended.
+        over: set when the work has ended, or was given up.
+        ended: set when the work has ended.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Task:
 
 @final
 class SaveThread:
-    """Runs one task after another, and notices one that stops making progress.
+    """The background thread of saves, with a watchdog for its progress.
 
     Concurrency: `submit`, `stuck` and `close` on the main thread, `heartbeat` on the save thread.
     """
@@ -89,7 +89,7 @@ class SaveThread:
             self.heartbeat("beginning")
         self._last = task
         self._tasks.put(task)
-        # Not a daemon: a process whose main thread ends waits for its last save, but not for ever.
+        # Not a daemon: a process whose main thread ends waits for its last save, but not forever.
         threading.Thread(target=self._watch, args=(task,), name="ckpt-save-watch").start()
         return task
 
@@ -97,8 +97,8 @@ class SaveThread:
         """Record progress.
 
         Args:
-            doing: what the thread does next, in words.
-            limit_seconds: how long that may take before it counts as hanging; by default the deadline.
+            doing: the thread's next activity, in words.
+            limit_seconds: duration after which that counts as hanging; by default the deadline.
         """
         self._heartbeat = _Heartbeat(doing, self.deadline_seconds if limit_seconds is None else limit_seconds)
 
@@ -108,12 +108,12 @@ class SaveThread:
         return not self._tasks.empty()
 
     def until_idle(self) -> None:
-        """Block until every task is over: done, or given up. On any thread."""
+        """Block until every task has ended or was given up. On any thread."""
         if (last := self._last) is not None:
             last.over.wait()
 
     def stuck(self) -> str:
-        """Describe what the thread still hangs in after it was given up; "" if it does not hang."""
+        """Describe where the thread still hangs after a give-up; "" if it does not."""
         last = self._last
         hangs = last is not None and last.over.is_set() and not last.ended.is_set()
         return self._described() if hangs else ""
@@ -128,7 +128,7 @@ class SaveThread:
         while (task := self._tasks.get()) is not None:
             try:
                 task.run()
-            except BaseException as error:  # noqa: BLE001 - reported to whoever waits for the task
+            except BaseException as error:  # noqa: BLE001 - `fail` delivers it to the task's owner
                 task.fail(error)
             finally:
                 self.heartbeat("beginning")
@@ -147,7 +147,7 @@ class SaveThread:
 
 
 def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:
-    """Run something that may hang; return whether it ended in time. What it raises is logged."""
+    """Run an action that may hang; return whether it ended in time. Errors are logged."""
 
     def quietly() -> None:
         try:
@@ -163,11 +163,11 @@ def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:
 
 @final
 class InFlightSaves:
-    """Back-pressure, and the outcome of every save, delivered exactly once.
+    """The saves in flight: back-pressure, and exactly-once delivery of every outcome.
 
     At most `options.arenas` saves are in flight. A save counts until its outcome is delivered, which happens
     at the same calls on every rank. A save without progress for longer than the deadline has failed (see
-    `SaveThread`), so nothing here waits for ever.
+    `SaveThread`), so every wait here is bounded.
 
     Concurrency: all methods on the main thread; `ready` and `overdue` are collective.
 
@@ -185,7 +185,7 @@ class InFlightSaves:
         self.latest: SaveHandle | None = None
 
     def ready(self) -> bool:
-        """Return whether a new save may start; wait for the oldest in flight unless the policy is to skip.
+        """Return whether a new save may start; wait for the oldest if so configured.
 
         Raises:
             SaveError: the oldest save has failed, and errors are to be raised.
@@ -193,15 +193,15 @@ class InFlightSaves:
         if self._options.back_pressure != "wait" and self._full():
             self._pending = self._options.back_pressure == "coalesce"
             return False
-        # How many there are is the same on every rank, so that all of them raise at the same call.
+        # The number of handles is equal on every rank, so all ranks raise at the same call.
         while len(self._undelivered) >= self._options.arenas:
             self._deliver()
         return True
 
     def overdue(self) -> bool:
-        """Return whether a save that back-pressure kept from starting can be made up for now.
+        """Return whether a save postponed by back-pressure can start now.
 
-        Communicates only while there is one.
+        Communicates only while there is such a save.
         """
         return self._pending and not self._full()
 
@@ -211,7 +211,7 @@ class InFlightSaves:
         Args:
             handle: of the save.
             run: resolves the handle.
-            give_up: resolves it, if it is not yet, when the save hangs; see `Task`.
+            give_up: resolves the handle of a save that hangs; see `Task`.
         """
         if self._closed:
             raise RuntimeError("cannot start a save after shutdown")
@@ -221,11 +221,11 @@ class InFlightSaves:
         self._task = self._thread.submit(Task(run, give_up, partial(_fail, handle)))
 
     def stuck(self) -> str:
-        """Describe what a given-up save still hangs in; "" if none does."""
+        """Describe where a given-up save still hangs; "" if none does."""
         return self._thread.stuck()
 
     def wait(self) -> None:
-        """Wait for every save in flight and for the prune behind it, and deliver the first failure.
+        """Wait for every save in flight and its prune, and deliver the first failure.
 
         Raises:
             SaveError: a save failed, and errors are to be raised. If several did, the next call raises the
@@ -237,22 +237,26 @@ class InFlightSaves:
             self._deliver()
 
     def settle(self) -> None:
-        """Wait for every save in flight, because one follows that must be made; failures are only logged."""
+        """Wait for every save in flight, ahead of a mandatory one; only log failures."""
         if self._task is not None:
             self._task.over.wait()
         while self._undelivered:
             try:
                 self._deliver()
             except SaveError as error:
-                _logger.error("%s", error)  # noqa: TRY400 - the next save makes up for it
+                _logger.error("%s", error)  # noqa: TRY400 - the next save replaces it
 
     def forget(self) -> None:
-        """Forget the last save: after a load, a save of the same name is not the same save again."""
+        """Forget the last save: after a load, a save of the same name is a different one."""
         self.latest = None
         self._pending = False
 
     def close(self) -> None:
-        """Wait for every save in flight and stop the thread; same errors as `wait`, later ones logged."""
+        """Wait for every save in flight and stop the thread.
+
+        Raises:
+            SaveError: see `wait`; later failures are logged.
+        """
         self._closed = True
         try:
             self.wait()
@@ -263,7 +267,7 @@ class InFlightSaves:
             self._undelivered.clear()
 
     def _full(self) -> bool:
-        """Whether every arena is in flight on some rank; ranks finish at different moments."""
+        """Return whether on any rank every arena is in flight. Collective."""
         flying = sum(not handle.done() for handle in self._undelivered)
         full = self._coordinator.all_reduce_max(
             [int(flying >= self._options.arenas)], what="deciding whether to save"
@@ -278,8 +282,8 @@ class InFlightSaves:
         if error is None:
             return
         if self.latest is handle:
-            self.latest = None  # a save of the same name from now on is another try
-        # Only a save that failed may be lived with: that the root belongs to another job may not.
+            self.latest = None  # a later save of the same name is a new attempt
+        # Training may continue after a failed save, but not when the root belongs to another job.
         if self._options.on_error == "raise" or not isinstance(error, SaveError):
             raise error
         _log_failure(handle)
@@ -293,4 +297,4 @@ def _fail(handle: SaveHandle, error: BaseException) -> None:
 def _log_failure(handle: SaveHandle) -> None:
     error = handle.committed.exception()
     if error is not None:
-        _logger.error("training goes on without the checkpoint of step %d: %s", handle.step, error)
+        _logger.error("training continues without the checkpoint of step %d: %s", handle.step, error)

@@ -1,4 +1,4 @@
-"""Who writes what, agreed once and kept for as long as no rank's state changes its make-up.
+"""The cached write plans, negotiated only when the structure of the state changes.
 
 Planning costs time and messages that grow with the number of tensors and ranks; its result is a function of
 names, dtypes, shapes and placements, which rarely change between two saves.
@@ -24,29 +24,29 @@ from ckpt_core.state import BufferKey
 
 @message
 class KeepOwn(Enum):
-    """When a rank keeps its own values of entries that nothing keeps equal over ranks."""
+    """When a rank writes its own values of rank-local buffers."""
 
     NEVER = auto()
-    """They are in the checkpoint: this rank writes all of them."""
+    """All of them are in the checkpoint already: this rank is their writer."""
     IF_DIFFERENT = auto()
-    """The coordinator writes the same entries, so only what differs from its values is kept."""
+    """The coordinator writes the same entries, so this rank writes those that differ."""
     ALWAYS = auto()
-    """Several ranks write them, and nobody tells this one what."""
+    """Several ranks write them, and this rank does not know their values."""
 
 
 @message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What of a rank's state the plans depend on, beside its tensors and values.
+    """A rank's input to the plans, beside its tensors and values.
 
     Attributes:
-        uneven: keys of entries that are left to the lowest rank that has them.
+        rank_local: keys of entries that the lowest rank with them writes.
         files: names of the small files that this rank could write.
         shared: names of its shared items.
         groups: part -> the names in its parameter groups.
     """
 
-    uneven: frozenset[BufferKey] = frozenset()
+    rank_local: frozenset[BufferKey] = frozenset()
     files: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     groups: Mapping[str, GroupNames] = field(default_factory=dict[str, GroupNames])
@@ -55,7 +55,7 @@ class Offer:
 @message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Proposal:
-    """What one rank could write, and what its DTensors are spread over."""
+    """One rank's possible writes, and the meshes of its DTensors."""
 
     plans: dict[str, SavePlan]
     offer: Offer
@@ -65,7 +65,7 @@ class _Proposal:
 @message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Assignment:
-    """What one rank is told to write."""
+    """One rank's share of the writes."""
 
     parts: dict[str, Task]
     files: frozenset[str]
@@ -75,21 +75,21 @@ class _Assignment:
 
 @final
 class PlanCache:
-    """This rank's share of the writing, and on the coordinator what DCP says of the whole.
+    """This rank's share of the writes; on the coordinator also DCP's metadata.
 
-    Who calls what: 1. (all ranks, every save) `look`. 2. (all ranks, if it was true on any of them) `agree`.
-    3. (all ranks, every save) `show`.
+    Order of calls, on all ranks: 1. `update`, for every save. 2. `negotiate`, if that was true on any rank.
+    3. `raise_pending`. 4. `evidence`, for every save of several ranks. 5. `release`.
 
-    Concurrency: main thread; `distrust` may be called on any.
+    Concurrency: main thread; `distrust` on any thread.
 
     Attributes:
-        parts: part -> what this rank writes of it.
+        parts: part -> this rank's share of it.
         files: names of the small files that this rank writes.
         shared: names of the shared items that this rank writes.
-        replicas: part -> what several ranks hold under one name; on the coordinator only.
-        keeping: when it keeps its own values of uneven entries.
+        replicas: part -> entries that several ranks hold; on the coordinator only.
+        keeping: when this rank writes its rank-local buffers.
         metadata: part -> DCP's metadata; on the coordinator only.
-        generation: counts the agreements; the same on every rank.
+        generation: the number of negotiations; the same on every rank.
     """
 
     def __init__(self, on_divergence: OnDivergence = "refuse") -> None:
@@ -107,26 +107,26 @@ class PlanCache:
         self._turn = 0
         self._problem: Exception | None = None
 
-    def look(self, sharded: Mapping[str, Mapping[str, Any]], offer: Offer) -> bool:
-        """Take the live state of a save; whether the plans have to be agreed on anew.
+    def update(self, sharded: Mapping[str, Mapping[str, Any]], offer: Offer) -> bool:
+        """Hold the live state of a save; return whether the plans must be negotiated.
 
         Args:
             sharded: part -> nested state dict.
-            offer: what else the plans depend on.
+            offer: the other input to the plans.
         """
         fits = (offer, list(sharded)) == (self._offer, list(self.parts))
         self._offer = offer
         self.parts = {name: self.parts.get(name) or Part() for name in sharded}
-        alike = [self.parts[name].look(tree) for name, tree in sharded.items()]
+        alike = [self.parts[name].update(tree) for name, tree in sharded.items()]
         self._valid = self._valid and fits and all(alike)
         return self._distrusted or not self._valid
 
     def distrust(self) -> None:
-        """Replicas were found to differ: from the next save on nothing counts as shown to be the same."""
+        """Note that replicas differ: the next save negotiates and compares every byte."""
         self._distrusted = True
 
-    def show(self, shared: Mapping[str, int]) -> Evidence | None:
-        """What this rank has to show of what other ranks hold, too; None if nobody is to compare it.
+    def evidence(self, shared: Mapping[str, int]) -> Evidence | None:
+        """Take fingerprints of this rank's replicas; None if they are not compared.
 
         Args:
             shared: digests of the shared items that must be the same on all ranks.
@@ -136,7 +136,7 @@ class PlanCache:
         turn, self._turn = self._turn, self._turn + 1
         return Evidence(self.parts, turn, shared)
 
-    def agree(self, coordinator: Coordinator) -> None:
+    def negotiate(self, coordinator: Coordinator) -> None:
         """Make the plans fit the state of every rank. Collective.
 
         Raises:
@@ -149,24 +149,24 @@ class PlanCache:
         try:
             for name, part in self.parts.items():
                 part.accept(assigned.parts[name], coordinator.rank)
-        except Exception as error:  # noqa: BLE001 - `check` raises it where every rank can be told
+        except Exception as error:  # noqa: BLE001 - `raise_pending` raises it in time for the commit barrier
             self._problem = error
         else:
             self._valid = True
 
     def trees(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The live state of this rank, by part, until `forget`."""
+        """Return the live state of this rank, by part, until `release`."""
         return ((name, part.tree) for name, part in self.parts.items())
 
-    def check(self) -> None:
-        """Raise what kept this rank from taking over its share."""
+    def raise_pending(self) -> None:
+        """Raise the error that kept this rank from accepting its share, if any."""
         if self._problem is not None:
             raise self._problem
 
-    def forget(self) -> None:
-        """Let go of the live state."""
+    def release(self) -> None:
+        """Drop the references to the live state."""
         for part in self.parts.values():
-            part.forget()
+            part.release()
 
     def _propose(self) -> _Proposal | BaseException:
         try:
@@ -183,7 +183,7 @@ class PlanCache:
         }
         self.metadata = {part: decision.metadata for part, decision in decided.items()}
         self.replicas = {part: decision.replicas for part, decision in decided.items()}
-        keepings = _keepings([proposal.offer.uneven for proposal in proposals])
+        keepings = _keepings([proposal.offer.rank_local for proposal in proposals])
         files = _lowest([proposal.offer.files for proposal in proposals])
         shared = [proposal.offer.shared for proposal in proposals]
         writers = shared if self._on_divergence == "keep-each" else _lowest(shared)
@@ -207,9 +207,9 @@ _WRITTEN: Final[Mapping[OnDivergence, Literal["spread", "lowest", "kept"]]] = {
 
 def _decide_part(part: str, proposals: Sequence[_Proposal], on_divergence: OnDivergence) -> Decision:
     return decide(
-        # A rank without the part still takes its place, so that ranks and plans stay aligned.
+        # A rank without the part has an empty plan, so that ranks and plans stay aligned.
         [proposal.plans.get(part, SavePlan([], planner_data={})) for proposal in proposals],
-        {key for proposal in proposals for of_part, key in proposal.offer.uneven if of_part == part},
+        {key for proposal in proposals for of_part, key in proposal.offer.rank_local if of_part == part},
         meshes=[proposal.meshes.get(part, {}) for proposal in proposals],
         groups=[proposal.offer.groups.get(part, {}) for proposal in proposals],
         replicas=_WRITTEN[on_divergence],
@@ -217,7 +217,7 @@ def _decide_part(part: str, proposals: Sequence[_Proposal], on_divergence: OnDiv
 
 
 def _lowest(offered: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """For every rank the names that no lower one offers."""
+    """Return for every rank the names that no lower rank offers."""
     writers: dict[str, int] = {}
     for rank, names in enumerate(offered):
         for name in names:
@@ -225,15 +225,15 @@ def _lowest(offered: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     return [frozenset(name for name in names if writers[name] == rank) for rank, names in enumerate(offered)]
 
 
-def _keepings(uneven: Sequence[frozenset[BufferKey]]) -> list[KeepOwn]:
+def _keepings(rank_local: Sequence[frozenset[BufferKey]]) -> list[KeepOwn]:
     lowest: dict[BufferKey, int] = {}
-    for rank, keys in enumerate(uneven):
+    for rank, keys in enumerate(rank_local):
         for key in keys:
             lowest.setdefault(key, rank)
 
     def keeping(rank: int, keys: frozenset[BufferKey]) -> KeepOwn:
         if all(lowest[key] == rank for key in keys):
             return KeepOwn.NEVER
-        return KeepOwn.IF_DIFFERENT if keys == uneven[0] else KeepOwn.ALWAYS
+        return KeepOwn.IF_DIFFERENT if keys == rank_local[0] else KeepOwn.ALWAYS
 
-    return [keeping(rank, keys) for rank, keys in enumerate(uneven)]
+    return [keeping(rank, keys) for rank, keys in enumerate(rank_local)]

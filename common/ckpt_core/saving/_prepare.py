@@ -1,7 +1,7 @@
-"""The part of a save that blocks training: capture the state, agree on the plan, stage the copies.
+"""The blocking part of a save: capture the state, agree on the plan, stage copies.
 
-If names, shapes, dtypes and placements are those of the save before, ranks exchange one all-reduce of a few
-integers, however many ranks and tensors there are. Storage is not touched unless a save has to be refused.
+If names, shapes, dtypes and placements are unchanged since the last save, a save costs one all-reduce of a
+few integers, for any number of ranks and tensors. Storage is not touched unless the save must be refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MICROSECONDS: Final = 1_000_000
 _AGREEING: Final = "agreeing on a save"
 _PLANNING: Final = "planning a save"
 _IN_JSON: Final = 2
-"""More than how many times its size a tensor takes as JSON."""
+"""Upper bound of a tensor's size as JSON, relative to its size in memory."""
 _FILES_PER_PART: Final = 2
 _OTHER_FILES: Final = 2
 """The chunk table, and the file of rank-local buffers."""
@@ -55,7 +55,7 @@ class _LocalState:
         files: name -> content of the small files that this rank could write.
         shared: its shared items.
         changed: whether the cached plan no longer fits.
-        extra_bytes, extra_files: upper bounds of what it writes beside tensors.
+        extra_bytes, extra_files: upper bounds of its writes beside tensors.
     """
 
     state: CapturedState
@@ -79,10 +79,10 @@ class _Agreement:
 
 @final
 class Preparer:
-    """Captures, agrees on and stages saves. Keeps the plans and the arenas from save to save.
+    """The blocking part of every save; it keeps plans and arenas from save to save.
 
     Attributes:
-        plans: who writes what.
+        plans: this rank's share of the writes.
         stager: the memory for the copies.
 
     Concurrency: main thread; `prepare` and `prewarm` are collective.
@@ -99,7 +99,7 @@ class Preparer:
         self.stager = Stager(Arenas(options.arenas, options.staging_memory_bytes))
 
     def prepare(self, request: SaveRequest, state: State | CapturedState) -> PreparedSave:
-        """Capture, agree and stage; nothing is written here, and the root must be owned.
+        """Capture, agree and stage. Nothing is written; the root must be owned.
 
         Raises:
             SaveError: planning failed on a rank; the same on every rank.
@@ -110,9 +110,9 @@ class Preparer:
         captured = self._capture(state, request.refusal)
         try:
             agreement = self._all_reduce(request, captured)
-            local, request = self._settle(request, captured, agreement)
+            local, request = self._resolve(request, captured, agreement)
             if agreement.changed:
-                plans.agree(coordinator)
+                plans.negotiate(coordinator)
         except CoordinationError as error:
             raise save_error(self._url, request.step, "plan", error) from error
         save_id = self._ownership.id_at(round(agreement.created * _MICROSECONDS))
@@ -138,7 +138,7 @@ class Preparer:
             lineage=self._ownership.line.lineage_of(request.step)
             if coordinator.is_coordinator
             else Lineage(),
-            extras=Overhead(
+            overhead=Overhead(
                 generation=plans.generation,
                 ranks=coordinator.world_size,
                 rank_bytes=agreement.most_extra_bytes,
@@ -166,14 +166,14 @@ class Preparer:
                 coordinator.gather(captured if isinstance(captured, BaseException) else None)
             changed = not isinstance(captured, BaseException) and captured.changed
             if coordinator.all_reduce_max([int(changed)], what=_PLANNING)[0]:
-                plans.agree(coordinator)
-            plans.check()
+                plans.negotiate(coordinator)
+            plans.raise_pending()
         except CoordinationError as error:
             raise save_error(self._url, 0, "plan", error) from error
         try:
             return self.stager.prewarm(plans.parts, plans.generation)
         finally:
-            plans.forget()
+            plans.release()
 
     def _capture(
         self, state: State | CapturedState, refusal: Exception | None = None
@@ -181,11 +181,11 @@ class Preparer:
         try:
             if refusal is not None:
                 raise refusal
-            return self._look(as_captured(state))
+            return self._encode(as_captured(state))
         except Exception as error:  # noqa: BLE001 - an exchange carries it to every rank
             return error
 
-    def _look(self, state: CapturedState) -> _LocalState:
+    def _encode(self, state: CapturedState) -> _LocalState:
         plans, coordinator = self.plans, self._coordinator
         scope, several = rank_name(coordinator.rank), coordinator.world_size > 1
         per_rank, shared = encode_items(state.per_rank), encode_items(state.shared)
@@ -195,7 +195,7 @@ class Preparer:
         pickled |= {pickled_key("shared", name): content for name, content in shared.pickled.items()}
         if pickled:
             sharded[""] = {**sharded.get("", {}), PICKLED: pickled}
-        changed = plans.look(sharded, _offer(state, files, several=several))
+        changed = plans.update(sharded, _offer(state, files, several=several))
         small = [len(content) for name, content in files.items() if changed or name in plans.files]
         if coordinator.is_coordinator or changed or plans.shared:
             small.append(len(shared.content))
@@ -220,7 +220,7 @@ class Preparer:
         extra = (
             (0, 0) if isinstance(captured, BaseException) else (captured.extra_bytes, captured.extra_files)
         )
-        # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
+        # Only maxima can be reduced: the maximum and, negated, the minimum show whether all are equal.
         found = self._coordinator.all_reduce_max(
             [int(failed or taken), int(changed), digest, -digest, created, *extra], what=_AGREEING
         )
@@ -232,17 +232,17 @@ class Preparer:
             most_extra_files=found[6],
         )
 
-    def _settle(
+    def _resolve(
         self, request: SaveRequest, captured: _LocalState | BaseException, agreement: _Agreement
     ) -> tuple[_LocalState, SaveRequest]:
-        """Report what is wrong to every rank, or clear the name: see `Ownership.clear_name`."""
+        """Report this rank's error to all, or clear the name: see `Ownership.clear_name`."""
 
-        def decide(asked: list[tuple[int, str]]) -> list[str]:
-            if len(set(asked)) > 1:
-                different = sorted(set(asked))
-                raise ConfigError(f"ranks ask to save different things at once: {different}; they must agree")
+        def decide(requested: list[tuple[int, str]]) -> list[str]:
+            if len(set(requested)) > 1:
+                different = sorted(set(requested))
+                raise ConfigError(f"ranks ask for different saves: {different}; all must ask for the same")
             name = self._ownership.clear_name(request.name, request.step, replace=request.replace)
-            return [name] * len(asked)
+            return [name] * len(requested)
 
         error = captured if isinstance(captured, BaseException) else None
         if agreement.trouble:
@@ -251,34 +251,34 @@ class Preparer:
             )
             request = replace(request, name=name)
         if isinstance(captured, BaseException):
-            raise captured  # unreachable: a rank that brings an error makes every rank raise
+            raise captured  # unreachable: an error of one rank makes every rank raise
         return captured, request
 
     def _stage(self, prepared: PreparedSave, local: _LocalState) -> PreparedSave:
         plans, state = self.plans, local.state
         try:
-            plans.check()
+            plans.raise_pending()
             alike = {name: local.shared.digest(name) for name in state.alike}
-            evidence = plans.show(alike) if prepared.extras.ranks > 1 else None
+            evidence = plans.evidence(alike) if prepared.overhead.ranks > 1 else None
             kept = plans.keeping is not KeepOwn.NEVER or (prepared.rank == 0 and state.local)
             stable = state.stable if self._overlapped and state.optimizers else None
-            # Last: from here on the memory is taken, and only the prepared save can give it back.
+            # Last: from here on the arena is reserved, and only the prepared save can release it.
             staged = self.stager.stage(plans.parts, plans.generation, stable=stable)
-            self._notes.tell(state, plans, staged, self._url)
+            self._notes.log(state, plans, staged, self._url)
             return replace(
                 prepared,
                 staged=staged,
                 evidence=evidence,
                 local=RankBuffers(state.local if kept else {}),
-                extras=prepared.extras.with_values(staged.values.values()),
+                overhead=prepared.overhead.with_values(staged.values.values()),
             )
         except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
             return replace(prepared, error=failed_in("stage", caught))
         finally:
-            plans.forget()
+            plans.release()
 
     def _shared_file(self, items: EncodedItems) -> Mapping[str, bytes]:
-        """The file of the shared items that this rank writes; ranks but the coordinator rarely have one."""
+        """Return this rank's file of shared items; few ranks but the coordinator have one."""
         names = self.plans.shared
         if self._coordinator.is_coordinator:
             return {SHARED: items.content_of(names)}
@@ -291,7 +291,7 @@ def _offer(state: CapturedState, files: Collection[str], *, several: bool) -> Of
         lists = get(state.sharded[part], path) or ()
         groups[part] = {**groups.get(part, {}), path: [tuple(each["params"]) for each in lists]}
     return Offer(
-        uneven=frozenset(state.local),
+        rank_local=frozenset(state.local),
         files=frozenset(files),
         shared=frozenset(state.shared),
         groups=groups,

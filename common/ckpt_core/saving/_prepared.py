@@ -1,4 +1,4 @@
-"""Values that travel through one save: the request, where it goes, and the state made ready to write."""
+"""Values of one save: the request, its destination, and the prepared state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpt_core.types import Lineage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
-    """What to save under which name.
+    """The step and name of a save, with its metrics and annotations.
 
     Attributes:
         step: optimizer steps done.
@@ -48,7 +48,7 @@ class SaveRequest:
                 f"{self.name!r} is the name of step {named}, which would find it taken: give this "
                 f"step, {self.step}, another name"
             )
-        # At once: the commit would find out only after everything has been written.
+        # Now, for the commit would find out only after everything has been written.
         try:
             json.dumps(self.annotations, allow_nan=False, ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -61,14 +61,14 @@ class SaveRequest:
         object.__setattr__(self, "metrics", numbers)
 
     def digest(self) -> int:
-        """A number, positive and below 2**62, by which ranks tell whether they ask for the same save."""
+        """Hash the request to [0, 2**62): equal on ranks that ask for the same save."""
         text = f"{self.step} {self.replace} {self.name}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Where a save goes; the same on every rank."""
+    """The destination of a save; the same on every rank."""
 
     save_id: str
     working: str
@@ -77,25 +77,25 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSave:
-    """A save whose training-side work is done.
+    """A save that no longer blocks training.
 
     Attributes:
-        request: what was asked for.
-        assignment: where it goes.
+        request: the caller's request.
+        assignment: its destination.
         files: name -> content of this rank's small files.
         metadata: part -> DCP metadata; on the coordinator only.
         items: item -> kind, for the manifest.
-        local: this rank's values of entries that nothing keeps equal over ranks.
-        keeping: when it keeps them.
+        local: this rank's rank-local buffers.
+        keeping: when it writes them.
         staged: the copies, to be released after the write.
         rank: this rank.
-        optimizers: whose steps wait for copies that are still being made.
-        lineage: the line of saves that it belongs to; on the coordinator only.
+        optimizers: their steps wait for copies that are still being made.
+        lineage: of the save; on the coordinator only.
         buffers: (part, key) of module buffers.
-        error: what kept this rank from staging; it takes the error to the meeting instead of files.
-        extras: what ranks write beside tensors, at most.
-        evidence: what this rank has to show of what others hold, too.
-        replicas: part -> what several ranks hold under one name; on the coordinator only.
+        error: why this rank could not stage; it reports the error at the commit barrier instead of files.
+        overhead: upper bounds of the writes beside tensors.
+        evidence: fingerprints of this rank's replicas; None if they are not compared.
+        replicas: part -> entries that several ranks hold; on the coordinator only.
     """
 
     request: SaveRequest
@@ -111,7 +111,7 @@ class PreparedSave:
     lineage: Lineage = field(default_factory=Lineage)
     buffers: frozenset[tuple[str, str]] = frozenset()
     error: BaseException | None = None
-    extras: Overhead = NO_OVERHEAD
+    overhead: Overhead = NO_OVERHEAD
     evidence: Evidence | None = None
     replicas: Mapping[str, Sequence[Replicas]] = field(default_factory=dict[str, Sequence[Replicas]])
 

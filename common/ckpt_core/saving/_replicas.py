@@ -1,8 +1,8 @@
-"""Whether what several ranks hold under one name is the same: shown by its values, not by its name.
+"""Comparison of replicas: values of one name on several ranks must be equal.
 
-In the first save of a plan every rank takes a fingerprint of every byte that it holds beside other ranks; in
-each later one, of a few elements of a few tensors, others in each save. They travel with the rank's report,
-and the coordinator compares them before it commits.
+In the first save of a plan every rank takes a fingerprint of every byte of its replicas; in each later one,
+of a few elements of a few tensors, different ones in each save. The fingerprints travel with the rank's
+report, and the coordinator compares them before it commits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ckpt_core.errors import OWN_NAMES, DivergenceError
 from ckpt_core.options import OnDivergence
 
 SAMPLED: Final = 16
-"""Tensors of each group of ranks that are compared in a save which is not the first of its plan."""
+"""Tensors of each group of ranks that are compared in each save after the first of a plan."""
 _WIDTH: Final = 4
-_TOLD: Final = 5
+_MOST_NAMED: Final = 5
 
 Message: TypeAlias = Mapping[str, Any]
 _Groups: TypeAlias = Mapping[str, Sequence[Replicas]]
@@ -29,14 +29,14 @@ _logger = logger_of(__name__)
 
 @final
 class Evidence:
-    """What one rank has to show of the values that others hold, too.
+    """Fingerprints of one rank's replicas.
 
-    Live values are looked at when it is made.
+    Live values are read on construction.
 
     Args:
-        parts: what this rank holds, part by part.
-        turn: how many saves of the same plans came before; everything is looked at in the first.
-        shared: digests of the shared items that are to be the same everywhere.
+        parts: this rank's state, by part.
+        turn: number of earlier saves of the same plans; in the first, everything is read.
+        shared: digests of the shared items that must be equal on all ranks.
     """
 
     def __init__(self, parts: Mapping[str, Part], turn: int, shared: Mapping[str, int]) -> None:
@@ -51,7 +51,7 @@ class Evidence:
         }
 
     def message(self, written: Mapping[str, Sequence[int]]) -> Message:
-        """What to tell the coordinator: plain values, small unless it is the first save of a plan.
+        """Return plain values for the coordinator, small after the first save of a plan.
 
         Args:
             written: part -> CRC-32 of every slot of this rank's data file.
@@ -65,7 +65,7 @@ class Evidence:
 
 
 def chosen(turn: int, count: int) -> Sequence[int]:
-    """Which of `count` replicas are looked at in a save."""
+    """Choose the replicas, of `count`, to compare in a save."""
     if turn == 0 or count <= SAMPLED:
         return range(count)
     start = (turn - 1) * SAMPLED
@@ -75,26 +75,26 @@ def chosen(turn: int, count: int) -> Sequence[int]:
 @final
 @dataclass(slots=True)
 class Judge:
-    """Compares what the ranks have shown, and refuses or reports what differs. Coordinator only.
+    """Comparison of all ranks' fingerprints. Coordinator only.
 
     Concurrency: used by one save at a time.
 
     Attributes:
-        policy: what follows.
-        found: generation of the plans -> how their replicas differ, in words.
+        policy: the consequence of a difference.
+        found: generation of the plans -> description of the differences.
     """
 
     policy: OnDivergence
     found: dict[int, str] = field(default_factory=dict[int, str])
 
     def judge(self, messages: Sequence[Message], replicas: _Groups, *, generation: int, step: int) -> None:
-        """Compare.
+        """Compare the fingerprints of all ranks.
 
         Args:
             messages: of all ranks, by rank.
-            replicas: part -> what several ranks hold.
+            replicas: part -> entries that several ranks hold.
             generation: of the plans.
-            step: that is being saved.
+            step: of the save.
 
         Raises:
             DivergenceError: ranks hold different values under one name, and that is refused.
@@ -102,16 +102,18 @@ class Judge:
         if self.policy == "keep-each":
             return
         differing = dict(_differing(messages, replicas))
-        told = self.found.get(generation)
-        if differing and told is None:
-            told = _told(differing)
-            self.found = {generation: told}
+        described = self.found.get(generation)
+        if differing and described is None:
+            described = _describe(differing)
+            self.found = {generation: described}
             if self.policy == "warn":
-                _logger.warning("step %d: %s; the lowest rank's values are saved. %s", step, told, OWN_NAMES)
-        if told is not None and self.policy == "refuse":
+                _logger.warning(
+                    "step %d: %s; the lowest rank's values are saved. %s", step, described, OWN_NAMES
+                )
+        if described is not None and self.policy == "refuse":
             raise DivergenceError(
-                f"step {step} was not saved: {told}. If they should be equal, the training has gone wrong: "
-                "look for what is not synchronised. "
+                f"step {step} was not saved: {described}. If they should be equal, the training has gone "
+                "wrong: look for what is not synchronised. "
                 f"{OWN_NAMES}. Or choose on_divergence='warn' (the lowest rank's values are saved) or "
                 "'keep-each' (every rank's own are)",
                 step=step,
@@ -121,7 +123,7 @@ class Judge:
 
 
 def _differing(messages: Sequence[Message], replicas: _Groups) -> Iterator[tuple[str, list[int]]]:
-    """Every name whose value is not the same on all its ranks, with the ranks that differ from the first."""
+    """Yield names with different values, and the ranks that differ from the first."""
     for part, groups in replicas.items():
         for number, group in enumerate(groups):
             found = {rank: bytes.fromhex(messages[rank]["groups"][part][str(number)]) for rank in group.ranks}
@@ -143,7 +145,7 @@ def _unlike(found: Mapping[int, bytes], names: Sequence[str]) -> Iterator[tuple[
     others = [
         (rank, each)
         for rank, each in found.items()
-        # Of tensors that are on other devices there, nothing can be said.
+        # Fingerprints of different kinds of devices cannot be compared.
         if each != first and each[:_WIDTH] == first[:_WIDTH]
     ]
     if not others:
@@ -155,17 +157,17 @@ def _unlike(found: Mapping[int, bytes], names: Sequence[str]) -> Iterator[tuple[
             yield name, ranks
 
 
-def _told(differing: Mapping[str, Sequence[int]]) -> str:
+def _describe(differing: Mapping[str, Sequence[int]]) -> str:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, ranks in differing.items():
         by_ranks.setdefault(tuple(ranks), []).append(name)
     return "ranks hold different values under the same name: " + "; ".join(
-        f"{_ranks(ranks)} in {', '.join(names[:_TOLD])}"
-        + (f" and {len(names) - _TOLD} more" if len(names) > _TOLD else "")
-        for ranks, names in list(by_ranks.items())[:_TOLD]
+        f"{_ranks(ranks)} in {', '.join(names[:_MOST_NAMED])}"
+        + (f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
+        for ranks, names in list(by_ranks.items())[:_MOST_NAMED]
     )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:_TOLD])) + (", …" if len(ranks) > _TOLD else "")
+    listed = ", ".join(map(str, ranks[:_MOST_NAMED])) + (", …" if len(ranks) > _MOST_NAMED else "")
     return f"rank {listed} differs" if len(ranks) == 1 else f"ranks {listed} differ"

@@ -1,8 +1,7 @@
-"""What writing keeps from save to save, so that a save like the one before says and computes little.
+"""Reports of ranks to the coordinator, and caches that keep repeated ones small.
 
-Where a rank's chunks lie is told to the coordinator only when it has changed since the last commit: then the
-report holds the rank's chunk table. The coordinator keeps every rank's last table, and the bytes of
-`.metadata` that it made from them.
+A rank sends its chunk table only when its layout has changed since the last commit. The coordinator keeps
+every rank's last table, and the bytes of `.metadata` made from them.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _PIECE_BYTES: Final = 16 << 20
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What one rank wrote, as a message to the coordinator.
+    """One rank's message to the coordinator about the files that it wrote.
 
     Attributes:
         files: path, size in bytes and checksum of one file after another.
         num_chunks: in all data files.
-        table: the chunk table, with zeros for checksums, if it is not laid out like that of the last report
-            that ended in a commit.
-        evidence: what the rank has to show of what others hold, too; None if nobody is to compare it.
-        place: the root that it wrote to, and the machine.
+        table: the chunk table, with zeros for checksums; None if its layout is that of the last committed
+            report.
+        evidence: fingerprints of the rank's replicas; None if they are not compared.
+        place: the rank's root and machine.
     """
 
     files: Sequence[Any]
@@ -49,21 +48,21 @@ class RankReport:
     place: tuple[str, str] = ("", "")
 
     def encode(self) -> bytes:
-        """The message: a line of JSON, then the compressed table if there is one."""
+        """Encode the message: a line of JSON, then the compressed table if there is one."""
         head = json.dumps(
             [self.place, self.evidence, self.num_chunks, *self.files], separators=(",", ":")
         ).encode()
         return head if self.table is None else head + _END_OF_HEAD + zlib.compress(self.table, level=1)
 
     def entries(self) -> Iterator[FileEntry]:
-        """The files."""
+        """Yield the entries of the files."""
         paths, sizes, checksums = (self.files[place::3] for place in range(3))
         for path, size, text in zip(paths, sizes, checksums, strict=True):
             yield FileEntry(path=path, size_bytes=size, checksum=text)
 
     @classmethod
     def decode(cls, message: bytes) -> RankReport:
-        """Read a message."""
+        """Decode a message."""
         head, found, table = message.partition(_END_OF_HEAD)
         (root, machine), evidence, num_chunks, *files = json.loads(head)
         return cls(
@@ -78,11 +77,13 @@ class RankReport:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptContent:
-    """A file that is written many times: at thousands of ranks, hundreds of megabytes that never change.
+    """The cached content of a file that is written in many saves without a change.
+
+    At thousands of ranks it takes hundreds of megabytes.
 
     Attributes:
         memory: the bytes, on a page boundary as direct writes need it.
-        checksum: of them, taken once.
+        checksum: of the bytes, computed once.
     """
 
     memory: memoryview
@@ -96,19 +97,19 @@ class KeptContent:
         return cls(memory=memoryview(kept)[: len(content)], checksum=checksum(content, algorithm))
 
     def pieces(self) -> Iterator[memoryview]:
-        """The content, in pieces for `Storage.write_pieces`."""
+        """Yield the content, in pieces for `Storage.write_pieces`."""
         for start in range(0, len(self.memory), _PIECE_BYTES):
             yield self.memory[start : start + _PIECE_BYTES]
 
 
 @final
 class ReportCache:
-    """Kept by every rank for as long as its manager lives.
+    """Caches for the writing of one rank, kept for the life of its manager.
 
     Concurrency: used by one save at a time, on its background thread.
 
     Args:
-        pace: slows the writing of tensors down; None to write as fast as storage takes it.
+        pace: limits the rate of tensor writes; None for full speed.
         algorithm: of the checksums of files.
     """
 
@@ -121,10 +122,10 @@ class ReportCache:
         self._metadata: dict[str, tuple[Metadata, KeptContent]] = {}
 
     def report(self, files: Iterable[FileEntry], entries: Sequence[TableEntry]) -> RankReport:
-        """What to tell the coordinator of this rank's files, and of the entries of its chunk table."""
+        """Make the report of this rank's files; omit a chunk table that is already known."""
         layout = tuple((entry.path, entry.columns) for entry in entries)
         known = layout == self._reported
-        # Until the commit is known, nobody can be sure that the coordinator has kept the table.
+        # Until the commit is known, it is uncertain whether the coordinator has kept the table.
         self._reported, self._pending = None, layout
         return RankReport(
             files=[value for entry in files for value in (entry.path, entry.size_bytes, entry.checksum)],
@@ -133,14 +134,14 @@ class ReportCache:
         )
 
     def committed(self) -> None:
-        """The save of the last report was committed, so that the coordinator knows what was in it."""
+        """Note the commit of the last report, whose layout the coordinator now knows."""
         self._reported, self._pending = self._pending, None
 
     def take(self, reports: Sequence[RankReport]) -> None:
-        """Keep the tables that are in the reports of all ranks, in order of rank; coordinator only.
+        """Keep the chunk tables of the reports, one per rank, in order. Coordinator only.
 
         Raises:
-            SaveError: a rank did not say where its chunks lie, and never did before.
+            SaveError: a rank has never sent its chunk table.
         """
         changed = {rank: report.table for rank, report in enumerate(reports) if report.table is not None}
         if changed:
@@ -149,12 +150,12 @@ class ReportCache:
         unknown = [rank for rank in range(len(reports)) if rank not in self._tables]
         if unknown:
             raise SaveError(
-                f"ranks {unknown} did not report where their chunks lie, and the coordinator never heard it "
-                "before: was it restarted alone? Restart all ranks together"
+                f"ranks {unknown} did not send their chunk tables, and the coordinator has none from before: "
+                "was it restarted alone? Restart all ranks together"
             )
 
     def metadata(self, plans: Mapping[str, Metadata]) -> dict[str, KeptContent]:
-        """Part -> content of its `.metadata`, made anew only if its plan or a rank's layout has changed."""
+        """Return the content of every part's `.metadata`, from the cache unless stale."""
         stale = [part for part, plan in plans.items() if self._stale(part, plan)]
         if stale:
             tables = [
@@ -177,7 +178,7 @@ class ReportCache:
 def _check_loadable(
     plan: Metadata, places: Mapping[MetadataIndex, Any], part: str, sizes: Mapping[str, int]
 ) -> None:
-    """Refuse to commit what a load would call damaged."""
+    """Refuse to commit a checkpoint that a load would report as damaged."""
     try:
         check_metadata(
             replace(plan, storage_data=places),
@@ -185,9 +186,9 @@ def _check_loadable(
             lambda path: sizes[f"{part}/{path}" if part else path],
         )
     except CorruptCheckpointError as error:
-        raise SaveError(f"what the ranks wrote could not be loaded: {error}") from error
+        raise SaveError(f"the written files could not be loaded: {error}") from error
 
 
 def _without_checksums(entry: TableEntry) -> TableEntry:
-    """The same layout; random bits would be most of what the message is after compression."""
+    """Zero the checksums: random bits would be most of the compressed message."""
     return replace(entry, crcs=bytes(len(entry.crcs)), block_crcs=bytes(len(entry.block_crcs)))

@@ -45,12 +45,12 @@ class SaveContext:
     Attributes:
         storage: the root.
         telemetry: receives spans.
-        thread: receives a heartbeat for every progress.
-        reports: what writing keeps from save to save.
-        terms: what a commit depends on; `check` is also called before anything is written.
+        thread: receives a heartbeat at every step of progress.
+        reports: caches for writing, kept from save to save.
+        terms: conditions of a commit; `check` is also called before anything is written.
         make_room: called on the coordinator before anything is written; raises if the save does not fit.
         committed: called on the coordinator after the commit.
-        diverged: called on every rank when replicas were found to differ, and refused.
+        diverged: called on every rank when a save is refused because replicas differ.
         reject_non_finite: whether NaN and infinities in staged weights make the save fail.
     """
 
@@ -70,7 +70,7 @@ class SaveRun:
     """One save on one rank, from staged to committed.
 
     Concurrency: `run` is called once, on the save thread, and uses no collective. `give_up` may be called on
-    another thread meanwhile: from then on this rank brings its error and commits nothing.
+    another thread meanwhile: from then on this rank reports its error and commits nothing.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class SaveRun:
         self._terms = replace(context.terms, sign=None if sign is None else partial(self._sign, sign))
         self._heartbeat = context.thread.heartbeat
         self._deadline_seconds = context.thread.deadline_seconds
-        # Exchanges with other ranks have deadlines of their own; after this even they count as hanging.
+        # Exchanges with other ranks have their own deadlines; beyond this limit they count as hanging, too.
         self._patience_seconds = 3 * self._deadline_seconds + 10
         self._refusal: CheckpointError | None = None
         self._opened = False
         self._silence: DeadlineError | None = None
-        # The phase that is next for as long as an earlier save keeps this one from beginning.
+        # The next phase, while an earlier save keeps this one from beginning.
         self._phase: SavePhase = "open"
         self._committing = False
         self._giving_up = threading.Lock()
 
     def run(self) -> None:
-        """Write this rank's files, then commit with all ranks; the outcome goes to the handle.
+        """Write this rank's files, commit with all ranks and resolve the handle.
 
         Nothing is raised. A rank that failed still arrives at the commit barrier with its error, so that
         every rank learns of it.
@@ -117,10 +117,10 @@ class SaveRun:
             self._context.committed(info)
 
     def give_up(self, reason: str) -> None:
-        """Fail this save on this rank, and in the end on all, because the save thread hangs."""
+        """Fail this save, here now and later on all ranks, because the save thread hangs."""
         request, rank = self._prepared.request, self._channel.rank
         with self._giving_up:
-            # Whenever it wakes up it goes on, and a commit cannot be called back.
+            # A thread that wakes up continues, and a commit cannot be undone.
             error = DeadlineError(
                 f"rank {rank}: {reason}", failures={rank: reason}, in_doubt=self._committing
             )
@@ -131,13 +131,13 @@ class SaveRun:
             _logger.error("after the commit of step %d: %s", request.step, error)
 
     def _watch_copies(self) -> BaseException | None:
-        """Resolve the handle's `staged` when the copies are made; return what kept them from being made."""
+        """Resolve the handle's `staged` once copies are made; return an earlier error."""
         error, deferred = self._prepared.error or self._given_up(), self._prepared.staged.deferred
         if deferred is None or error is not None:
             self._resolve_staged(error)
             return error
         try:
-            # Writing begins while the rest is being copied, and reports in the end whether all of it was.
+            # Writing begins while the rest is being copied, and fails at its end if a copy failed.
             deferred.when_done(self._resolve_staged)
         except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
             return failed_in("stage", caught)
@@ -152,10 +152,10 @@ class SaveRun:
     def _open(self, error: BaseException | None) -> tuple[bytes, bytes | BaseException | None]:
         """Create the working directory, or wait until the coordinator has.
 
-        Nobody writes before it exists. If the coordinator cannot create it, it reports that to all ranks.
+        No rank writes before it exists. If the coordinator cannot create it, it reports that to all ranks.
 
         Returns:
-            Digests of the coordinator's rank-local buffers, and what to report instead of a write: None if
+            Digests of the coordinator's rank-local buffers, and the report that replaces a write: None if
             this rank may write.
         """
         lead = self._channel.is_coordinator
@@ -190,7 +190,7 @@ class SaveRun:
         return self._prepared.local.digests()
 
     def _write(self, reference: bytes) -> bytes | BaseException:
-        """Write this rank's files; return the report, or what went wrong."""
+        """Write this rank's files; return the report, or the error."""
         prepared = self._prepared
         attributes = {"step": prepared.request.step, "rank": self._channel.rank}
         self._phase = "write"
@@ -208,7 +208,7 @@ class SaveRun:
         return self._given_up() or report
 
     def _commit_with_all(self, report: bytes | BaseException) -> CheckpointInfo:
-        """Wait for the reports of all ranks; the coordinator then commits, and every rank learns of it."""
+        """Pass the commit barrier: the coordinator commits once every rank has reported."""
         request, assignment = self._prepared.request, self._prepared.assignment
 
         def commit(reports: list[bytes]) -> bytes:
@@ -220,7 +220,7 @@ class SaveRun:
         attributes = {"step": request.step, "rank": self._channel.rank}
         self._phase = "commit"
         self._heartbeat("waiting for the other ranks", self._patience_seconds)
-        # The error is left for a coordinator that wakes up; to wait for it as long again is no use.
+        # The error is for a coordinator that wakes up; another wait of the same length would be useless.
         deadline = self._deadline_seconds if self._silence is None else 0.0
         with closing(self._channel), self._telemetry.span("save.commit", **attributes) as details:
             info = _decoded(self._channel.commit_barrier(name, report, commit, deadline_seconds=deadline))
@@ -235,11 +235,11 @@ class SaveRun:
                 self._storage, self._prepared, reports, self._context.reports, terms=self._terms
             )
         finally:
-            # Only to be reported yet, for which a store may take its time.
-            self._heartbeat("telling the other ranks", self._patience_seconds)
+            # Only the report is missing, for which a store may take its time.
+            self._heartbeat("reporting to the other ranks", self._patience_seconds)
 
     def _begin_committing(self) -> None:
-        """From now on it is in doubt whether a save that is given up is committed."""
+        """Note that from now on a save given up is in doubt: it may be committed."""
         with self._giving_up:
             if (late := self._given_up()) is not None:
                 raise late
@@ -247,7 +247,7 @@ class SaveRun:
         self._heartbeat("committing")
 
     def _sign(self, sign: SignManifest, name: str, manifest: bytes) -> bytes:
-        """Sign, unless that takes so long that the save was given up: then it is not committed any more."""
+        """Sign the manifest; raise if the save was given up meanwhile."""
         self._committing = False
         self._heartbeat("signing the manifest")
         signature = sign(name, manifest)
@@ -255,7 +255,7 @@ class SaveRun:
         return signature
 
     def _progress(self, doing: str) -> None:
-        """Record progress of the writing; a save that was given up meanwhile writes nothing more."""
+        """Record progress of the writing; raise if the save was given up meanwhile."""
         if (late := self._given_up()) is not None:
             raise late
         self._heartbeat(doing)
@@ -267,13 +267,13 @@ class SaveRun:
         return SaveError(f"while writing: given up before it ended ({error})", phase="write")
 
     def _failed(self, error: CheckpointError) -> CheckpointError:
-        """Remove what was written, unless it may be committed; return what the handle raises."""
+        """Remove the written files unless possibly committed; return the handle's error."""
         self._committing = False
         in_doubt = isinstance(error, SaveError | CoordinationError) and error.in_doubt
         if isinstance(error, DivergenceError):
             self._context.diverged()
         if self._channel.is_coordinator and self._opened and not in_doubt:
-            self._heartbeat("removing what was written")
+            self._heartbeat("removing the written files")
             _abandon(self._storage, self._prepared.assignment.working, self._terms)
         raised = error
         if isinstance(error, CoordinationError):
@@ -290,13 +290,13 @@ def _abandon(storage: Storage, working: str, terms: Terms) -> None:
         terms.check()
     except (OSError, CheckpointError) as error:
         # On an object store the job that owns the root now may be writing under the very same name.
-        _logger.warning("what was written to %s/%s is left: %s", storage.url, working, error)
+        _logger.warning("the files written to %s/%s were not removed: %s", storage.url, working, error)
     else:
         abandon(storage, working)
 
 
 def _small_files(prepared: PreparedSave, reference: bytes) -> Mapping[str, bytes]:
-    """This rank's small files, with the buffers that the checkpoint would not give it back."""
+    """Return this rank's small files, with its rank-local buffers where necessary."""
     rank, local = prepared.rank, prepared.local
     match prepared.keeping:
         case KeepOwn.NEVER:
@@ -316,7 +316,7 @@ def _decoded(answer: bytes) -> CheckpointInfo:
 
 def _phase_of(error: CoordinationError, otherwise: SavePhase) -> SavePhase:
     if isinstance(error, DeadlineError) and error.awaited and not (error.in_doubt or error.failures):
-        return "write"  # they are awaited with what they were to write
+        return "write"  # the missing ranks never reported their writes
     for cause in error.causes.values():
         if cause.phase:
             return cause.phase

@@ -1,4 +1,4 @@
-"""All saves of one manager: back-pressure, preparation, and the way to the commit."""
+"""All saves of one manager: back-pressure, preparation, and the background run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _logger = logger_of(__name__)
 
 @final
 class Saver:
-    """Saves one checkpoint after another into one root.
+    """The saves of one manager, into one root.
 
     Args:
         job: storage, ranks and telemetry.
-        thread: on which saves end.
+        thread: writes and commits.
         options: of the manager.
         ownership: the right to write to the root; taken at the first save.
         pruner: applies the retention policy after every commit.
@@ -84,10 +84,12 @@ class Saver:
         self.copies = StepGuard()
 
     def save(self, request: SaveRequest, state: State | CapturedState) -> SaveHandle | None:
-        """Stage now, commit later; None if the policy is to skip it: a save in flight, or an error.
+        """Stage a save now and commit it in the background; None if it is skipped.
+
+        A save is skipped while others are in flight, or after an error, if the options say so.
 
         Raises:
-            SaveError: it could not start, or the save before has failed.
+            SaveError: the save could not start, or the one before has failed.
             CheckpointError: see `Preparer.prepare`.
             ConfigError: another thread is saving.
         """
@@ -104,7 +106,7 @@ class Saver:
                 return None
             latest = self.in_flight.latest
             if latest is not None and not request.replace and self._asked == request.name:
-                return latest  # asked for twice: by the cadence, and at the end of the run
+                return latest  # requested twice: by the cadence, and at the end of the run
             with telemetry.span("save.stall", step=request.step, rank=rank):
                 self._ownership.take()
                 prepared = self._preparer.prepare(self._checked(request), state)
@@ -116,7 +118,7 @@ class Saver:
         except SaveError:
             if self._options.on_error == "raise":
                 raise
-            _logger.exception("training goes on without the checkpoint of step %d", request.step)
+            _logger.exception("training continues without the checkpoint of step %d", request.step)
             return None
         else:
             return handle
@@ -134,7 +136,7 @@ class Saver:
         return self._preparer.stager.arenas.size_bytes
 
     def close(self) -> None:
-        """Wait for the saves in flight and give memory and root back.
+        """Wait for the saves in flight, free the arenas and release the root.
 
         Raises:
             SaveError: see `InFlightSaves.wait`.
@@ -145,13 +147,13 @@ class Saver:
             self.copies.close()
             self._preparer.stager.close()
             if self.in_flight.stuck():
-                # Storage may hang for this thread just as well; the lock goes with the process at the latest.
+                # Storage may hang on this thread, too; at the latest, the lock ends with the process.
                 run_with_timeout(self._options.deadline_seconds, self._ownership.release)
             else:
                 self._ownership.release()
 
     def _checked(self, request: SaveRequest) -> SaveRequest:
-        """The request, with the reason why this rank cannot save, which every rank learns."""
+        """Return the request, with this rank's refusal, if any, which every rank learns."""
         if request.refusal is not None:
             return request
         try:
@@ -170,20 +172,20 @@ class Saver:
         if self._options.keep is not None:
             self._prune(info)
         try:
-            self._space.look_ahead(info)
+            self._space.warn_if_low(info)
         except (OSError, CheckpointError) as error:
-            _logger.warning("the room left in %s is not known: %s", self._job.storage.url, error)
+            _logger.warning("the free space of %s is not known: %s", self._job.storage.url, error)
 
     def _prune(self, info: CheckpointInfo) -> None:
         deadline = time.monotonic() + self._options.deadline_seconds / 2
 
         def go_on() -> bool:
-            self._thread.heartbeat("verifying what is relied on before older checkpoints are removed")
+            self._thread.heartbeat("verifying the checkpoints to keep before older ones are removed")
             return not self._thread.waiting and time.monotonic() < deadline
 
         try:
             self._pruner.apply(newest=info.step, go_on=go_on)
         except (OSError, CheckpointError) as error:
-            # The checkpoint is committed all the same; what was not removed is removed after the next commit.
+            # The checkpoint is committed nevertheless; the next prune removes the rest.
             self._job.telemetry.point("prune.failed", error=str(error))
             _logger.warning("old checkpoints in %s were not all removed: %s", self._job.storage.url, error)

@@ -1,8 +1,8 @@
-"""How much a save will write, told before it writes: from the plan, and from the save before.
+"""The predicted size of a save, from its plan and from the save before.
 
-What DCP's metadata says of tensors is exact but for the pages that a file's headers fill; everything else is
-small, and bounded by what the rank with most of it has. After a commit the size of that checkpoint is known,
-and a save of the same plan is taken to be as large, plus what the small things have grown by.
+The sizes of tensors in DCP's metadata are exact but for the pages of a file's headers; everything else is
+small, and bounded by the rank with most of it. After a commit the size of that checkpoint is known, and a
+save of the same plan is predicted to be as large, plus the growth of the overhead.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from ckpt_core.storage import Storage
 
 _PAGE: Final = 4096
 _FRAME_BYTES: Final = 1536
-"""More than the zip around a tensor takes, without what pads it to a page."""
+"""Upper bound of the zip around a tensor, without its padding to a page."""
 _TABLE_BYTES: Final = 512
-"""More than a chunk takes in its rank's table and in `.metadata`, without its name."""
+"""Upper bound of a chunk's entries in its rank's table and in `.metadata`, without its name."""
 _ENTRY_BYTES: Final = 3072
-"""More than a plain value takes in its file and in the tables."""
+"""Upper bound of a plain value in its file and in the tables."""
 _BLOCK_CRC: Final = 8 / (1 << 20)
 """Bytes of a chunk table per byte of a tensor."""
 _LISTED_BYTES: Final = 512
-"""More than a file takes in the manifest."""
+"""Upper bound of a file's entry in the manifest."""
 _FIXED_BYTES: Final = 16 * 1024
-"""Marker, and the rest of the manifest."""
+"""Upper bound of the marker and the rest of the manifest."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overhead:
-    """What ranks write beside what the plan tells the size of.
+    """Upper bounds of the ranks' writes beside the planned tensors.
 
     Attributes:
         generation: of the plan.
-        ranks: how many there are.
-        rank_bytes: of small files, plain values, pickles and buffers that one rank may write, at most.
-        rank_files: files of one rank, at most.
+        ranks: the number of ranks.
+        rank_bytes: of one rank's small files, plain values, pickles and buffers.
+        rank_files: of one rank.
     """
 
     generation: int = 0
@@ -50,7 +50,7 @@ class Overhead:
     rank_files: int = 0
 
     def with_values(self, staged: Iterable[Mapping[MetadataIndex, bytes]]) -> Overhead:
-        """With plain values, whose size a rank knows when they are staged: others' are taken to be alike."""
+        """Add the staged plain values; those of other ranks are assumed to be alike."""
         values = sum(
             len(content)
             for part in staged
@@ -76,20 +76,20 @@ NO_OVERHEAD: Final = Overhead()
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpaceNeeded:
-    """What a save takes of a filesystem, at most."""
+    """Upper bounds of the space of a save."""
 
     size_bytes: int
     files: int
 
     def times(self, count: int) -> SpaceNeeded:
-        """What so many of them take."""
+        """Return the space of `count` saves."""
         return SpaceNeeded(size_bytes=count * self.size_bytes, files=count * self.files)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpaceFree:
-    """What is free of a filesystem; None where nobody can tell, which is room for everything."""
+    """Free bytes and files; None means unknown and is treated as unlimited."""
 
     size_bytes: int | None
     files: int | None
@@ -97,50 +97,50 @@ class SpaceFree:
 
     @classmethod
     def of(cls, storage: Storage, headroom: Headroom) -> SpaceFree:
-        """As the filesystem tells it just now."""
+        """Ask the filesystem."""
         return cls(
             size_bytes=storage.free_bytes(),
             files=storage.free_files(),
             headroom_bytes=headroom.of(storage.total_bytes()),
         )
 
-    def fits(self, need: SpaceNeeded) -> bool:
-        """Whether there is room for it, headroom left aside."""
+    def fits(self, needed: SpaceNeeded) -> bool:
+        """Return whether there is room for it without using the headroom."""
         return (
-            self.size_bytes is None or need.size_bytes <= max(0, self.size_bytes - self.headroom_bytes)
-        ) and (self.files is None or need.files <= self.files)
+            self.size_bytes is None or needed.size_bytes <= max(0, self.size_bytes - self.headroom_bytes)
+        ) and (self.files is None or needed.files <= self.files)
 
-    def plus(self, need: SpaceNeeded, sign: int = 1) -> SpaceFree:
-        """What is free once as much as `need` has been given back, or with -1, taken."""
+    def plus(self, space: SpaceNeeded, sign: int = 1) -> SpaceFree:
+        """Return the free space after `space` was freed, or with -1, used."""
         return replace(
             self,
-            size_bytes=None if self.size_bytes is None else self.size_bytes + sign * need.size_bytes,
-            files=None if self.files is None else self.files + sign * need.files,
+            size_bytes=None if self.size_bytes is None else self.size_bytes + sign * space.size_bytes,
+            files=None if self.files is None else self.files + sign * space.files,
         )
 
 
 @final
 class SizeEstimator:
-    """Predicts saves; coordinator only, one save at a time."""
+    """Predictions of the sizes of saves. Coordinator only, one save at a time."""
 
     def __init__(self) -> None:
         self._planned: tuple[int, int] | None = None
         self._known: tuple[Overhead, int] | None = None
 
-    def need(self, metadata: Mapping[str, Metadata], extras: Overhead) -> SpaceNeeded:
-        """What a save with that plan and these extras will take."""
-        files = extras.files + 2 * len(metadata) + 3
+    def predict(self, metadata: Mapping[str, Metadata], overhead: Overhead) -> SpaceNeeded:
+        """Predict the space of a save with that plan and overhead."""
+        files = overhead.files + 2 * len(metadata) + 3
         rest = files * (_PAGE + _LISTED_BYTES) + _FIXED_BYTES
-        if self._known is not None and self._known[0].generation == extras.generation:
+        if self._known is not None and self._known[0].generation == overhead.generation:
             before, size_bytes = self._known
-            growth = max(0, extras.size_bytes - before.size_bytes)
+            growth = max(0, overhead.size_bytes - before.size_bytes)
             return SpaceNeeded(size_bytes=size_bytes + growth + rest, files=files)
-        planned = self._planned_bytes(metadata, extras.generation)
-        return SpaceNeeded(size_bytes=planned + extras.size_bytes + rest, files=files)
+        planned = self._planned_bytes(metadata, overhead.generation)
+        return SpaceNeeded(size_bytes=planned + overhead.size_bytes + rest, files=files)
 
-    def learn(self, extras: Overhead, size_bytes: int) -> None:
-        """A save with these extras was committed and is so large."""
-        self._known = extras, size_bytes
+    def record(self, overhead: Overhead, size_bytes: int) -> None:
+        """Record the size of a committed save with that overhead."""
+        self._known = overhead, size_bytes
 
     def _planned_bytes(self, metadata: Mapping[str, Metadata], generation: int) -> int:
         if self._planned is None or self._planned[0] != generation:

@@ -1,4 +1,4 @@
-"""Staging: this rank's shards copied into the image of its data files, in one arena."""
+"""Staging: copies of this rank's shards, in one arena, as images of data files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
 
 @final
 class StepGuard:
-    """Makes steps of optimizers wait for copies that are still being made. Main thread only."""
+    """Hooks that make optimizer steps wait for deferred copies. Main thread only."""
 
     def __init__(self) -> None:
         self._pending: list[DeferredCopies] = []
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, deferred: DeferredCopies | None, optimizers: Sequence[Any]) -> None:
-        """Make steps of `optimizers` wait for `deferred`, and for earlier copies that are not done."""
+        """Make steps of `optimizers` wait for `deferred` and for earlier pending copies."""
         if deferred is None:
             return
         self._pending = [each for each in self._pending if not each.done] + [deferred]
@@ -36,16 +36,16 @@ class StepGuard:
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
 
     def wait(self) -> None:
-        """Let what this thread does next come after every copy.
+        """Order every copy before this thread's next work.
 
-        On CUDA, what it enqueues next on the current streams.
+        On CUDA, before the next work that it enqueues on the current streams.
         """
         for deferred in self._pending:
             deferred.wait()
         self._pending = [each for each in self._pending if not each.done]
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._unhook()
         self._pending = []
 
@@ -64,14 +64,14 @@ _Layouts: TypeAlias = Mapping[str, ImageLayout]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedParts:
-    """What a rank is about to write, out of the training's reach; valid until `release`.
+    """A rank's staged copies, which training cannot change; valid until `release`.
 
     Attributes:
         images: part -> image of its data file.
         values: part -> byte entries.
         arena: the memory behind the images; None if nothing was staged.
-        deferred: copies still to be made; until then the images are not whole, and before `finish` of these
-            has returned nothing that was written may count.
+        deferred: copies still to be made; until they are, the images are incomplete, and written files count
+            only after its `finish` has returned.
     """
 
     images: Mapping[str, Image]
@@ -80,7 +80,7 @@ class StagedParts:
     deferred: DeferredCopies | None = None
 
     def wait_for(self, part: str, slot: int) -> None:
-        """Return when the slots of a part up to this one are filled; see `DeferredCopies.wait_for`."""
+        """Block until the slots of a part up to this one are filled."""
         if self.deferred is not None:
             before = takewhile(lambda each: each[0] != part, self.images.items())
             self.deferred.wait_for(sum(len(image.layout.slots) for _, image in before) + slot)
@@ -91,7 +91,7 @@ class StagedParts:
         return sum(image.layout.size_bytes for image in self.images.values())
 
     def release(self) -> None:
-        """Give the memory back to the next save, when nothing is copied into it any more."""
+        """Release the arena for the next save, once the pending copies have ended."""
         if self.deferred is not None:
             self.deferred.settle()
         if self.arena is not None:
@@ -103,7 +103,7 @@ NOTHING_STAGED = StagedParts(images={}, values={}, arena=None)
 
 @final
 class Stager:
-    """Copies shards on the main thread. Layouts and memory are kept for as long as the plans are the same."""
+    """Copying of shards. Main thread. Layouts and memory are kept while plans stay."""
 
     def __init__(self, arenas: Arenas) -> None:
         self.arenas = arenas
@@ -113,14 +113,14 @@ class Stager:
     def stage(
         self, parts: Mapping[str, Part], generation: int, *, stable: Sequence[Any] | None = None
     ) -> StagedParts:
-        """Copy every shard of the parts but those that share memory with `stable` tensors.
+        """Copy every shard but those that share memory with `stable` tensors.
 
-        When it returns, the training may change what was copied; the rest is in `deferred`.
+        When it returns, training may change the copied tensors; the others are in `deferred`.
 
         Args:
-            parts: what this rank writes.
-            generation: of the plans; parts of one generation are laid out alike.
-            stable: tensors that change only in optimizer steps; None if everything is to be copied now.
+            parts: this rank's share of the writes.
+            generation: of the plans; parts of one generation have one layout.
+            stable: tensors that change only in optimizer steps; None to copy everything now.
 
         Raises:
             CheckpointError: every arena is still being written.
@@ -153,7 +153,7 @@ class Stager:
         return StagedParts(images=images, values=values, arena=arena, deferred=deferred)
 
     def prewarm(self, parts: Mapping[str, Part], generation: int) -> int:
-        """Make the arenas for these parts, headers in place; returns the bytes that all arenas take."""
+        """Allocate the arenas for these parts; return the bytes of all arenas."""
         pinned = any(shard.is_cuda for part in parts.values() for shard in part.shards())
         total = _total(self._laid_out(parts, generation))
         size_bytes = self.arenas.prewarm(total, pinned=pinned)
@@ -162,7 +162,7 @@ class Stager:
         return size_bytes
 
     def close(self) -> None:
-        """Give the memory back to the system."""
+        """Return the memory to the system."""
         self._layouts, self._generation = {}, -1
         self.arenas.close()
 
@@ -170,7 +170,7 @@ class Stager:
         self, parts: Mapping[str, Part], generation: int, *, pinned: bool
     ) -> tuple[Arena, Mapping[str, Image]]:
         layouts = self._laid_out(parts, generation)
-        # Made inside `torch.inference_mode`, neither memory nor views could be filled outside of it.
+        # Memory and views made inside `torch.inference_mode` could not be filled outside of it.
         with torch.inference_mode(mode=False):
             arena = self.arenas.reserve(_total(layouts), pinned=pinned)
             attached = arena.attached
@@ -200,29 +200,29 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def _copy_unstable(
     copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]],
 ) -> DeferredCopies | None:
-    """Copy what may change at any moment, and leave the rest, which is stable, for later.
+    """Copy the unstable tensors now; return deferred copies of the stable ones.
 
-    On CUDA what may change is cloned on its device, so that the host need not wait for the device.
+    On CUDA, unstable tensors are cloned on their device, so that the host need not wait for the device.
 
     Args:
         copies: name, source, target, and whether the source is stable.
     """
-    left: list[Copy] = []
+    later: list[Copy] = []
     now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for slot, (name, source, target, is_stable) in enumerate(copies):
         if is_stable:
-            left.append(Copy(name, source, target, slot))
+            later.append(Copy(name, source, target, slot))
         elif source.is_cuda:
-            left.append(Copy(name, source.detach().clone(), target, slot))
+            later.append(Copy(name, source.detach().clone(), target, slot))
         else:
             now[0].append(target)
             now[1].append(source)
     _copy(*now)
-    return DeferredCopies(left) if left else None
+    return DeferredCopies(later) if later else None
 
 
 def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
-    """Refuse what has lost its memory since it was planned: a copy of it would end the process."""
+    """Refuse tensors freed since planned: copying one would crash the process."""
     if 0 not in addresses:
         return
     freed = [
@@ -247,5 +247,5 @@ def _total(layouts: _Layouts) -> int:
 
 
 def _whole_pages(size_bytes: int) -> int:
-    """Every image starts on a page, as direct writes need it."""
+    """Round up to whole pages: direct writes need every image to start on a page."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

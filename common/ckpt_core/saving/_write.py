@@ -1,4 +1,4 @@
-"""The second half of a save, on the background thread: one rank's files, then the commit of all of them."""
+"""The second half of a save: each rank's files, then the commit. Save thread."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from ckpt_core.types import CheckpointInfo, FileEntry
 
 @final
 class Throttle:
-    """Holds pieces back so that on average no more than so many bytes per second go by.
+    """Rate limiter for the pieces of files.
 
-    A bucket that is as large as one piece: after a pause of any length only one goes by at once.
+    A token bucket of the size of one piece: after a pause of any length, one piece passes without waiting.
 
     Concurrency: one file at a time, on one thread; several files in turn share the cap.
 
     Args:
         bytes_per_second: the cap, greater than 0.
-        clock: seconds that never go back.
-        sleep: waits for so many seconds.
+        clock: monotonic seconds.
+        sleep: called with seconds.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Throttle:
         self._free_at = clock()
 
     def __call__(self, pieces: Iterable[memoryview]) -> Generator[memoryview]:
-        """Give `pieces` on, each when what went by before it is paid for."""
+        """Yield each of `pieces` as soon as the average rate permits it."""
         for piece in pieces:
             pause = self._free_at - self._clock()
             if pause > 0:
@@ -73,10 +73,10 @@ def write_rank(
     *,
     progress: Callable[[str], None],
 ) -> bytes:
-    """Write this rank's files durably and report them, as a message to the coordinator.
+    """Write this rank's files durably; return the report for the coordinator.
 
-    Copies are written while the rest is still being copied; when this returns, all of them are. `progress` is
-    called with what comes next.
+    Writing begins while copies are still being made; when this returns, all are made and written. `progress`
+    is called with a description of each next step.
 
     Raises:
         SaveError: a tensor could not be copied, or was changed meanwhile.
@@ -114,7 +114,8 @@ def write_rank(
 def _table(
     storage: Storage, rank: int, entries: Sequence[TableEntry], small: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """The chunk table, which goes first: in place, what a torn save leaves must be known to be ours."""
+    """Encode the chunk table, by file name."""
+    # It is written before the small files: without renames, it proves that the files of a torn save are ours.
     beside = [] if storage.supports_rename else [path for path in small if not is_own_file(path)]
     return {chunks_name(rank): encode_table(entries, beside=beside)} if entries or beside else {}
 
@@ -146,12 +147,12 @@ def _directories(assignment: Assignment, files: Sequence[FileEntry]) -> list[str
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """What the commits of one manager depend on.
+    """Conditions of the commits of one manager.
 
     Attributes:
         check: see `commit`.
-        judge: compares what ranks hold under one name.
-        sign: signs the manifest, if it is to be signed.
+        judge: compares the replicas of all ranks.
+        sign: signs the manifest; None to leave it unsigned.
     """
 
     check: Callable[[], None] = lambda: None
@@ -167,7 +168,7 @@ def commit_all(
     *,
     terms: Terms | None = None,
 ) -> CheckpointInfo:
-    """Turn the ranks' files into a checkpoint; on the coordinator only, when all ranks have reported.
+    """Commit the files of all ranks as one checkpoint. Coordinator only.
 
     Raises:
         DivergenceError: ranks hold different values under one name, and that is refused.
@@ -179,7 +180,7 @@ def commit_all(
     shown = [report.evidence for report in reports if report.evidence is not None]
     if terms.judge is not None and len(shown) == len(reports):
         terms.judge.judge(
-            shown, prepared.replicas, generation=prepared.extras.generation, step=prepared.request.step
+            shown, prepared.replicas, generation=prepared.overhead.generation, step=prepared.request.step
         )
     memory.take(reports)
     working, request = prepared.assignment.working, prepared.request
@@ -212,11 +213,11 @@ def commit_all(
 
 
 def _apart(places: Sequence[tuple[str, str]]) -> str:
-    """What may have kept the coordinator from seeing the files of other ranks; empty if nothing is known."""
+    """Explain why the coordinator may not see other ranks' files; "" if unknown."""
     roots = {root: rank for rank, (root, _) in reversed(list(enumerate(places)))}
     if len(roots) > 1:
-        told = ", ".join(f"rank {rank} to {root}" for root, rank in sorted(roots.items(), key=itemgetter(1)))
-        return f"The ranks do not write to the same root: {told}; give all of them one that all can see"
+        named = ", ".join(f"rank {rank} to {root}" for root, rank in sorted(roots.items(), key=itemgetter(1)))
+        return f"The ranks do not write to the same root: {named}; give all of them one that all can see"
     machines = {machine for _, machine in places}
     if len(machines) > 1:
         return (

@@ -1,4 +1,4 @@
-"""Arenas: host memory that holds the image of a rank's data files from the copy until they are written."""
+"""Arenas: host memory for images of a rank's data files, from copy to write."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Arena:
     Concurrency: `release` on any thread, any number of times; the others on the thread that reserved it.
 
     Attributes:
-        memory: uint8, one-dimensional, as long as was asked for, on a page boundary. Its content is what the
-            last user left there.
+        memory: uint8, one-dimensional, of the requested size, on a page boundary. It still has the content
+            of its last use.
     """
 
     def __init__(self, ring: Arenas, slot: _Slot, size_bytes: int) -> None:
@@ -33,21 +33,21 @@ class Arena:
 
     @property
     def attached(self) -> Any:
-        """What was attached to this memory by whoever used it last; None if its content is lost."""
+        """The value attached by this memory's last user; None if its content is lost."""
         return self._slot.attached
 
     def attach(self, value: Any) -> None:
-        """Keep something with the memory for its next user, e.g. views; it is dropped before the memory."""
+        """Attach a value, e.g. views, for the next user; it is dropped before the memory."""
         self._slot.attached = value
 
     def release(self) -> None:
-        """The memory is no longer used."""
+        """Return the memory to the ring."""
         self._ring._released(self)
 
 
 @final
 class _Slot:
-    """One place in the ring. It has no memory until it is needed."""
+    """One slot of the ring, without memory until it is needed."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -64,20 +64,20 @@ class _Slot:
 
 @final
 class Arenas:
-    """Up to `count` arenas, each kept from save to save and as large as the state it held last.
+    """Up to `count` arenas, each kept from save to save, as large as its last state.
 
     First touch of fresh pages costs several times the copy itself, so they are touched when an arena is made,
-    and not given back while it fits: an arena that a smaller state leaves more than 2 % too large gives back
-    the rest. Arenas that were never needed cost nothing.
+    and kept while it fits: an arena that is more than 2 % too large for a smaller state releases the rest.
+    Arenas that were never needed cost nothing.
 
     Concurrency: `reserve`, `prewarm` and `close` on the main thread, `Arena.release` on any. An arena in
-    flight is never given out again.
+    flight is never reserved again.
 
     Args:
-        count: how many saves may be in flight at once.
-        budget_bytes: the most that all arenas of this rank may take together; None for what is free when
-            an arena is made, less a headroom (`FreeMemory.usable_bytes`).
-        probe: tells what is free, or None if that cannot be told.
+        count: the most saves in flight.
+        budget_bytes: the most bytes of all arenas of this rank together; None for the free memory when an
+            arena is made, less a headroom (`FreeMemory.usable_bytes`).
+        probe: returns the free memory; None if unknown.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class Arenas:
 
     @property
     def free(self) -> int:
-        """How many arenas are not in flight."""
+        """Number of arenas that are not in flight."""
         return sum(not slot.taken for slot in self._slots)
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> Arena:
-        """An arena of `size_bytes`, taken until it is released.
+        """Reserve an arena of `size_bytes` until its release.
 
         Raises:
             CheckpointError: every arena is still being written.
-            StagingMemoryError: the memory is not to be had; nothing was allocated.
+            StagingMemoryError: there is too little memory; nothing was allocated.
         """
         slot = self._take(size_bytes, pinned=pinned)
         try:
@@ -119,13 +119,13 @@ class Arenas:
         return arena
 
     def prewarm(self, size_bytes: int, *, pinned: bool) -> int:
-        """Allocate and fault in every arena that is not in flight, so that the next saves need not.
+        """Allocate and fault in every arena not in flight, ahead of the next saves.
 
         Returns:
             Bytes that all arenas take now.
 
         Raises:
-            StagingMemoryError: the memory is not to be had.
+            StagingMemoryError: there is too little memory.
         """
         reserved = [self.reserve(size_bytes, pinned=pinned) for _ in range(self.free)]
         for arena in reserved:
@@ -133,7 +133,7 @@ class Arenas:
         return self.size_bytes
 
     def close(self) -> None:
-        """Give the memory back to the system; that of an arena in flight goes when it is released."""
+        """Return the memory to the system; that of an arena in flight on its release."""
         with self._lock:
             for slot in self._slots:
                 slot.doomed = slot.taken
@@ -144,7 +144,7 @@ class Arenas:
         slot = arena._slot
         with self._lock:
             if slot.lease is not arena:
-                return  # given back before; somebody else may have it now
+                return  # released before; another save may have it now
             slot.lease = None
             arena.memory = torch.empty(0, dtype=torch.uint8)
             if slot.doomed:
@@ -159,7 +159,7 @@ class Arenas:
                     f"all staging arenas ({len(self._slots)}) are still being written; "
                     "wait for the save in flight first"
                 )
-            # Memory that fits, else memory that there is: a second arena is made only when the first is away.
+            # Memory that fits, else any memory: a second arena is made only while the first is in flight.
             slot = max(
                 free,
                 key=lambda each: (
@@ -185,10 +185,10 @@ class Arenas:
         if extra_bytes == 0:
             return
         if self._budget_bytes is not None:
-            left = self._budget_bytes - self.size_bytes
-            if extra_bytes > left:
+            remaining = self._budget_bytes - self.size_bytes
+            if extra_bytes > remaining:
                 known = f"of staging_memory={self._budget_bytes / _MIB:,.0f} MiB"
-                raise self._refusal(extra_bytes, max(0, left), known)
+                raise self._refusal(extra_bytes, max(0, remaining), known)
             return
         free = self._probe()
         if free is not None and extra_bytes > free.usable_bytes:
@@ -200,7 +200,7 @@ class Arenas:
         return StagingMemoryError(
             f"the copy of this rank's share of the state needs {needed_bytes / _MIB:,.1f} MiB more of host "
             f"memory, but it may take only {available_bytes / _MIB:,.1f} MiB ({known}; all arenas hold "
-            f"{self.size_bytes / _MIB:,.1f} MiB now); nothing was allocated. To go on: {fewer}shard the "
+            f"{self.size_bytes / _MIB:,.1f} MiB now); nothing was allocated. To continue, {fewer}shard the "
             "state over more ranks, run fewer ranks or data-loader workers per machine, or set "
             "staging_memory= if you know that the memory is there",
             needed_bytes=needed_bytes,

@@ -1,4 +1,4 @@
-"""How much host memory there is for staging: what the machine has left, and what the job's cgroup allows."""
+"""The host memory for staging: free memory of the machine, and limits of cgroups."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _PART_OF_AVAILABLE = 4
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeMemory:
-    """Host memory in bytes: what can be had without swapping, and all there is."""
+    """Host memory in bytes: available without swapping, and total."""
 
     available_bytes: int
     total_bytes: int
 
     @property
     def usable_bytes(self) -> int:
-        """What staging may take; a headroom is left to data loaders and the page cache.
+        """Bytes for staging; a headroom stays for data loaders and the page cache.
 
-        It is 5 % of all there is, at least 512 MiB; but where little is left, a quarter of that, so that a
+        It is 5 % of the total, at least 512 MiB; but where little is available, a quarter of that, so that a
         small state can be saved on a machine that others have filled.
         """
         headroom = max(_HEADROOM_BYTES, self.total_bytes // _PART_OF_TOTAL)
@@ -32,7 +32,7 @@ class FreeMemory:
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory | None:
-    """What is free now: the machine's or the cgroup's, whichever is less; None where that cannot be told.
+    """Return the free memory, the machine's or the cgroup's; None if unknown.
 
     Args:
         proc: where the proc filesystem is mounted.
@@ -51,7 +51,7 @@ def _of_machine(proc: Path) -> FreeMemory | None:
 
 
 def _of_cgroups(proc: Path, cgroups: Path) -> Generator[FreeMemory | None]:
-    """The limits of every group this process is in; a container may see only the outermost."""
+    """Yield the limits of this process's groups; containers may see the outermost only."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
@@ -74,7 +74,7 @@ def _of_group(folder: Path, limit: str, usage: str, reclaimable: str) -> FreeMem
     allowed, used = _text(folder / limit).strip(), _text(folder / usage).strip()
     if not allowed.isdecimal() or not used.isdecimal():
         return None  # no such group, or "max"
-    # The page cache counts as used but goes when it is needed.
+    # The page cache counts as used but is evicted on demand.
     cached = _table(folder / "memory.stat").get(reclaimable, 0)
     return FreeMemory(available_bytes=max(0, int(allowed) - int(used) + cached), total_bytes=int(allowed))
 

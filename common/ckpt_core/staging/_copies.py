@@ -1,4 +1,4 @@
-"""Whether tensors have been changed in place, by torch's own counters."""
+"""Copies of host tensors in pieces, and torch's counters of in-place changes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ import torch
 from ckpt_core._torch_internals import copy_all
 
 PIECE_BYTES = 16 << 20
-"""Large enough that a piece costs nothing to hand out, small enough that nobody waits long for one."""
+"""Large enough that handing out a piece is cheap, small enough that no thread waits long for one."""
 
 _SERIAL_BELOW = 32768  # elements; at::internal::GRAIN_SIZE: torch copies fewer without a team of threads
 _MOST_IN_A_BATCH = 1024
-_MOST_PASSED_BYTES = 2 * PIECE_BYTES  # whoever writes slot after slot waits for the smallest
+_MOST_PASSED_BYTES = 2 * PIECE_BYTES  # the writer goes slot by slot and waits for the lowest one
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy to be made: from a live tensor into its slot, the so-manyth; `name` is for messages."""
+    """A copy from a live tensor into an arena.
+
+    Attributes:
+        name: of the tensor, for messages.
+        source: the live tensor.
+        target: its slot.
+        slot: position of the slot in the arena.
+    """
 
     name: str
     source: torch.Tensor
@@ -32,7 +39,7 @@ class Copy:
 
 
 class Work(Protocol):
-    """Calling it makes copies, mostly without the GIL."""
+    """A function that makes copies, mostly without the GIL."""
 
     def __call__(self) -> object: ...
 
@@ -43,9 +50,9 @@ class Piece:
     """A part of the work.
 
     Attributes:
-        work: does it.
+        work: makes the copies.
         slot: the first slot that it fills, wholly or in part.
-        floor: pieces that come after this one fill no slot before that.
+        floor: the lowest slot that later pieces fill.
     """
 
     work: Work
@@ -56,7 +63,7 @@ class Piece:
 @final
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Elements of one tensor. NumPy copies them on the calling thread alone, where torch starts a team."""
+    """Elements of one tensor, copied by NumPy: torch would start a team of threads."""
 
     source: Any
     target: Any
@@ -77,7 +84,7 @@ class _Batch:
         self._passed_bytes = 0
 
     def pass_by(self, copy: Copy) -> None:
-        """A large tensor goes first, though its slot comes later."""
+        """Note that a large tensor of a later slot is copied before this batch."""
         self._passed_bytes += copy.source.nbytes
 
     def add(self, copy: Copy) -> None:
@@ -101,7 +108,7 @@ class _Batch:
 @final
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A tensor that only torch can copy: conjugated, of another dtype, or on an exotic device."""
+    """A tensor that only torch can copy: conjugated, cast, or on an exotic device."""
 
     copy: Copy
 
@@ -111,9 +118,9 @@ class _Whole:
 
 
 def pieces_of(copies: Sequence[Copy]) -> Generator[Piece]:
-    """The copies in pieces of about `PIECE_BYTES`, about in the order of their slots, which must ascend.
+    """Cut copies with ascending slots into pieces of about `PIECE_BYTES`.
 
-    Those of one tensor may be made in any order.
+    The pieces are about in the order of the slots; those of one tensor may be made in any order.
     """
     batch: _Batch | None = None
     for copy in copies:
@@ -142,7 +149,7 @@ def _plain(copy: Copy) -> bool:
 
 
 def _slices(copy: Copy) -> Generator[Work]:
-    """Runs along the first dimension; a contiguous tensor is one long dimension."""
+    """Yield ranges of the first dimension; a contiguous tensor has only one."""
     words = _SAME_SIZE[copy.source.dtype.itemsize]
     source, target = (each.detach().view(words) for each in (copy.source, copy.target))
     if source.is_contiguous() and target.is_contiguous():
@@ -156,16 +163,16 @@ def _slices(copy: Copy) -> Generator[Work]:
 
 @final
 class Versions:
-    """The versions of sources now, to be compared with later ones.
+    """The present versions of sources, for a later comparison.
 
-    A change through `tensor.data`, NumPy or another view without a counter cannot be seen.
+    A change through `tensor.data`, NumPy or another view without a counter is not detected.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._sources = [(copy.name, copy.source, _version(copy.source)) for copy in copies]
 
     def changed(self) -> Sequence[str]:
-        """Names of the sources that have been changed since."""
+        """List the names of sources changed since."""
         return [name for name, source, version in self._sources if _version(source) != version]
 
 

@@ -14,9 +14,9 @@ from ckpt_core.staging._copies import Copy, Versions
 
 @final
 class DeviceCopies:
-    """Enqueued at construction, behind everything that the training has enqueued so far.
+    """Copies enqueued on construction, after all work enqueued by training so far.
 
-    An optimizer step is only *enqueued* behind them: the host never waits, but in `finish`.
+    An optimizer step is only *enqueued* after them: the host waits in `finish` alone.
 
     Concurrency: construction and `let_pass` on the main thread, `finish` on any.
     """
@@ -32,17 +32,17 @@ class DeviceCopies:
 
     @property
     def done(self) -> bool:
-        """Whether every copy is made."""
+        """Whether every copy has ended."""
         return all(event.query() for event in self._events.values())
 
     def let_pass(self) -> None:
-        """Let what is enqueued next on the current streams come after the copies."""
+        """Order the copies before the next work enqueued on the current streams."""
         self._check()
         for device, event in self._events.items():
             torch.cuda.current_stream(device).wait_event(event)
 
     def finish(self) -> None:
-        """Return when every copy is made."""
+        """Block until every copy has ended."""
         try:
             for event in self._events.values():
                 event.synchronize()
@@ -50,7 +50,7 @@ class DeviceCopies:
             self._check()
 
     def _check(self) -> None:
-        """Compare versions once: after the copies, but before a step that is enqueued behind them."""
+        """Compare versions once: after the copies, but before a step enqueued after them."""
         with self._guard:
             if not self._checked:
                 self._checked = True
@@ -64,7 +64,7 @@ def _enqueue(device: torch.device, copies: Sequence[Copy]) -> Any:
     with torch.cuda.stream(side):
         for copy in copies:
             copy.target.copy_(copy.source, non_blocking=True)
-            # Should the training drop the tensor, its memory must not be given away before.
+            # If training drops the tensor, the allocator must not reuse its memory before the copy.
             copy.source.record_stream(side)
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(side)
@@ -73,6 +73,6 @@ def _enqueue(device: torch.device, copies: Sequence[Copy]) -> Any:
 
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    """One for all saves: the allocator keeps memory apart by stream."""
+    """Return the one stream for all saves: the allocator separates memory by stream."""
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream

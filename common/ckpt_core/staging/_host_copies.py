@@ -1,4 +1,4 @@
-"""Copies of host tensors on a thread of their own, which the training may help to an end."""
+"""Copies of host tensors on a separate thread, which training can help to finish."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _logger = logger_of(__name__)
 
 @final
 class HostCopies:
-    """Begun at construction, behind nothing else; done at the latest when `help` returns.
+    """Copies that begin on construction and end when `help` returns, at the latest.
 
-    Concurrency: everything on any thread. An error or an interruption of whoever copies ends the
-    copies; nobody is left waiting, and `finish` tells.
+    Concurrency: all methods on any thread. An error or an interruption of a copying thread ends the copies:
+    no thread waits any longer, and `finish` raises it.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
@@ -37,16 +37,16 @@ class HostCopies:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is copied any more."""
+        """Whether the copies have ended."""
         return self._ended.is_set()
 
     def help(self) -> None:
-        """Copy what is left on this thread, too, and return when all of it is done or has failed."""
+        """Take part in the copies on this thread until they have ended or failed."""
         self._work_quietly()
         self._ended.wait()
 
     def finish(self) -> None:
-        """Return when every copy is made; whatever kept one from being made is raised."""
+        """Block until every copy is made; raise the error of one that failed."""
         if self._alone:
             self._work_quietly()
         self._ended.wait()
@@ -54,14 +54,14 @@ class HostCopies:
             raise self._error
 
     def wait_for(self, slot: int) -> None:
-        """Return when all slots up to this one are filled, or nothing is copied any more."""
+        """Block until slots 0 to `slot` are filled, or the copies have ended."""
         if self._alone:
             self._work_quietly()
         with self._lock:
             self._lock.wait_for(lambda: self.done or slot < self._first_open())
 
     def when_done(self, listener: Callable[[], None]) -> None:
-        """Call `listener` once, on whichever thread ends the copies; at once if they have ended."""
+        """Call `listener` once, on the thread that ends the copies, or now if ended."""
         with self._lock:
             if not self.done:
                 self._listeners.append(listener)
@@ -69,22 +69,22 @@ class HostCopies:
         listener()
 
     def _work_quietly(self) -> None:
-        """Copy until nothing is left; an error is for `finish` to raise, an interruption goes on."""
+        """Copy until no piece remains; `finish` raises errors, interruptions propagate."""
         try:
             while (piece := self._take()) is not None:
                 piece.work()
-                self._put_back(None)
-        except Exception as error:  # noqa: BLE001 - the save fails of it, not the training
-            self._put_back(error)
+                self._return(None)
+        except Exception as error:  # noqa: BLE001 - it fails the save, not training
+            self._return(error)
         except BaseException as error:
-            self._put_back(error)
+            self._return(error)
             raise
 
     def _take(self) -> Piece | None:
         with self._lock:
             if self._exhausted:
                 return None
-            # Before the piece is there, so that whatever comes in between is accounted for.
+            # Before the piece is taken, so that an exception in between is accounted for.
             self._busy[threading.get_ident()] = self._floor
             piece = next(self._pieces, None)
             if piece is not None:
@@ -96,7 +96,7 @@ class HostCopies:
         _call(listeners)
         return None
 
-    def _put_back(self, error: BaseException | None) -> None:
+    def _return(self, error: BaseException | None) -> None:
         with self._lock:
             if error is not None:
                 self._error = self._error or error
@@ -105,17 +105,17 @@ class HostCopies:
         _call(listeners)
 
     def _first_open(self) -> int:
-        """The first slot that is not filled, or may not be."""
+        """Return the first slot that may not be filled."""
         return min(self._floor, *self._busy.values()) if self._busy else self._floor
 
     def _leave(self) -> list[Callable[[], None]]:
-        """The calling thread copies no more; returns whom to tell that nothing is copied any more."""
+        """Remove the calling thread; return the listeners to call if copies have ended."""
         self._busy.pop(threading.get_ident(), None)
         listeners: list[Callable[[], None]] = []
         if self._exhausted and not self._busy and not self._ended.is_set():
-            # At once, and before the end is told: from then on changes are allowed.
+            # Before the end is reported: from then on changes are allowed.
             self.changed = self._versions.changed()
-            # Clones and slots are not needed any more, and this object may live until the next save.
+            # Clones and slots are not needed any longer, and this object may live until the next save.
             self._pieces.close()
             self._versions = Versions(())
             self._pieces = pieces_of(())
@@ -131,11 +131,11 @@ def _call(listeners: Sequence[Callable[[], None]]) -> None:
 
 
 def start_thread(work: Callable[[], None]) -> bool:
-    """Run `work` on a new thread; False if there can be none, as when the interpreter is ending."""
+    """Run `work` on a new thread; return False if none starts, as at interpreter exit."""
     try:
         # Not a daemon: the interpreter must not end, and free the tensors, in the middle of a copy.
         threading.Thread(target=work, name="ckpt-copy", daemon=False).start()
     except RuntimeError as error:
-        _logger.info("no thread for the copies (%s): they are made where they are waited for", error)
+        _logger.info("no thread for the copies (%s): the threads that wait for them make them", error)
         return False
     return True

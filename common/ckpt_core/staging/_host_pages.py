@@ -1,4 +1,4 @@
-"""Host memory of one arena: page-aligned, faulted in ahead of time, and as large as the state, not larger."""
+"""Host memory of one arena: page-aligned, faulted in, and as large as the state."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _logger = logger_of(__name__)
 _POPULATE_WRITE = 23  # since 5.14
 _WIPE_ON_FORK = 18  # since 4.14
 _TOLERATED_EXCESS = 1.02
-"""How much larger than asked for memory may stay before the rest is given back."""
+"""How much larger than requested memory may be before the rest is released."""
 
 
 @final
 class HostMemory:
-    """Private anonymous memory that starts on a page and may be registered with CUDA as a whole.
+    """Private anonymous memory on a page boundary, which CUDA can register as a whole.
 
     - Private, because huge pages are usually off for shared mappings: 2 GiB are faulted in in 0.2 s, not in
       0.6 to 3 s.
-    - A forked child, such as a worker of a data loader, sees it empty. Shared copy-on-write with a child,
-      every page would be copied once more by the next save.
+    - A forked child, such as a worker of a data loader, sees it empty. If it were shared copy-on-write with a
+      child, the next save would copy every page once more.
 
     Concurrency: one thread at a time.
     """
@@ -37,19 +37,19 @@ class HostMemory:
         self._pinned = self._cannot_pin = False
 
     def serves(self, size_bytes: int, *, pinned: bool) -> bool:
-        """Whether it can be used as it is: large enough, not much too large, and pinned if need be."""
+        """Return whether it fits: large enough, not too large, and pinned if required."""
         if pinned and not (self._pinned or self._cannot_pin):
             return False
         return size_bytes <= self.resident_bytes <= _ceiling(size_bytes)
 
     def extra_bytes(self, size_bytes: int, *, pinned: bool) -> int:
-        """How many bytes more than now `resize` would take; 0 if none."""
+        """Return the additional bytes of a `resize`; 0 if none."""
         if self.serves(size_bytes, pinned=pinned):
             return 0
         return max(0, _whole_pages(size_bytes) - self.resident_bytes)
 
     def resize(self, size_bytes: int, *, pinned: bool) -> None:
-        """Make it serve `size_bytes`, every page of them faulted in. The content is lost.
+        """Resize it to `size_bytes`, with every page faulted in. The content is lost.
 
         Raises:
             OSError: the system has no address space left.
@@ -65,7 +65,7 @@ class HostMemory:
         self._fault_in(target)
 
     def release(self) -> None:
-        """Give the memory back to the system, once nothing views it any more."""
+        """Return the memory to the system; no view of it may exist."""
         if self._pinned:
             _cuda_runtime().cudaHostUnregister(self.tensor.data_ptr())
         self.tensor = torch.empty(0, dtype=torch.uint8)
@@ -85,7 +85,7 @@ class HostMemory:
         size_bytes = self.tensor.numel()
         if not pinned or size_bytes == 0:
             return
-        # One registration for all; it faults the pages in as well.
+        # One registration for all pages, which also faults them in.
         error = int(_cuda_runtime().cudaHostRegister(self.tensor.data_ptr(), size_bytes, 0))
         self._pinned, self._cannot_pin = error == 0, error != 0
         if self._pinned:
@@ -117,7 +117,7 @@ def _ceiling(size_bytes: int) -> int:
 
 
 def _advise(tensor: torch.Tensor, advice: int) -> bool:
-    """Tell the kernel, without holding the GIL, which faulting in would otherwise keep for long."""
+    """Call madvise without the GIL, which faulting in would hold for long."""
     try:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError):

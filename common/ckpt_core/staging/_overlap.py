@@ -1,4 +1,4 @@
-"""Copies that go on while the training computes, and that the next optimizer step waits for."""
+"""Copies made while training computes; the next optimizer step waits for them."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from ckpt_core.staging._host_copies import HostCopies
 class DeferredCopies:
     """Copies of tensors that change only in an optimizer step.
 
-    Who calls what: 1. (main thread) construct, at the moment of the save; the copies begin. 2. (background
-    thread) `wait_for`, to write what is copied while the rest still is; `finish` before any of it counts.
+    Order of calls: 1. (main thread) construct, at the moment of the save; the copies begin. 2. (background
+    thread) `wait_for`, to write filled slots while others are being copied; `finish` before the commit.
     3. (main thread) `wait`, from a step pre-hook of every optimizer that changes the tensors; on the host it
-    takes its share of what is left to copy.
+    takes part in the remaining copies.
 
-    Tensors' version counters tell whether something else has changed a source while it was being copied;
-    `finish` then fails, so that a mixture of two moments never becomes a checkpoint. Changes that bypass the
-    counter (`tensor.data`) cannot be seen: call `wait` before such a change.
+    Tensors' version counters show whether other code has changed a source during its copy; `finish` then
+    fails, so that a mixture of two moments never becomes a checkpoint. Changes that bypass the counter
+    (`tensor.data`) are not detected: call `wait` before such a change.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        # First those that return at once.
+        # First those that are only enqueued.
         self._device = DeviceCopies([copy for copy in copies if copy.source.is_cuda])
         self._host = HostCopies([copy for copy in copies if not copy.source.is_cuda])
 
     @property
     def done(self) -> bool:
-        """Whether nothing is copied any more."""
+        """Whether the copies have ended."""
         return self._host.done and self._device.done
 
     def wait_for(self, slot: int) -> None:
-        """Return when every slot up to this one is filled; if something went wrong, only `finish` tells."""
+        """Block until slots 0 to `slot` are filled; errors are raised by `finish` alone."""
         self._device.finish()
         self._host.wait_for(slot)
 
-    def when_done(self, tell: Callable[[BaseException | None], None]) -> None:
-        """Call `tell` once when nothing is copied any more, with what `finish` would raise.
+    def when_done(self, listener: Callable[[BaseException | None], None]) -> None:
+        """Call `listener` once the copies have ended, with the error of `finish` or None.
 
-        Background thread; `tell` may be called on any.
+        Background thread; `listener` may be called on any.
         """
         try:
             self._device.finish()
         finally:
-            self._host.when_done(lambda: tell(self.settle()))
+            self._host.when_done(lambda: listener(self.settle()))
 
     def settle(self) -> BaseException | None:
-        """Return when nothing is copied any more, with what `finish` would raise."""
+        """Block until the copies have ended; return the error of `finish` or None."""
         try:
             self.finish()
-        except Exception as error:  # noqa: BLE001 - for whoever is told
+        except Exception as error:  # noqa: BLE001 - returned to the caller
             return error
         return None
 
     def finish(self) -> None:
-        """Return when every copy is made.
+        """Block until every copy is made.
 
         Raises:
             CheckpointError: a source was changed meanwhile, other than by a step that waited.
@@ -77,6 +77,6 @@ class DeferredCopies:
             )
 
     def wait(self) -> None:
-        """Let what the calling thread does next come after the copies; never raises what made one fail."""
+        """Order the copies before this thread's next work; errors are raised by `finish`."""
         self._host.help()
         self._device.let_pass()

@@ -286,7 +286,7 @@ def test_dcp_finds_nothing_left_to_choose_and_describes_all_of_it():
 def test_the_life_cycle_shares_out_by_bytes():
     tree = {"small": [torch.zeros(10_000) for _ in range(4)], "large": torch.zeros(40_000)}
     part = Part()
-    part.look(tree)
+    part.update(tree)
     plans = [part.local_plan() for _ in range(2)]
     shares = [task.share for task in decide(plans).tasks]
     written = [

@@ -306,7 +306,7 @@ def test_a_planted_call_in_a_chunk_or_byte_entry_is_not_executed(tmp_path):
     with_data = zipped(pickle.dumps(Planted(evidence), protocol=2), bytes(8))
     assert place_of(with_data).payload is None
     for content in (chunk, with_data):
-        with pytest.raises(UnsafeCheckpointError, match=r"__0_0.distcp: 'w'.*nothing of it was executed"):
+        with pytest.raises(UnsafeCheckpointError, match=r"__0_0.distcp: 'w'.*none of its code was executed"):
             load_chunk(content, NAME)
     assert not evidence.exists()
 
@@ -363,7 +363,7 @@ def test_the_hand_made_pickle_is_one_that_torch_loads():
 def test_a_storage_larger_than_its_record_is_refused(numel):
     """Torch would make a tensor over memory that is not its own."""
     chunk = zipped(storage_pickle(numel, 2), bytes(8))
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: 'w'.*storage '0' is to have"):
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: 'w'.*storage '0' should have"):
         load_chunk(chunk, NAME)
     assert place_of(chunk).payload is None
 

@@ -41,13 +41,13 @@ def test_windows_in_any_order_fill_exactly_the_part(part, dtype, data):
     shape, offsets, sizes = part
     chunk = torch.randint(0, 2, shape).to(dtype)
     target = torch.full(sizes, 7).to(dtype)
-    landing = TensorTarget(shape=shape, dtype=dtype, offsets=offsets, target=target)
+    into = TensorTarget(shape=shape, dtype=dtype, offsets=offsets, tensor=target)
     content = bytes_of(chunk)
     elements = len(content) // dtype.itemsize
     cuts = sorted({0, elements, *data.draw(st.lists(st.integers(0, elements), max_size=4))})
     windows = [(a * dtype.itemsize, b * dtype.itemsize) for a, b in itertools.pairwise(cuts)]
     for start, stop in data.draw(st.permutations(windows)):
-        landing.land(start, content[start:stop])
+        into.fill(start, content[start:stop])
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         chunk = chunk.narrow(dim, offset, size)
     assert torch.equal(target, chunk)
@@ -58,9 +58,9 @@ def test_the_byte_range_is_all_that_is_needed(part):
     shape, offsets, sizes = part
     chunk = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     target = torch.full(sizes, -1, dtype=torch.int32)
-    landing = TensorTarget(shape=shape, dtype=torch.int32, offsets=offsets, target=target)
-    start, stop = landing.byte_range
-    landing.land(start, bytes_of(chunk)[start:stop])
+    into = TensorTarget(shape=shape, dtype=torch.int32, offsets=offsets, tensor=target)
+    start, stop = into.byte_range
+    into.fill(start, bytes_of(chunk)[start:stop])
     assert int(target.reshape(-1)[0]) * 4 == start
     assert int(target.reshape(-1)[-1]) * 4 + 4 == stop
     assert (target >= 0).all()
@@ -79,17 +79,17 @@ def test_the_byte_range_is_all_that_is_needed(part):
 )
 def test_a_run_of_the_payload_can_be_read_straight_into_place(shape, offsets, sizes, is_run):
     target = torch.zeros(sizes, dtype=torch.bfloat16)
-    landing = TensorTarget(shape=shape, dtype=torch.bfloat16, offsets=offsets, target=target)
-    start, stop = landing.byte_range
-    assert (landing.memory is not None) == is_run
-    if landing.memory is not None:
-        assert len(landing.memory) == stop - start == target.nbytes
+    into = TensorTarget(shape=shape, dtype=torch.bfloat16, offsets=offsets, tensor=target)
+    start, stop = into.byte_range
+    assert (into.memory is not None) == is_run
+    if into.memory is not None:
+        assert len(into.memory) == stop - start == target.nbytes
 
 
-def test_other_layouts_and_dtypes_are_not_read_straight_into_place_but_land():
+def test_other_layouts_and_dtypes_are_not_read_straight_into_place_but_copied():
     chunk = torch.arange(12.0).reshape(3, 4)
     for target in (torch.zeros(4, 3).t(), torch.zeros(3, 4, dtype=torch.float64)):
-        landing = TensorTarget(shape=(3, 4), dtype=torch.float32, offsets=(0, 0), target=target)
-        assert landing.memory is None
-        landing.land(0, bytes_of(chunk))
+        into = TensorTarget(shape=(3, 4), dtype=torch.float32, offsets=(0, 0), tensor=target)
+        assert into.memory is None
+        into.fill(0, bytes_of(chunk))
         assert torch.equal(target.float(), chunk)

@@ -12,7 +12,7 @@ def written(*ranks: list[dict[str, Any]]) -> dict[str, Any]:
     parts = []
     for groups in ranks:
         part = Part()
-        part.look({"optimizer": {"param_groups": groups} if groups else {}})
+        part.update({"optimizer": {"param_groups": groups} if groups else {}})
         parts.append(part)
     names = [{GROUPS: [tuple(group["params"]) for group in groups]} for groups in ranks]
     decision = decide([part.local_plan() for part in parts], groups=names)

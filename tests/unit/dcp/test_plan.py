@@ -20,7 +20,7 @@ from ckpt_core.errors import ConfigError
 
 def part_of(tree: dict[str, Any]) -> Part:
     part = Part()
-    part.look(tree)
+    part.update(tree)
     return part
 
 
@@ -120,7 +120,7 @@ def test_values_are_those_of_the_moment_and_not_of_later():
     tree["n"].append(3)
     assert [torch.load(io.BytesIO(value)) for value in before] == [[1, 2], 0.1, 0.0]
     tree |= {"lr": 0.01, "zero": -0.0}
-    assert part.look(tree)
+    assert part.update(tree)
     after = [torch.load(io.BytesIO(value)) for value in part.values()]
     assert str(after) == str([[1, 2, 3], 0.01, -0.0])
 
@@ -130,15 +130,15 @@ def test_a_value_that_is_equal_but_of_another_type_is_saved_as_it_is():
     part = planned(tree)
     part.values()
     for value in (True, 1.0, 1):
-        part.look({"n": value})
+        part.update({"n": value})
         (content,) = part.values()
         assert type(torch.load(io.BytesIO(content))) is type(value)
 
 
 def test_states_that_are_planned_alike_need_no_new_plan():
     part = planned({"w": torch.ones(2, 3), "n": 5})
-    assert part.look({"w": torch.zeros(2, 3), "n": [6]})
-    assert part.look({"w": nn.Parameter(torch.zeros(2, 3)), "n": None})
+    assert part.update({"w": torch.zeros(2, 3), "n": [6]})
+    assert part.update({"w": nn.Parameter(torch.zeros(2, 3)), "n": None})
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_states_that_are_planned_alike_need_no_new_plan():
     ids=["shape", "dtype", "kind", "key", "fewer", "layout", "order"],
 )
 def test_states_that_are_planned_differently_need_a_new_plan(other):
-    assert not planned({"w": torch.ones(2, 3), "n": 5}).look(other)
+    assert not planned({"w": torch.ones(2, 3), "n": 5}).update(other)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_states_that_are_planned_differently_need_a_new_plan(other):
     ids=["dots", "indices"],
 )
 def test_equal_names_from_other_paths_are_planned_anew(first, second):
-    assert not planned(first).look(second)
+    assert not planned(first).update(second)
 
 
 _NESTED = st.recursive(
@@ -191,6 +191,6 @@ def test_a_part_keeps_no_live_tensor_between_saves():
     part = planned({"w": tensor})
     gone = weakref.ref(tensor)
     part.shards()
-    part.forget()
+    part.release()
     del tensor
     assert gone() is None

@@ -14,7 +14,7 @@ from ckpt_core.storage import MemoryStorage
 
 def metadata(tree: dict[str, Any]):
     part = Part()
-    part.look(tree)
+    part.update(tree)
     return decide([part.local_plan()]).metadata
 
 

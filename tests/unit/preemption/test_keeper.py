@@ -179,9 +179,9 @@ def test_what_comes_within_thirty_seconds_is_the_same_announcement(announced):
 
 def test_a_look_between_steps_tells_and_the_next_step_is_saved(handler):
     cadence = keeper(OnPreemption(("SIGUSR1",)))
-    assert not cadence.look()
+    assert not cadence.check_preemption()
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert cadence.look() == "preemption"
+    assert cadence.check_preemption() == "preemption"
     assert cadence.pending
     assert cadence.due(7) == "preemption"
     cadence.close()
@@ -191,7 +191,7 @@ def test_a_step_that_is_saved_already_is_not_saved_again_for_a_preemption(handle
     cadence = keeper(EverySteps(5) | OnPreemption(("SIGUSR1",)))
     assert due_steps(cadence, range(5, 6)) == [5]
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert cadence.look() == "preemption", "training is to stop"
+    assert cadence.check_preemption() == "preemption", "training is to stop"
     assert cadence.due(5) is None
     assert not cadence.pending, "nothing is left to be saved"
     cadence.close()
@@ -199,5 +199,5 @@ def test_a_step_that_is_saved_already_is_not_saved_again_for_a_preemption(handle
 
 def test_a_policy_without_preemption_looks_for_none():
     cadence = keeper(EverySteps(5) | EverySeconds(5))
-    assert not cadence.look()
-    assert not keeper(None).look()
+    assert not cadence.check_preemption()
+    assert not keeper(None).check_preemption()

@@ -90,7 +90,7 @@ def test_one_that_goes_away_and_comes_again_is_announced_again() -> None:
     spot.set()
     eventually(lambda: heard.count == 1)
     spot.clear()
-    eventually(lambda: not heard._watcher._true.get(next(iter(heard._watcher._true))))
+    eventually(lambda: not heard._poller._true.get(next(iter(heard._poller._true))))
     spot.set()
     eventually(lambda: heard.count == 2)
     assert not heard.stop
@@ -113,7 +113,7 @@ def test_a_function_that_fails_is_told_once_and_asked_again(caplog) -> None:
         record.message for record in caplog.records if "no route to the metadata service" in record.message
     ]
     assert len(told) == 1
-    assert "cannot tell of a preemption" in told[0]
+    assert "could not be asked about a preemption" in told[0]
 
 
 def test_a_function_that_hangs_does_not_hold_up_the_training() -> None:

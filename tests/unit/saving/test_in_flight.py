@@ -93,7 +93,7 @@ def test_a_failure_is_only_logged_if_errors_are_to_be_warnings(caplog):
         start(each, save, fail(save))
         each.wait()
         assert each.ready()
-        assert "training goes on without the checkpoint of step 7: disk" in caplog.text
+        assert "training continues without the checkpoint of step 7: disk" in caplog.text
         assert isinstance(save.committed.exception(0), SaveError)
 
 

@@ -40,15 +40,15 @@ class Counting(Coordinator):
     def close(self) -> None: ...
 
 
-def look(plans: PlanCache, *, uneven: Any = (), files: Any = (), **tree: Any) -> bool:
-    return plans.look({"": tree}, Offer(uneven=frozenset(uneven), files=frozenset(files)))
+def update(plans: PlanCache, *, rank_local: Any = (), files: Any = (), **tree: Any) -> bool:
+    return plans.update({"": tree}, Offer(rank_local=frozenset(rank_local), files=frozenset(files)))
 
 
 def save(plans: PlanCache, coordinator: Counting, **state: Any) -> None:
     """What a save does about its plans."""
-    if coordinator.all_reduce_max([int(look(plans, **state))])[0]:
-        plans.agree(coordinator)
-    plans.check()
+    if coordinator.all_reduce_max([int(update(plans, **state))])[0]:
+        plans.negotiate(coordinator)
+    plans.raise_pending()
 
 
 def keys(plans: PlanCache) -> list[str]:
@@ -56,7 +56,7 @@ def keys(plans: PlanCache) -> list[str]:
     return [index.fqn for index, _, _ in part.specs] + [index.fqn for index in part.value_indices]
 
 
-def test_what_does_not_change_is_agreed_on_once():
+def test_an_unchanged_state_is_negotiated_once():
     plans, coordinator = PlanCache(), Counting()
     for value in range(5):
         save(plans, coordinator, w=torch.full((3,), value), n=value, files=["rank"])
@@ -65,7 +65,7 @@ def test_what_does_not_change_is_agreed_on_once():
     assert plans.files == {"rank"}
 
 
-def test_what_changes_is_agreed_on_anew():
+def test_changes_are_negotiated_again():
     plans, coordinator = PlanCache(), Counting()
     for tree in ({"w": torch.ones(3)}, {"w": torch.ones(4)}, {"w": torch.ones(4), "x": 1}):
         save(plans, coordinator, **tree)
@@ -81,8 +81,10 @@ def test_a_change_on_another_rank_is_enough():
     assert coordinator.exchanges == 2
 
 
-@pytest.mark.parametrize("change", [{"uneven": [("", "w")]}, {"files": ["a"]}], ids=["uneven", "files"])
-def test_keys_that_become_uneven_and_other_files_are_agreed_on_anew(change):
+@pytest.mark.parametrize(
+    "change", [{"rank_local": [("", "w")]}, {"files": ["a"]}], ids=["rank-local", "files"]
+)
+def test_keys_that_become_rank_local_and_other_files_are_negotiated_again(change):
     plans, coordinator = PlanCache(), Counting()
     save(plans, coordinator, w=torch.ones(1))
     save(plans, coordinator, w=torch.ones(1), **change)
@@ -90,7 +92,7 @@ def test_keys_that_become_uneven_and_other_files_are_agreed_on_anew(change):
     assert coordinator.exchanges == 2
 
 
-def test_after_an_error_plans_are_agreed_on_anew():
+def test_after_an_error_plans_are_negotiated_again():
     plans, coordinator = PlanCache(), Counting()
     save(plans, coordinator, w=torch.ones(2))
     with pytest.raises(CoordinationError, match="rank 0"):
@@ -104,7 +106,7 @@ A, B = ("", "a"), ("", "b")
 
 
 @pytest.mark.parametrize(
-    ("uneven", "keepings"),
+    ("rank_local", "keepings"),
     [
         ([{A}, {A}], [KeepOwn.NEVER, KeepOwn.IF_DIFFERENT]),
         ([{A}, {B}, {B}], [KeepOwn.NEVER, KeepOwn.NEVER, KeepOwn.ALWAYS]),
@@ -114,8 +116,8 @@ A, B = ("", "a"), ("", "b")
     ],
     ids=["replicas", "stages", "more", "fewer", "one"],
 )
-def test_a_rank_keeps_its_own_values_unless_the_checkpoint_has_them(uneven, keepings):
-    assert _keepings([frozenset(keys) for keys in uneven]) == keepings
+def test_a_rank_keeps_its_own_values_unless_the_checkpoint_has_them(rank_local, keepings):
+    assert _keepings([frozenset(keys) for keys in rank_local]) == keepings
 
 
 def test_every_save_of_a_changing_state_is_what_it_was_at_that_step(tmp_path):

@@ -51,7 +51,7 @@ class Job:
 
     def write(self) -> tuple[list[PreparedSave], list[bytes]]:
         self.step += 1
-        alike = [part.look(state) for part, state in zip(self.parts, self.states, strict=True)]
+        alike = [part.update(state) for part, state in zip(self.parts, self.states, strict=True)]
         if not all(alike):
             self.plan()
         name = f"step-{self.step:09d}"
@@ -195,7 +195,7 @@ def test_the_chunk_table_is_a_file_of_the_checkpoint_like_any_other(job):
 def test_a_coordinator_that_was_never_told_does_not_commit(job):
     job.save()
     saves, messages = job.write()
-    with pytest.raises(SaveError, match=r"ranks \[0, 1\] did not report where their chunks lie"):
+    with pytest.raises(SaveError, match=r"ranks \[0, 1\] did not send their chunk tables"):
         commit_all(job.storage, saves[0], messages, ReportCache())
     assert not job.storage.exists("step-000000002/COMMITTED")
 

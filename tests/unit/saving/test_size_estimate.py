@@ -39,8 +39,8 @@ STATES = {
 def predicted(monkeypatch):
     """What was predicted before each save, and what the next was predicted to take after it."""
     seen = []
-    real = _room.SizeEstimator.need
-    monkeypatch.setattr(_room.SizeEstimator, "need", lambda *args: seen.append(real(*args)) or seen[-1])
+    real = _room.SizeEstimator.predict
+    monkeypatch.setattr(_room.SizeEstimator, "predict", lambda *args: seen.append(real(*args)) or seen[-1])
     return seen
 
 

@@ -23,7 +23,7 @@ class Saves:
 
     def stage(self, **trees: dict[str, Any]) -> StagedParts:
         self.parts = {name: self.parts.get(name, Part()) for name in trees}
-        alike = [self.parts[name].look(tree) for name, tree in trees.items()]
+        alike = [self.parts[name].update(tree) for name, tree in trees.items()]
         if not all(alike) or not self.generation:
             self.generation += 1
             for part in self.parts.values():

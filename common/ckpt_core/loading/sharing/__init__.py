@@ -1,7 +1,7 @@
-"""Read once among ranks: who needs which bytes, who reads them for all, and how they get around.
+"""Shared reads: every byte is read by one rank and passed on to all that need it.
 
-Every rank works out the same answer for itself, from what the checkpoint holds and how the live tensors are
-laid out over ranks; nothing of it is gathered. `Schedule.consistency` tells whether all of them agree.
+Every rank computes the same schedule by itself, from the content of the checkpoint and the layout of live
+tensors over ranks; nothing is gathered. `Schedule.consistency` shows whether all ranks agree.
 """
 
 from ckpt_core.loading.sharing._layouts import Boxes, Layouts

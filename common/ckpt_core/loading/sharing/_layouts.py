@@ -1,4 +1,4 @@
-"""Which box of a tensor every rank holds, told from the live tensor alone."""
+"""Layouts of live tensors: their boxes on every rank, without communication."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 _KNOWN: Final = frozenset({Shard, StridedShard, Replicate})
 
 _Place: TypeAlias = tuple[IntArray, int, Placement]
-"""Of one dimension of a mesh: the coordinate of every rank, its length, how a tensor is placed on it."""
+"""Of one dimension of a mesh: the coordinate of every rank, its length, and a tensor's placement."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boxes:
-    """Which parts of one tensor the ranks hold; several ranks may hold the same, or one rank several.
+    """The parts of one tensor on all ranks; ranks may share a part or hold several.
 
     Attributes:
         ranks: int64 [N], the rank that holds each box.
-        lo: int64 [N, D], where each box starts, in elements of the whole tensor.
-        hi: int64 [N, D], where it stops, exclusive. A box may be empty.
+        lo: int64 [N, D], start of each box, in elements of the whole tensor.
+        hi: int64 [N, D], its stop, exclusive. A box may be empty.
     """
 
     ranks: IntArray
@@ -42,12 +42,12 @@ class Boxes:
             raise ValueError(f"boxes of shapes {self.ranks.shape}, {self.lo.shape}, {self.hi.shape}")
 
     def of(self, rank: int) -> Boxes:
-        """Those of one rank."""
+        """Select the boxes of one rank."""
         own = self.ranks == rank
         return Boxes(ranks=self.ranks[own], lo=self.lo[own], hi=self.hi[own])
 
     def overlap(self, lo: IntArray, hi: IntArray) -> npt.NDArray[np.bool_]:
-        """Which of these boxes (columns, [N]) have elements in common with those given (rows, [M, D])."""
+        """Return [M, N]: whether these boxes (N) overlap the given ones (rows of [M, D])."""
         own, others = np.all(self.hi > self.lo, axis=1), np.all(hi > lo, axis=1)
         common: npt.NDArray[np.bool_] = own[None, :] & others[:, None]
         for dim in range(lo.shape[1]):
@@ -55,7 +55,7 @@ class Boxes:
         return common
 
     def contain(self, chunk: ChunkStorageMetadata) -> bool:
-        """Whether one of these boxes contains all of `chunk`."""
+        """Return whether one of these boxes contains all of `chunk`."""
         lo = np.array(chunk.offsets, dtype=np.int64)
         hi = lo + np.array(chunk.sizes, dtype=np.int64)
         if not (hi > lo).all():
@@ -65,10 +65,10 @@ class Boxes:
 
 @final
 class Layouts:
-    """The boxes of live tensors; each layout is worked out once. To be kept for one load: it holds meshes.
+    """The boxes of live tensors, cached by layout. For one load only: it holds meshes.
 
-    Nothing is communicated: a DTensor's mesh and placements, a ShardedTensor's metadata are the same on all
-    of its ranks, and a plain tensor is taken to be whole on every rank of the job.
+    Nothing is communicated: a DTensor's mesh and placements and a ShardedTensor's metadata are equal on all
+    of its ranks, and a plain tensor is assumed to be whole on every rank of the job.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -77,10 +77,10 @@ class Layouts:
         self._known: dict[Any, Boxes | None] = {}
 
     def boxes_of(self, value: torch.Tensor) -> Boxes | None:
-        """Which box every rank holds of `value`; None if that cannot be told: then it cannot be shared.
+        """Compute every rank's box of `value`; None if unknown: then it cannot be shared.
 
-        It cannot be told of sums that have not been made (`Partial`), of shards that are no boxes, of
-        placements of unknown kinds, and of tensors whose own shard lies elsewhere than the layout says.
+        Unknown are pending sums (`Partial`), shards that are not boxes, placements of unknown kinds, and
+        tensors whose own shard contradicts the layout.
         """
         boxes = self._of_layout(value)
         if boxes is None or not _holds_its_own(value, boxes.of(self._rank)):
@@ -94,10 +94,10 @@ class Layouts:
         if isinstance(value, DTensor):
             key = (value.shape, value.device_mesh, value.placements)
         if key not in self._known:
-            self._known[key] = self._work_out(value)
+            self._known[key] = self._compute(value)
         return self._known[key]
 
-    def _work_out(self, value: torch.Tensor) -> Boxes | None:
+    def _compute(self, value: torch.Tensor) -> Boxes | None:
         if isinstance(value, DTensor):
             mesh: IntArray = value.device_mesh.mesh.numpy().astype(np.int64)
             return placed_boxes(value.shape, mesh, value.placements)
@@ -106,7 +106,7 @@ class Layouts:
 
 
 def placed_boxes(shape: Sequence[int], mesh: IntArray, placements: Sequence[Placement]) -> Boxes | None:
-    """The boxes of a tensor of `shape` on a mesh of ranks; None if they are none."""
+    """Compute a tensor's boxes on a mesh of ranks; None if its shards are not boxes."""
     coordinates = np.indices(mesh.shape, dtype=np.int64).reshape(mesh.ndim, -1)
     places = list(zip(coordinates, mesh.shape, placements, strict=True))
     if not _KNOWN.issuperset(map(type, placements)):
@@ -135,7 +135,7 @@ def _columns(columns: list[IntArray], rows: int) -> IntArray:
 
 
 def _even_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArray, IntArray]:
-    """Where each rank's part of one dimension starts and stops, cut by `torch.chunk` time after time."""
+    """Return start and stop of each rank's part of one dimension, as by `torch.chunk`."""
     lo, hi = np.zeros(count, dtype=np.int64), np.full(count, size, dtype=np.int64)
     for coordinate, parts, _ in cuts:
         length = hi - lo
@@ -146,7 +146,7 @@ def _even_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArray,
 
 
 def _strided_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArray, IntArray] | None:
-    """As `_even_ends`, where a cut may comb through the dimension; None if a rank is left with holes."""
+    """Do the same as `_even_ends` for strided shards; None if a rank's part has holes."""
     everything = np.arange(size, dtype=np.int64)
     kept: dict[tuple[int, ...], IntArray] = {(): everything}
     path: list[tuple[int, ...]] = [()] * count
@@ -164,12 +164,12 @@ def _strided_ends(size: int, count: int, cuts: Iterable[_Place]) -> tuple[IntArr
 def _split(indices: IntArray, parts: int, placement: Placement) -> list[IntArray]:
     if not isinstance(placement, StridedShard):
         return _chunks(indices, parts)
-    combed = [_chunks(piece, parts) for piece in _chunks(indices, int(placement.split_factor))]
-    return [np.concatenate([piece[part] for piece in combed]) for part in range(parts)]
+    strided = [_chunks(piece, parts) for piece in _chunks(indices, int(placement.split_factor))]
+    return [np.concatenate([piece[part] for piece in strided]) for part in range(parts)]
 
 
 def _chunks(indices: IntArray, parts: int) -> list[IntArray]:
-    """As `torch.chunk`, with empty ones at the end."""
+    """Split as `torch.chunk` does, with empty chunks at the end."""
     step = -(-len(indices) // parts)
     return [indices[step * part : step * (part + 1)] for part in range(parts)]
 
@@ -187,7 +187,7 @@ def _sharded_boxes(value: ShardedTensor) -> Boxes | None:
 
 
 def _holds_its_own(value: torch.Tensor, own: Boxes) -> bool:
-    """Whether what DCP will read into `value` on this rank lies in the boxes of this rank."""
+    """Return whether DCP's reads into `value` on this rank are inside its boxes."""
     if isinstance(value, DTensor):
         if not len(own.ranks):  # this rank is not in the mesh
             return True

@@ -1,4 +1,4 @@
-"""Pass 2 of what is shared: owners read their buckets, and every member gets them."""
+"""The fetch of shared tensors: owners read buckets and broadcast them to members."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckpt_core.loading.sharing._schedule import Bucket, Schedule
 from ckpt_core.loading.sharing._units import Cell
 
 Read: TypeAlias = Callable[[Sequence[tuple[Cell, memoryview]]], None]
-"""Fills each memory with its cell, which is exactly as long; called on a thread of its own."""
+"""Fills each memory with its cell, which is exactly as long; called on a separate thread."""
 
 Deliver: TypeAlias = Callable[[Cell, memoryview], None]
-"""Takes what it needs of a cell; the memory is valid during the call only. Called on the calling thread."""
+"""Copies a cell's bytes to their targets; the memory is valid during the call only. Main thread."""
 
 _FOOTER_BYTES: Final = 256
 _OK: Final = 1
@@ -26,16 +26,16 @@ _FAILED: Final = 2
 
 
 def relay_shared(schedule: Schedule, coordinator: Coordinator, *, read: Read, deliver: Deliver) -> None:
-    """Read what this rank owns, pass it on, and deliver every shared cell that this rank needs, exactly once.
+    """Read and pass on this rank's buckets; deliver every shared cell that it needs.
 
-    Main thread only, on every rank, with schedules whose consistencies add up to 0. Besides what `read` and
-    `deliver` take, it needs three buffers as large as the largest buckets. A rank that cannot read goes on
-    passing buckets that say so, and all others go on, so that nobody waits for what never comes; whoever is
-    concerned raises at the end.
+    Main thread only, on every rank, with schedules whose consistencies add up to 0. Beside the memory of
+    `read` and `deliver`, it needs three buffers of the size of the largest buckets. A rank that cannot read
+    continues to pass on buckets, which say so, and all others continue, too, so that no rank waits for a
+    bucket that never comes; the members of such buckets raise at the end.
 
     Raises:
         CoordinationError: an owner could not read (`failures` says which and why), or a rank was lost.
-        Exception: whatever `read` or `deliver` raised on this rank.
+        Exception: raised by `read` or `deliver` on this rank.
     """
     inbox = _buffer(bucket for bucket in schedule.buckets if bucket.owner != schedule.rank)
     arrivals = _Arrivals(deliver)
@@ -51,7 +51,7 @@ def relay_shared(schedule: Schedule, coordinator: Coordinator, *, read: Read, de
     if arrivals.failures:
         what = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(arrivals.failures.items()))
         raise CoordinationError(
-            f"rank {schedule.rank}: what other ranks were to read for it did not come: {what}",
+            f"rank {schedule.rank}: other ranks could not read its data: {what}",
             failures=arrivals.failures,
         )
 
@@ -62,13 +62,13 @@ def _buffer(buckets: Any) -> torch.Tensor:
 
 
 def _memory(buffer: torch.Tensor) -> memoryview:
-    array: Any = buffer.numpy()  # numpy 1 does not say that it is a buffer
+    array: Any = buffer.numpy()  # the types of numpy 1 do not declare it as a buffer
     return memoryview(array)
 
 
 @final
 class _Arrivals:
-    """Delivers what has arrived, and remembers what went wrong."""
+    """The delivery of buckets, and the errors so far."""
 
     def __init__(self, deliver: Deliver) -> None:
         self._deliver = deliver
@@ -85,13 +85,13 @@ class _Arrivals:
         try:
             for cell, start, stop in bucket.places():
                 self._deliver(cell, memory[start:stop])
-        except Exception as error:  # noqa: BLE001 - raised at the end; the others must not be left waiting
+        except Exception as error:  # noqa: BLE001 - raised at the end; the other ranks must not wait
             self.error = error
 
 
 @final
 class _ReadAhead:
-    """Reads this rank's buckets on a thread of its own, one ahead of the one that is being passed on."""
+    """The reads of this rank's buckets, on a thread, one ahead of the broadcast."""
 
     def __init__(self, buckets: Sequence[Bucket], read: Read) -> None:
         self._buckets = buckets
@@ -112,7 +112,7 @@ class _ReadAhead:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def next(self) -> torch.Tensor:
-        """The next bucket of this rank, with its footer; valid until the next call."""
+        """Return the next bucket of this rank, with its footer; valid until the next call."""
         read = self._reading.result()
         self._start()
         return read
@@ -129,7 +129,7 @@ class _ReadAhead:
         if self.error is None:
             try:
                 self._read([(cell, memory[start:stop]) for cell, start, stop in bucket.places()])
-            except Exception as error:  # noqa: BLE001 - told to all members by the footer, raised at the end
+            except Exception as error:  # noqa: BLE001 - the footer reports it to all; raised at the end
                 self.error = error
         _write_footer(memory[bucket.num_bytes :], self.error)
         return buffer
@@ -141,7 +141,7 @@ def _write_footer(footer: memoryview, error: Exception | None) -> None:
 
 
 def _read_footer(footer: memoryview) -> str | None:
-    """What the owner says went wrong, or None."""
+    """Return the owner's error, or None."""
     if footer[0] == _OK:
         return None
     return bytes(footer[1:]).rstrip(b"\0").decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""Who reads what, and in which order it is passed on: the same on every rank without a word between them."""
+"""The schedule of shared reads, equal on all ranks without communication."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ALIGNMENT: Final = 64
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Cells that one rank reads and several need, passed on in one message.
+    """Cells that one rank reads and several need, broadcast in one message.
 
     Attributes:
         owner: the rank that reads them.
         members: the ranks that need them, in ascending order; the owner is one of them.
-        cells: what is in it, in this order; made as they are asked for.
-        num_bytes: how long it is, with the gaps between cells.
+        cells: its content, in order; made on access.
+        num_bytes: its size, with the gaps between cells.
     """
 
     owner: int
@@ -44,12 +44,12 @@ class Bucket:
     num_bytes: int
 
     def route(self) -> tuple[int, ...]:
-        """The members from the owner on, round and round, so that each has its turn at every place."""
+        """Return the members in cyclic order from the owner, to spread positions evenly."""
         place = self.members.index(self.owner)
         return self.members[place:] + self.members[:place]
 
     def places(self) -> Iterator[tuple[Cell, int, int]]:
-        """Each cell, and where it starts and stops in the bucket, in bytes."""
+        """Yield each cell with its start and stop in the bucket, in bytes."""
         start = 0
         for cell in self.cells:
             stop = start + cell.stop - cell.start
@@ -60,15 +60,15 @@ class Bucket:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What one rank reads, passes on and is given.
+    """The reads, broadcasts and receipts of one rank.
 
     Attributes:
-        rank: whose schedule it is.
-        private: what no other rank needs, as cells joined where they meet.
-        buckets: what others need, too, in the one order in which all ranks pass buckets on.
-        consistency: 0 to 2**64 - 1. The sum over all ranks, modulo 2**64, is 0 if, and but for chance only
-            if, all ranks that share something have worked out the same cells, owners and order. If it is not
-            0, nothing may be shared: ranks would wait for one another for ever.
+        rank: of the schedule.
+        private: cells that no other rank needs, with neighbours joined.
+        buckets: of cells that several ranks need, in the one order in which all ranks broadcast them.
+        consistency: 0 to 2**64 - 1. The sum over all ranks, modulo 2**64, is zero iff, barring collisions of
+            hashes, all ranks computed the same cells, owners and order. If it is not zero, nothing may be
+            shared: ranks would wait for each other forever.
     """
 
     rank: int
@@ -77,11 +77,11 @@ class Schedule:
     consistency: int
 
     def own_buckets(self) -> list[Bucket]:
-        """Those that this rank reads."""
+        """List the buckets that this rank reads."""
         return [bucket for bucket in self.buckets if bucket.owner == self.rank]
 
     def own_cells(self) -> list[Cell]:
-        """All that this rank reads, for itself or for others, too: by place, and joined where cells meet."""
+        """List all cells that this rank reads, by position, with neighbours joined."""
         cells = [*self.private, *(cell for bucket in self.own_buckets() for cell in bucket.cells)]
         joined: list[Cell] = []
         for cell in sorted(cells, key=_place):
@@ -100,17 +100,17 @@ def make_schedule(
     cell_bytes: int = CELL_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Schedule:
-    """What `rank` reads of `tensors`, for whom, and what it is given by others.
+    """Compute the schedule of `rank` for `tensors`.
 
-    Ranks that need the same cells divide them into runs, each of about as many bytes, and each reads one; the
-    runs are cut into buckets, and a bucket's place in the order depends on nothing but itself: the first
-    buckets of all runs come first, so that all ranks read at the same time, then the second ones.
+    Ranks that need the same cells divide them into runs of about equal size, and each reads one; the runs are
+    cut into buckets, and a bucket's position in the order depends on itself alone: the first buckets of all
+    runs come first, so that all ranks read at the same time, then the second ones.
 
     Args:
-        tensors: every tensor that can be shared; the order does not matter.
-        rank: the rank to make it for.
-        cell_bytes: how much is read at once; equal on all ranks.
-        bucket_bytes: how much is passed on at once, at least `cell_bytes`; equal on all ranks.
+        tensors: every tensor that can be shared, in any order.
+        rank: the rank of the schedule.
+        cell_bytes: bytes of one read; equal on all ranks.
+        bucket_bytes: bytes of one broadcast, at least `cell_bytes`; equal on all ranks.
 
     Raises:
         ValueError: a payload is larger or smaller than its chunk.
@@ -140,7 +140,7 @@ def make_schedule(
 
 
 _Placed: TypeAlias = tuple[int, Bucket]
-"""How many buckets of its run come before it, and the bucket."""
+"""Position of the bucket in its run, and the bucket."""
 
 
 def _order(placed: _Placed) -> tuple[object, ...]:
@@ -153,7 +153,7 @@ def _place(cell: Cell) -> tuple[str, int, str, int]:
 
 
 def _in_order(units: Units) -> Units:
-    """By place in the checkpoint, which is the same order on every rank."""
+    """Order units by position in the checkpoint, equally on every rank."""
     payloads = units.payloads
     paths = _ranking([payload.path for payload in payloads])
     offsets = np.array([payload.offset for payload in payloads], dtype=np.int64)
@@ -171,13 +171,13 @@ def _in_order(units: Units) -> Units:
 
 
 def _ranking(texts: Sequence[str]) -> IntArray:
-    """The place of each among all that occur, in alphabetical order."""
+    """Return the position of each text among the distinct ones, in alphabetical order."""
     places = {text: place for place, text in enumerate(sorted(set(texts)))}
     return np.array([places[text] for text in texts], dtype=np.int64)
 
 
 def _by_set(numbers: IntArray) -> Iterator[tuple[int, IntArray]]:
-    """Every number that occurs, and where it does, in order."""
+    """Yield every distinct number and its positions, in order."""
     order = np.argsort(numbers, kind="stable")
     if not len(order):
         return
@@ -187,18 +187,18 @@ def _by_set(numbers: IntArray) -> Iterator[tuple[int, IntArray]]:
 
 
 def _deal(sizes: IntArray, parts: int) -> IntArray:
-    """Which of `parts` ranks reads each unit: runs of about as many bytes, cut where a unit's middle lies."""
+    """Assign units to `parts` ranks in runs of about equal size, cut by their middles."""
     twice_the_middle = 2 * np.cumsum(sizes) - sizes
     return twice_the_middle * parts // (2 * int(sizes.sum()))
 
 
 def _vote(rank: int, ranks: tuple[int, ...], digest: int) -> int:
-    """What a rank adds to the sum that is 0 if all members have the same digest."""
+    """Return a rank's term of the sum that is 0 if all members have the same digest."""
     return (len(ranks) - 1) * digest if rank == ranks[0] else -digest
 
 
 def _digest(run: Cells, owners: IntArray, facts: object) -> int:
-    """64 bits that depend on every unit, in order, and on `facts`, and on nothing of this rank alone."""
+    """Hash all units, in order, and `facts` to 64 bits, without rank-local values."""
     used, which = np.unique(run.payload, return_inverse=True)
     chosen: list[int] = used.tolist()
     names = [run.units.names[number] for number in chosen]
@@ -216,7 +216,7 @@ def _digest(run: Cells, owners: IntArray, facts: object) -> int:
 
 
 def _joined(run: Cells) -> Cells:
-    """The same bytes; units that meet are one."""
+    """Join adjacent units."""
     breaks = (run.payload[1:] != run.payload[:-1]) | (run.start[1:] != run.stop[:-1])
     first = np.flatnonzero(np.concatenate([[True], breaks]))
     last = np.concatenate([first[1:] - 1, [len(run) - 1]])
@@ -224,7 +224,7 @@ def _joined(run: Cells) -> Cells:
 
 
 def _cut(run: Cells, most_bytes: int) -> Cells:
-    """The same bytes; units that are larger than a cell may be are several."""
+    """Cut units larger than a cell."""
     counts = -(-(run.stop - run.start) // most_bytes)
     unit = np.repeat(np.arange(len(run)), counts)
     before = np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -233,7 +233,7 @@ def _cut(run: Cells, most_bytes: int) -> Cells:
 
 
 def _fill(cells: Cells, owner: int, members: tuple[int, ...], most_bytes: int) -> list[_Placed]:
-    """Buckets of one owner's cells; a cell larger than a bucket may be has one of its own."""
+    """Fill buckets with one owner's cells; a cell too large gets one of its own."""
     sizes = -(-(cells.stop - cells.start) // ALIGNMENT) * ALIGNMENT
     ends = np.cumsum(sizes)
     cuts = [0]

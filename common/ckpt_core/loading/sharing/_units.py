@@ -1,4 +1,4 @@
-"""What is read and passed on as one: cells of payloads, and which ranks need each of them."""
+"""Units of shared reads: ranges of payloads, and the sets of ranks that need them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Cell:
     """A range of a payload, for one live tensor.
 
     Attributes:
-        name: the live tensor.
-        payload: of which it is a range.
+        name: of the live tensor.
+        payload: the chunk's raw bytes.
         start: in the payload, in bytes.
         stop: likewise, exclusive.
     """
@@ -37,7 +37,7 @@ class Cell:
 
 @final
 class Cells(Sequence[Cell]):
-    """Cells as columns; each is made when it is asked for, because there may be very many."""
+    """Cells as columns; objects are made on access, because there may be very many."""
 
     def __init__(self, units: Units, payload: IntArray, start: IntArray, stop: IntArray) -> None:
         self.units = units
@@ -73,23 +73,23 @@ class Cells(Sequence[Cell]):
             yield Cell(name=names[number], payload=payloads[number], start=start, stop=stop)
 
     def at(self, places: IntArray | slice) -> Cells:
-        """Some of them."""
+        """Select cells by position."""
         return Cells(self.units, self.payload[places], self.start[places], self.stop[places])
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A live tensor and the chunks in the checkpoint that make it up.
+    """A live tensor and its chunks in the checkpoint.
 
     Attributes:
-        name: the live tensor; equal on all ranks, unique in a load.
-        boxes: which parts of it the ranks hold.
-        lo: int64 [C, D], where each chunk starts, in elements of the whole tensor.
-        hi: int64 [C, D], where it stops, exclusive.
+        name: of the live tensor; equal on all ranks, unique in a load.
+        boxes: the parts that ranks hold.
+        lo: int64 [C, D], start of each chunk, in elements of the whole tensor.
+        hi: int64 [C, D], its stop, exclusive.
         itemsize: bytes of one element.
-        payload: the payload of a chunk by its row; only asked for chunks that this rank needs.
-        scattered: rows of the chunks whose elements do not lie in row-major order in the payload.
+        payload: returns the payload of a chunk by its row; called only for chunks that this rank needs.
+        scattered: rows of the chunks whose elements are not in row-major order in the payload.
     """
 
     name: str
@@ -103,14 +103,14 @@ class StoredTensor:
 
 @final
 class Members:
-    """Gives every set of ranks a small number. That of a set means nothing on another rank."""
+    """Small numbers for sets of ranks; they are valid on this rank only."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
         self.sets: list[tuple[int, ...]] = []
 
     def number(self, ranks: IntArray) -> int:
-        """The number of this set; `ranks` may come in any order and several times."""
+        """Return the number of this set; `ranks` may be unordered and repeated."""
         distinct = tuple(sorted(set(ranks.tolist())))
         found = self._numbers.setdefault(distinct, len(self.sets))
         if found == len(self.sets):
@@ -121,15 +121,15 @@ class Members:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """What one rank needs of one or more tensors, in pieces that are read by one rank each, as columns.
+    """The units that one rank needs, as columns; each unit is read by one rank.
 
     Attributes:
         names: the live tensor of each of `payloads`.
-        payloads: in no order, some perhaps without a unit.
-        payload: int64 [U], which of `payloads` a unit is a range of.
+        payloads: in no order, some possibly without a unit.
+        payload: int64 [U], index in `payloads`.
         start: int64 [U], in the payload, in bytes.
         stop: int64 [U], likewise, exclusive.
-        members: int64 [U], which set of ranks needs it (`Members`).
+        members: int64 [U], number of the set of ranks that need it (`Members`).
     """
 
     names: Sequence[str]
@@ -141,11 +141,11 @@ class Units:
 
 
 def cut_units(tensors: Iterable[StoredTensor], rank: int, members: Members, *, cell_bytes: int) -> Units:
-    """Everything that `rank` needs of `tensors`, cut into units.
+    """Cut everything that `rank` needs of `tensors` into units.
 
-    A unit is a cell, except where bytes can only be verified all together or do not lie in row-major order:
-    then it is the whole payload. A rank needs a unit if its box has something in common with the bounding
-    box of the unit's elements, so that all ranks come to the same answer.
+    A unit is a cell, except where bytes can be verified only together or are not in row-major order: then it
+    is the whole payload. A rank needs a unit if its box overlaps the bounding box of the unit's elements, so
+    that all ranks compute the same result.
 
     Raises:
         ValueError: a payload is larger or smaller than its chunk.
@@ -164,7 +164,7 @@ def cut_units(tensors: Iterable[StoredTensor], rank: int, members: Members, *, c
         payloads += found
         chunk, start, stop, lo, hi = _cut(tensor, near, found, cell_bytes)
         mine = np.flatnonzero(own.overlap(lo, hi).any(axis=1))
-        # Tensors laid out alike share their boxes; the groups hold them, so that no other gets the same id.
+        # Tensors of one layout share their boxes; the groups hold them, so that their ids are not reused.
         if id(tensor.boxes) not in groups:
             groups[id(tensor.boxes)] = _Groups(tensor.boxes, members)
         sets = groups[id(tensor.boxes)].of(lo[mine], hi[mine])
@@ -178,7 +178,7 @@ def cut_units(tensors: Iterable[StoredTensor], rank: int, members: Members, *, c
 
 @final
 class _Groups:
-    """Which ranks need a unit of tensors with the same boxes; each pattern of boxes is worked out once."""
+    """The sets of ranks that need units, for tensors with equal boxes, cached."""
 
     def __init__(self, boxes: Boxes, members: Members) -> None:
         self._boxes = boxes
@@ -187,12 +187,12 @@ class _Groups:
         self._replicated = bool((boxes.lo == boxes.lo[:1]).all() and (boxes.hi == boxes.hi[:1]).all())
 
     def of(self, lo: IntArray, hi: IntArray) -> IntArray:
-        """The set of ranks (`Members`) that needs each of the units with these bounding boxes."""
+        """Return the set of ranks (`Members`) for each unit, by bounding boxes."""
         if self._replicated:
             return np.full(len(lo), self._members.number(self._boxes.ranks), dtype=np.int64)
         overlap = self._boxes.overlap(lo, hi)
         packed = np.packbits(overlap, axis=1)
-        # Neighbours mostly go to the same ranks: only where the pattern changes it is looked up.
+        # Neighbours mostly have the same ranks: only changes of the pattern are looked up.
         changes = np.concatenate([[True], (packed[1:] != packed[:-1]).any(axis=1)])
         numbers = [self._number(packed[row].tobytes(), overlap[row]) for row in np.flatnonzero(changes)]
         found: IntArray = np.array(numbers, dtype=np.int64)[np.cumsum(changes) - 1]
@@ -207,7 +207,7 @@ class _Groups:
 def _cut(
     tensor: StoredTensor, near: IntArray, payloads: Sequence[Payload], cell_bytes: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-    """Of every unit: which of `payloads`, its start and stop in bytes, and the bounding box it lies in."""
+    """Return for every unit its payload, start and stop in bytes, and bounding box."""
     lo, sizes = tensor.lo[near], tensor.hi[near] - tensor.lo[near]
     total = sizes.prod(axis=1, dtype=np.int64) * tensor.itemsize
     _check_sizes(tensor, payloads, total)
@@ -234,7 +234,7 @@ def _check_sizes(tensor: StoredTensor, payloads: Sequence[Payload], expected: In
 
 
 def _step(payload: Payload, itemsize: int, cell_bytes: int) -> int:
-    """How many bytes a unit of this payload has."""
+    """Return the bytes of a unit of this payload."""
     if payload.crc32 is not None and not payload.block_crcs:
         return payload.size_bytes
     unit = lcm(payload.block_bytes if payload.block_bytes <= cell_bytes else 1, itemsize)
@@ -242,7 +242,7 @@ def _step(payload: Payload, itemsize: int, cell_bytes: int) -> int:
 
 
 def _bounding_boxes(sizes: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
-    """The smallest boxes that hold the elements `first` to `last`, in row-major order, of such chunks."""
+    """Compute bounding boxes of row-major elements `first` to `last` of chunks."""
     lo, hi = np.zeros_like(sizes), sizes.copy()
     same = np.ones(len(sizes), dtype=bool)
     for dim in range(sizes.shape[1]):
