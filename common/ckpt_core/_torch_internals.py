@@ -44,7 +44,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def layout_named(name: str) -> torch.layout:
     """Return the `torch.layout` of a name in a pickle."""
-    get_layout: Callable[[str], torch.layout] = torch.serialization._get_layout  # type: ignore[attr-defined]
+    get_layout: Callable[[str], torch.layout] = torch.serialization._get_layout
     return get_layout(name)
 
 
