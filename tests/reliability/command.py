@@ -44,6 +44,9 @@ PARTS: Final = {
 }
 """Name on the command line -> module whose `run` yields outcomes; see `outcome.Run`."""
 
+_SHARED: Final = ("ckpt_core.manager", "torch._dynamo")
+"""What nearly every part would import by itself; the first optimizer of a process imports the latter."""
+
 _PROGRESS_SECONDS: Final = 10.0
 _SHOWN: Final = 20
 _INTERRUPTED: Final = "it was interrupted"
@@ -135,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What the victims and their heirs log is what they are meant to: it is the outcome that counts.
     logging.disable()
     torch.set_num_threads(1)
+    forks.adopt(_SHARED)
     choice = Choice(seed=chosen.seed, count=chosen.count, named=tuple(chosen.case))
     folder = Path(tempfile.mkdtemp(prefix="reliability-", dir=chosen.root))
     try:

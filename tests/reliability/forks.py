@@ -242,32 +242,27 @@ def adopt(modules: Iterable[str]) -> None:
 
 @final
 class Gate:
-    """Opened once, by the parent, for all its children."""
+    """Opened once, for all processes that were forked since it was made."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
 
-    def enter_child(self) -> None:
-        """To be called in every child: else the gate stays shut."""
-        os.close(self._writer)
-
     def open(self) -> None:
-        """By the parent, once."""
-        os.close(self._writer)
+        """Open it; nobody takes the byte out, so that it stays open."""
+        os.write(self._writer, b"!")
 
     def is_open(self) -> bool:
-        """Whether the parent has opened it."""
+        """Whether it was opened."""
         return bool(select.select([self._reader], [], [], 0)[0])
 
     def wait(self) -> None:
-        """Return when the parent has opened it."""
+        """Return when it is opened."""
         select.select([self._reader], [], [])
 
     def discard(self) -> None:
         """Give the descriptors back."""
-        for descriptor in (self._reader, self._writer):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        os.close(self._reader)
+        os.close(self._writer)
 
 
 @final

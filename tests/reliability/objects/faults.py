@@ -162,8 +162,6 @@ def meet(found: Service, case: Case, root: str) -> Outcome:
     begin, end = forks.Gate(), forks.Gate()
 
     def be(rank: int, tell: forks.Tell) -> None:
-        begin.enter_child()
-        end.enter_child()
         _live(found.storage(root, f"rank{rank}", request_seconds=_REQUEST_SECONDS), case, begin, end, tell)
 
     with forks.ranks(case.world_size, be) as ranks:

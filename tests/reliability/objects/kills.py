@@ -117,7 +117,6 @@ def _job(found: Service, sweep: Sweep, root: str, point: _Point | None = None) -
     begin = forks.Gate()
 
     def be(rank: int, tell: forks.Tell) -> None:
-        begin.enter_child()
         begin.wait()
         _be_rank(found, sweep, root, rank=rank, tell=tell)
 

@@ -27,8 +27,6 @@ Train = Callable[..., dict[str, Any]]
 def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
     """Every case, or the chosen ones; what Lightning gets wrong by itself only if it is named."""
 
-    import torch._dynamo  # noqa: F401 - what the first optimizer of a process imports
-
     wanted = choice.of([*cases(), *(stock_cases() if choice.named else ())])
     for case in wanted:
         train_under(case.job.host)  # before the first fork, so that no rank has to import it

@@ -100,8 +100,6 @@ class _Job:
         return children, [f"rank {rank} never ended" for rank in late]
 
     def _be(self, rank: int, tell: forks.Tell) -> None:
-        self._begin.enter_child()
-        self._end.enter_child()
         if self._case.store_fault == "is removed":
             self._join_by_file(rank)
         Life(self._case, rank, self._root, begin=self._begin, end=self._end, tell=tell).live()

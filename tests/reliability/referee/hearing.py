@@ -28,7 +28,6 @@ def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
     """Kill a training of every kind at every file event, or at a sample of them."""
     import accelerate  # noqa: F401 - before the first fork, so that no training has to
     import lightning  # noqa: F401
-    import torch._dynamo  # noqa: F401
     import transformers.trainer  # noqa: F401
 
     for kind in [each for each in JOBS if not choice.named or each in choice.named]:

@@ -157,8 +157,6 @@ def campaigns(
 def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
     """Kill trainings a thousand times, or as often as is chosen; each kind by its share, at least once."""
 
-    import torch._dynamo  # noqa: F401 - what the first optimizer of a process imports
-
     os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_TORCH_DEVICE="cpu")
     references: dict[tuple[str, int], Reference] = {}
     for number, sweep in enumerate(SWEEPS, start=1):
