@@ -96,19 +96,19 @@ def train(checkpoints: CheckpointManager, steps: Sequence[int], columns: int, te
     checkpoints.wait()
 
 
-def inspect(found: Service, root: str, acknowledged: int, *, columns: int) -> int | None:
-    """What a fresh process finds: the step that it resumed from; raises where a promise is broken."""
+def inspect(found: Service, root: str, acknowledged: int, *, columns: int) -> int:
+    """The step that a fresh process resumes from, 0 for none; raises where a promise is broken."""
     storage = found.storage(root)
     committed = Catalog(storage).committed()
     broken = {info.name: verify(storage, info.name) for info in committed}
     assert not any(broken.values()), f"a committed checkpoint is damaged: {broken}"
     state = state_of(0, columns)
     with CheckpointManager(storage, keep=KeepLatest(1), deadline_seconds=60) as checkpoints:
-        step = checkpoints.resume(state)
-        assert (step or 0) >= acknowledged, f"step {acknowledged} was acknowledged, {step} was resumed"
-        if step is not None:
+        step = checkpoints.resume(state) or 0
+        assert step >= acknowledged, f"step {acknowledged} was acknowledged, {step} was resumed"
+        if step:
             assert values(state) == values(state_of(step, columns)), f"step {step} holds other values"
-        after = (step or 0) + 100
+        after = step + 100
         train(checkpoints, [after], columns, lambda _step: None)
         latest = checkpoints.latest()
         assert latest is not None, "what was saved next is gone"

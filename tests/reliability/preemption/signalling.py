@@ -130,7 +130,7 @@ class Director:
         deadline = time.monotonic() + self._seconds
         while any(child.status is None for child in children) or len(self._results) < results:
             if not self._listen(deadline - time.monotonic()):
-                break
+                break  # nothing was said until then
         late = forks.gather(children, 0.0)
         while self._listen(0.0):
             pass
@@ -147,9 +147,10 @@ class Director:
         return len(said)
 
     def _follow(self, child: forks.Child) -> None:
-        stream = child.stream
-        if not child.listen():
-            self._selector.unregister(stream)
+        # Before it is closed: later ranks have it, too, so that closing it here would not end its events.
+        self._selector.unregister(child.stream)
+        if child.listen():
+            self._selector.register(child.stream, selectors.EVENT_READ, child)
 
     def _hear(self, key: selectors.SelectorKey) -> None:
         if key.fileobj is self._listener:
