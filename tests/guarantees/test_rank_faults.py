@@ -29,7 +29,7 @@ SAMPLE = [
     "load: verify/dies/1/2",
     "load: fetch/is stopped/1/2",
     "network/store dies/-1/2",
-    "network/store stands still/-1/2",
+    "network/store is stopped/-1/2",
     "network/connections are reset/1/3",
 ]
 

@@ -90,7 +90,7 @@ class Child:
 
 
 def fork(act: Act, *, group: int | None = None) -> Child:
-    """Run `act` in a child; a failure is told as `{"error": traceback}`.
+    """Run `act` in a child; a failure arrives as `{"error": traceback}`.
 
     Args:
         act: what it does; it ends when this returns.
@@ -110,7 +110,7 @@ def fork(act: Act, *, group: int | None = None) -> Child:
 
 
 def spawn(command: Sequence[str]) -> Child:
-    """Run a command, whose output goes to the standard error; nothing is told by it but its end."""
+    """Run a command, whose output goes to the standard error; its end is all that it tells."""
     reader, writer = os.pipe()
     process = subprocess.Popen(command, stdout=sys.stderr, pass_fds=[writer])
     os.close(writer)

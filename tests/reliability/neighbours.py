@@ -153,7 +153,7 @@ def _checkpoint(scene: Scene, number: int) -> Bait:
     save(scene)
     _open_to_all(scene, _NAME, f"{_NAME}/part")
     if number % 2:
-        (scene.root / _NAME / MANIFEST).unlink()  # what is ours is told by names, and deleted in place
+        (scene.root / _NAME / MANIFEST).unlink()  # names tell what is ours, which is deleted in place
     return _bait_in(scene, _NAME)
 
 

@@ -220,7 +220,7 @@ class ServiceControl:
         self._url = endpoint.rstrip("/") + _CONTROL
 
     def set(self, *faults: ServiceFault) -> None:
-        """These faults, and no others, from the next request on; their counts begin anew."""
+        """These faults, and no others, from the next request on; their counts begin at 0."""
         self._ask("PUT", "/rules", json.dumps([asdict(fault) for fault in faults]).encode())
 
     def clear(self) -> None:

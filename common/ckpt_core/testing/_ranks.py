@@ -198,7 +198,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What a rank is told. `call` is pickled apart, so that its import errors are reported like others."""
+    """What a rank has to do. `call` is pickled apart, so that its import errors are reported like others."""
 
     call: bytes
     stem: str

@@ -242,7 +242,7 @@ def late_upload(bucket, key):
     return older, late, newer
 
 
-@pytest.mark.parametrize("key", ["__0_0.distcp", ".metadata", "manifest.json", "COMMITTED"])
+@pytest.mark.parametrize("key", ["__0_0.distcp", "manifest.json", "COMMITTED"])
 def test_a_late_upload_of_a_job_that_was_replaced_does_not_damage_the_newer_checkpoint(bucket, key):
     older, late, newer = late_upload(bucket, key)
     bucket.control.clear()
@@ -362,6 +362,6 @@ def test_a_listing_that_does_not_show_the_data_yet_fails_no_commit(bucket):
 @pytest.mark.slow
 def test_a_kill_at_sampled_requests_and_sampled_faults_lose_nothing(tmp_path):
     pytest.importorskip("moto")
-    outcomes = sample(tmp_path, "s3", count=3)
-    assert len(outcomes) == 6
-    assert sum(outcome.kills for outcome in outcomes) >= 3
+    outcomes = sample(tmp_path, "s3", count=2)
+    assert len(outcomes) == 4
+    assert sum(outcome.kills for outcome in outcomes) >= 2

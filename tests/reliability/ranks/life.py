@@ -166,7 +166,7 @@ class _Stateful:
 
 @final
 class Life:
-    """One rank, from joining the job to closing its manager; it tells its parent all that it is told.
+    """One rank, from joining the job to closing its manager; it tells its parent what each call came to.
 
     Args:
         case: what goes wrong.

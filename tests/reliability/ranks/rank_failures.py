@@ -29,7 +29,7 @@ Kind = Literal[
     "is busy",
     "raises",
     "store dies",
-    "store stands still",
+    "store is stopped",
     "store file is removed",
     "connections are reset",
 ]
@@ -37,7 +37,7 @@ Kind = Literal[
 _KINDS: Final[tuple[Kind, ...]] = ("dies", "is stopped", "is busy", "raises")
 _STORE_FAULTS: Final[dict[Kind, str]] = {
     "store dies": "is killed",
-    "store stands still": "is stopped",
+    "store is stopped": "is stopped",
     "store file is removed": "is removed",
 }
 

@@ -64,7 +64,7 @@ def live(sweep: Sweep, life: Life, death: Death | None = None, *, output: Path) 
 
     Args:
         sweep: what trains, on how many ranks.
-        life: what rank 0 is told.
+        life: of rank 0; that of the others differs in the rank alone.
         death: None to let it live.
         output: the ranks print to files whose names begin so.
     """

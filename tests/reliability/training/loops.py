@@ -35,7 +35,7 @@ _DEADLINE_SECONDS = 5.0
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
-    """What a training process is told before it starts.
+    """What a training process knows before it starts.
 
     Attributes:
         root: the checkpoints; the process goes on from the newest.
@@ -73,7 +73,7 @@ class Witness:
         self.tell(step=step, state=state, loss=loss)
 
     def emit(self, event: Event) -> None:
-        """Take an event: a commit is what a training is told, and acknowledges the step."""
+        """Take an event: a commit acknowledges its step."""
         if event.name == "save.commit" and event.phase == "finished":
             torn = self._torn() if self._rank == 0 else []
             self.tell(committed=event.attributes["step"], torn=torn)

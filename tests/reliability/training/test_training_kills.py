@@ -16,7 +16,7 @@ SAMPLE = 10
 
 @pytest.mark.slow
 def test_killed_trainings_go_on_exactly_to_their_end_and_leave_nothing_behind(tmp_path):
-    """…from what was acknowledged, or newer, under both adapters, whoever of the job was killed."""
+    """…from what was acknowledged, or newer, under both adapters, after a kill of one rank or of all."""
     outcomes = sample(tmp_path, "training", count=SAMPLE)
     rows = {row["sweep"]: row for row in table(outcomes)}
     assert {sweep: row["points"] for sweep, row in rows.items()} == {
