@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckpt_core.coordination import StoreCoordinator, coordinator_for_job
+from ckpt_core.coordination import coordinator_for_job
 from ckpt_core.errors import (
     CheckpointExistsError,
     CoordinationError,
@@ -43,22 +43,21 @@ def refuse(_: list[Any]) -> list[Any]:
 
 def talks() -> dict[str, Any]:
     coordinator = coordinator_for_job(deadline_seconds=30)
-    assert isinstance(coordinator.as_of_now(), StoreCoordinator)
-    rank, calls = coordinator.rank, []
+    channel, rank, calls = coordinator.commit_channel(), coordinator.rank, []
 
     def deciding() -> str:
         calls.append(rank)
         return f"by rank {rank}"
 
     results = {
-        "agree": coordinator.agree({"from": rank}),
+        "broadcast": coordinator.broadcast({"from": rank}),
         "gather": coordinator.gather(rank * 10),
-        "exchange": coordinator.exchange(rank, lambda values: [sum(values) + v for v in values]),
-        "once": coordinator.once(deciding),
-        "combine": coordinator.combine([rank, 5 - rank, 1 << 60]),
-        "meet": coordinator.meet("m", bytes([rank]), b"".join, deadline_seconds=30),
+        "gather_scatter": coordinator.gather_scatter(rank, lambda values: [sum(values) + v for v in values]),
+        "run_on_coordinator": coordinator.run_on_coordinator(deciding),
+        "all_reduce_max": coordinator.all_reduce_max([rank, 5 - rank, 1 << 60]),
+        "commit_barrier": channel.commit_barrier("m", bytes([rank]), b"".join, deadline_seconds=30),
         "one failed": error_of(lambda: coordinator.gather(OSError("disk") if rank == 1 else 1)),
-        "refused": error_of(lambda: coordinator.exchange(1, refuse)),
+        "refused": error_of(lambda: coordinator.gather_scatter(1, refuse)),
         "after": coordinator.gather(rank),
         "calls": calls,
     }
@@ -71,15 +70,15 @@ def talked():
     return run_ranks(talks, 3)
 
 
-def test_ranks_agree_and_exchange(talked):
+def test_ranks_agree(talked):
     for rank, found in enumerate(talked):
-        assert found["agree"] == {"from": 0}
+        assert found["broadcast"] == {"from": 0}
         assert found["gather"] == [0, 10, 20]
-        assert found["exchange"] == 3 + rank
-        assert found["once"] == "by rank 0"
+        assert found["gather_scatter"] == 3 + rank
+        assert found["run_on_coordinator"] == "by rank 0"
         assert found["calls"] == ([0] if rank == 0 else [])
-        assert found["combine"] == (2, 5, 1 << 60)
-        assert found["meet"] == b"\0\1\2"
+        assert found["all_reduce_max"] == (2, 5, 1 << 60)
+        assert found["commit_barrier"] == b"\0\1\2"
         assert found["after"] == [0, 1, 2]
 
 
@@ -92,35 +91,38 @@ def test_errors_are_the_same_on_every_rank(talked):
         assert found["refused"][2]["step"] == 3
 
 
-def meets_beside_training(count: int) -> list[float]:
-    """Meetings on a background thread while the main thread trains, in another order on every rank."""
+def commits_beside_training(count: int) -> list[float]:
+    """Commit barriers on a background thread while the main thread trains, in another order on each rank."""
     coordinator = coordinator_for_job(deadline_seconds=60)
+    channel = coordinator.commit_channel()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 
-    def meet(number: int) -> bytes:
-        return coordinator.meet(f"save/{number}", b"%d" % coordinator.rank, b"-".join, deadline_seconds=60)
+    def commit(number: int) -> bytes:
+        return channel.commit_barrier(
+            f"save/{number}", b"%d" % coordinator.rank, b"-".join, deadline_seconds=60
+        )
 
     losses = []
     with ThreadPoolExecutor(1) as pool:
-        if coordinator.rank:  # this rank's meetings start before the training, the other's in its midst
-            meetings = [pool.submit(meet, number) for number in range(count)]
+        if coordinator.rank:  # this rank's commits start before the training, the other's in its midst
+            commits = [pool.submit(commit, number) for number in range(count)]
         for step in range(20):
             if step == 10 and not coordinator.rank:
-                meetings = [pool.submit(meet, number) for number in range(count)]
+                commits = [pool.submit(commit, number) for number in range(count)]
             loss = model(torch.ones(2, 4)).sum()
             loss.backward()
             total = loss.detach().clone()
             dist.all_reduce(total)
             losses.append(total.item())
-            assert coordinator.combine([step]) == (step,)
-            coordinator.agree(step)
-        assert {meeting.result(60) for meeting in meetings} == {b"0-1"}
+            assert coordinator.all_reduce_max([step]) == (step,)
+            coordinator.broadcast(step)
+        assert {each.result(60) for each in commits} == {b"0-1"}
     coordinator.close()
     return losses
 
 
-def test_meetings_in_the_background_never_mix_with_the_collectives_of_training():
-    first, second = run_ranks(meets_beside_training, 2, 30)
+def test_commits_in_the_background_never_mix_with_the_collectives_of_training():
+    first, second = run_ranks(commits_beside_training, 2, 30)
     assert first == second
 
 
@@ -130,7 +132,8 @@ def one_never_arrives() -> tuple[str, str, dict[str, Any]] | None:
     if coordinator.rank == 1:
         store.wait(["others are done"])
         return None
-    found = error_of(lambda: coordinator.meet("save/7", b"", b"".join, deadline_seconds=SHORT))
+    channel = coordinator.commit_channel()
+    found = error_of(lambda: channel.commit_barrier("save/7", b"", b"".join, deadline_seconds=SHORT))
     if coordinator.rank == 0:
         store.set("others are done", "")
     return found
@@ -153,13 +156,19 @@ def one_dies(who: int) -> tuple[str, str, dict[str, Any]]:
         os.kill(os.getpid(), signal.SIGKILL)
     found: list[Any] = []
 
-    def meet() -> None:
-        found.append(error_of(lambda: coordinator.meet("save/7", b"", b"".join, deadline_seconds=SHORT)))
+    channel = coordinator.commit_channel()
 
-    thread = threading.Thread(target=meet)
+    def commit() -> None:
+        found.append(
+            error_of(lambda: channel.commit_barrier("save/7", b"", b"".join, deadline_seconds=SHORT))
+        )
+
+    thread = threading.Thread(target=commit)
     thread.start()
     thread.join()
+    channel.close()
     coordinator.close()
+    assert "ckpt-store" not in [each.name for each in threading.enumerate()]
     return found[0]
 
 

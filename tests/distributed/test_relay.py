@@ -1,4 +1,4 @@
-"""`Coordinator.relay` on real ranks: every subset, every source, and peers that never come."""
+"""`Coordinator.broadcast_tensor` on real ranks: every subset, every source, and missing peers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def routes(world: int) -> list[tuple[int, ...]]:
     return [subset[at:] + subset[:at] for subset in subsets for at in range(len(subset))]
 
 
-def relays_all(num_bytes: int) -> int:
+def broadcasts_all(num_bytes: int) -> int:
     coordinator = coordinator_for_job(deadline_seconds=60)
-    assert coordinator.relays
+    assert coordinator.can_broadcast_tensors
     checked = 0
     for number, route in enumerate(routes(coordinator.world_size)):
         if coordinator.rank not in route:
             continue
         content = torch.arange(num_bytes, dtype=torch.int64).mul(number + 3).to(torch.uint8)
         buffer = content.clone() if coordinator.rank == route[0] else torch.zeros_like(content)
-        coordinator.relay(buffer, route)
+        coordinator.broadcast_tensor(buffer, route)
         assert torch.equal(buffer, content), (route, coordinator.rank)
         checked += 1
     coordinator.close()
@@ -44,7 +44,7 @@ def relays_all(num_bytes: int) -> int:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_the_first_rank_has_arrives_in_every_subset_from_every_source(world):
-    counts = run_ranks(relays_all, world, 100_001)
+    counts = run_ranks(broadcasts_all, world, 100_001)
     assert counts == [sum(rank in route for route in routes(world)) for rank in range(world)]
 
 
@@ -52,23 +52,23 @@ def amid_training() -> None:
     coordinator = coordinator_for_job(deadline_seconds=60)
     for step in range(20):
         buffer = torch.full((1000,), coordinator.rank + step, dtype=torch.uint8)
-        coordinator.relay(buffer, (1, 0))
+        coordinator.broadcast_tensor(buffer, (1, 0))
         total = torch.ones(1)
         dist.all_reduce(total)
         assert buffer.unique().tolist() == [1 + step]
         assert total.item() == 2
-        assert coordinator.combine([step]) == (step,)
+        assert coordinator.all_reduce_max([step]) == (step,)
     coordinator.close()
 
 
 @pytest.mark.slow
-def test_relays_never_mix_with_the_collectives_of_training():
+def test_broadcasts_of_tensors_never_mix_with_the_collectives_of_training():
     run_ranks(amid_training, 2)
 
 
-def error_of_relay(coordinator: StoreCoordinator, route: tuple[int, ...]) -> tuple[str, str, Any]:
+def error_of_broadcast(coordinator: StoreCoordinator, route: tuple[int, ...]) -> tuple[str, str, Any]:
     try:
-        coordinator.relay(torch.zeros(1000, dtype=torch.uint8), route)
+        coordinator.broadcast_tensor(torch.zeros(1000, dtype=torch.uint8), route)
     except CoordinationError as error:
         return type(error).__name__, str(error), tuple(getattr(error, "awaited", ()))
     return "nothing", "", ()
@@ -80,7 +80,7 @@ def source_never_calls() -> tuple[str, str, Any] | None:
     if coordinator.rank == 0:
         store.wait(["the other is done"])
         return None
-    found = error_of_relay(coordinator, (0, 1))
+    found = error_of_broadcast(coordinator, (0, 1))
     store.set("the other is done", "")
     return found
 
@@ -91,19 +91,19 @@ def test_a_source_that_does_not_make_the_call_is_named_after_the_deadline():
     assert absent is None
     assert kind == DeadlineError.__name__
     assert awaited == (0,)
-    assert text.startswith("rank 1: relay of 1000 bytes from rank 0 was not done within 2 s")
+    assert text.startswith("rank 1: broadcast of 1000 bytes from rank 0 did not end within 2 s")
 
 
 def source_dies() -> tuple[str, str, Any]:
     coordinator = StoreCoordinator(deadline_seconds=60)
-    coordinator.relay(torch.zeros(10, dtype=torch.uint8), (0, 1))
+    coordinator.broadcast_tensor(torch.zeros(10, dtype=torch.uint8), (0, 1))
     coordinator.gather(None)
     if coordinator.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return error_of_relay(coordinator, (0, 1))
+    return error_of_broadcast(coordinator, (0, 1))
 
 
 def test_a_source_that_dies_is_named_at_once():
     _, (kind, text, _) = run_ranks(source_dies, 2, expect_death=[0], timeout_seconds=50)
     assert kind == CoordinationError.__name__
-    assert text.startswith("rank 1: relay of 1000 bytes from rank 0 failed, for that rank was lost")
+    assert text.startswith("rank 1: broadcast of 1000 bytes from rank 0 failed, the connection was lost")

@@ -57,27 +57,27 @@ def outcome(act: Any) -> Any:
 
 def visited(folder: str) -> dict[str, Any]:
     """What two ranks come to, where a stranger leaves messages in the place of one of them."""
-    coordinator = coordinator_for_job(deadline_seconds=10)
-    connected = coordinator.as_of_now()
-    assert isinstance(connected, StoreCoordinator)
+    coordinator: Any = coordinator_for_job(deadline_seconds=10)
+    connected: Any = coordinator._current
+    channel = coordinator.commit_channel()
     stranger, rank = Stranger(connected, f"{folder}/ran"), connected.rank
     found: dict[str, Any] = {}
     if rank == 0:
         found["arrival"] = outcome(lambda: coordinator.gather(0))
-        stranger.leaves("main/exchange/1/depart/1")
+        stranger.leaves("main/gather_scatter/1/depart/1")
         next(connected._sequence)
-        coordinator.agree(None)
-        coordinator.meet("before", b"", b"".join, deadline_seconds=10)
+        coordinator.broadcast(None)
+        channel.commit_barrier("before", b"", b"".join, deadline_seconds=10)
         stranger.leaves("background/save/8/said")
     else:
-        stranger.leaves("main/exchange/0/arrive/1")
+        stranger.leaves("main/gather_scatter/0/arrive/1")
         next(connected._sequence)
-        stranger.waits_for("main/exchange/1/depart/1")
+        stranger.waits_for("main/gather_scatter/1/depart/1")
         found["reply"] = outcome(lambda: coordinator.gather(1))
-        coordinator.agree(None)
-        coordinator.meet("before", b"", b"".join, deadline_seconds=10)
+        coordinator.broadcast(None)
+        channel.commit_barrier("before", b"", b"".join, deadline_seconds=10)
         stranger.waits_for("background/save/8/said")
-        found["announcement"] = outcome(lambda: coordinator.announce("save/8", int, deadline_seconds=10))
+        found["announcement"] = outcome(lambda: channel.broadcast("save/8", int, deadline_seconds=10))
     found["after"] = coordinator.gather(rank)
     coordinator.close()
     return found
@@ -86,8 +86,8 @@ def visited(folder: str) -> dict[str, Any]:
 def test_a_stranger_at_the_store_runs_nothing_and_is_not_heard(tmp_path):
     first, second = run_ranks(visited, 2, str(tmp_path))
     for told, key, rank in (
-        (first["arrival"], "main/exchange/0/arrive/1", 1),
-        (second["reply"], "main/exchange/1/depart/1", 0),
+        (first["arrival"], "main/gather_scatter/0/arrive/1", 1),
+        (second["reply"], "main/gather_scatter/1/depart/1", 0),
         (second["announcement"], "background/save/8/said", 0),
     ):
         kind, text = told
@@ -103,11 +103,11 @@ def saved(folder: str) -> Any:
     """A save of two ranks while a stranger writes under every key that it will use."""
     state = {"model": {f"layer{i}": torch.full((3,), float(i)) for i in range(8)}}
     with CheckpointManager(folder, deadline_seconds=20) as manager:
-        connected: Any = manager._coordinator.as_of_now()
+        connected: Any = manager._coordinator._current
         if dist.get_rank() == 1:
             stranger = Stranger(connected, f"{folder}-ran")
             for number in range(40):
-                for verb in ("exchange", "agree", "while planning a save (exchange"):
+                for verb in ("gather_scatter", "broadcast", "while planning a save (gather_scatter"):
                     for place in ("arrive/1", "depart/1", "depart", "said", "verdict", "outcome"):
                         stranger.leaves(f"main/{verb}/{number}/{place}")
         dist.barrier()
@@ -167,9 +167,9 @@ def sends_what_is_not_plain() -> list[Any]:
     odd: Any = object()
     found = [
         outcome(lambda: coordinator.gather(odd if coordinator.rank else 1)),
-        outcome(lambda: coordinator.agree(odd)),
-        outcome(lambda: coordinator.once(lambda: odd)),
-        outcome(lambda: coordinator.announce("a", lambda: odd, deadline_seconds=20)),
+        outcome(lambda: coordinator.broadcast(odd)),
+        outcome(lambda: coordinator.run_on_coordinator(lambda: odd)),
+        outcome(lambda: coordinator.commit_channel().broadcast("a", lambda: odd, deadline_seconds=20)),
         coordinator.gather("after"),
     ]
     coordinator.close()

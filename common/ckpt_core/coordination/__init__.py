@@ -1,14 +1,16 @@
-"""Agreement among ranks: `Solo` for one process, `StoreCoordinator` over a torch.distributed Store.
+"""Coordinate the ranks of a job.
 
-`JobCoordinator` chooses between them, by the process group that there is when ranks have to agree.
+`Solo` is for one process, `StoreCoordinator` for the ranks of a process group; `JobCoordinator` chooses
+between them at each call. A save in the background uses a `CommitChannel`, which has no collectives.
 """
 
-from ckpt_core.coordination._base import Coordinator
+from ckpt_core.coordination._base import CommitChannel, Coordinator
 from ckpt_core.coordination._job import JobCoordinator, coordinator_for_job, require_same_process
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
 
 __all__ = [
+    "CommitChannel",
     "Coordinator",
     "JobCoordinator",
     "Solo",

@@ -1,12 +1,19 @@
-"""The contract by which ranks agree."""
+"""Declare how ranks agree: on the main thread, and in the background.
+
+`Coordinator` is for the main thread and has collectives, `CommitChannel` is for a save in the background and
+has none.
+"""
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from contextlib import closing
+from typing import Any, Final, TypeVar, final
 
 import torch
+from typing_extensions import override
 
 from ckpt_core.errors import CoordinationError
 
@@ -14,60 +21,119 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Coordinator(ABC):
-    """Lets the ranks of a job agree.
+class CommitChannel(ABC):
+    """Connects the ranks for one save, on the background thread.
 
-    Main thread only, the same call in the same order on every rank: `agree`, `gather`, `exchange`, `combine`.
-    Main thread only, some of the ranks: `relay`.
-    Any one thread: `announce` and `meet`, which never use a collective, so that they cannot deadlock against
-    training.
-    Every wait has a deadline; when it passes, `DeadlineError` names the ranks awaited, and `what` they were
-    to do: a few words, the same on every rank, that follow "while". Ranks that are at different things do not
-    take each other's messages for their own.
+    Uses no collectives, so it cannot deadlock against training. Every wait has a deadline; when it passes,
+    `DeadlineError` names the missing ranks.
 
     Attributes:
-        rank: this process's, from 0.
-        world_size: how many ranks there are.
-        relays: whether `relay` can be used; where it cannot, every rank reads for itself.
+        rank: of this process, from 0.
     """
 
     rank: int
-    world_size: int
-
-    @property
-    def relays(self) -> bool:
-        """See the class."""
-        return False
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this rank decides and commits for all."""
         return self.rank == 0
 
-    def check(self) -> None:  # noqa: B027 - most coordinators have one set of ranks for good
-        """Refuse to go on if the ranks are not those that there were; collective, as `agree`.
+    @abstractmethod
+    def broadcast(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+        """Call `make` on the coordinator, return its result on every rank.
+
+        One message, for any number of ranks. `name` is unique per broadcast and equal on all ranks. A rank
+        that has failed need not take part. The result must be plain, see `Coordinator.gather_scatter`.
 
         Raises:
-            ConfigError: they are others, or this is another process; the message says what to do.
+            CheckpointError: `make` raised it; of the same type on every rank.
+            CoordinationError: `make` raised another exception; the same error on every rank.
+            DeadlineError: no result arrived from the coordinator.
+        """
+
+    @abstractmethod
+    def commit_barrier(
+        self,
+        name: str,
+        payload: bytes | BaseException,
+        commit: Callable[[list[bytes]], bytes],
+        *,
+        deadline_seconds: float,
+    ) -> bytes:
+        """Wait for all ranks, then commit once, on the coordinator.
+
+        Every rank arrives with a payload, or with the error that prevented one. When all have arrived
+        without an error, the coordinator alone calls `commit(payloads in rank order)`; every rank returns its
+        result. `name` is unique per barrier and equal on all ranks.
+
+        Raises:
+            CoordinationError: a rank arrived with an error or `commit` raised; `failures` says which rank and
+                what, the same on every rank. The original exception is the cause on the rank that had it.
+            CheckpointError: `commit` raised it; of the same type on every rank.
+            DeadlineError: ranks are missing; `awaited` names them.
+        """
+
+    def close(self) -> None:  # noqa: B027 - for channels that hold a connection
+        """Release the channel after its save; harmless when repeated."""
+
+
+class Coordinator(ABC):
+    """Connects the ranks of a job, on the main thread.
+
+    Every method is collective unless it says otherwise: all ranks make the same calls in the same order.
+    Every wait has a deadline; when it passes, `DeadlineError` names the missing ranks and `what` they were
+    doing: a few words, the same on every rank, that follow "while". Calls with another `what` or of another
+    method are never mixed up.
+
+    Attributes:
+        rank: of this process, from 0.
+        world_size: number of ranks.
+    """
+
+    rank: int
+    world_size: int
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _bridge_former_verbs(cls)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides and commits for all."""
+        return self.rank == 0
+
+    @property
+    def can_broadcast_tensors(self) -> bool:
+        """Whether `broadcast_tensor` works now."""
+        return False
+
+    def check(self) -> None:  # noqa: B027 - most coordinators never change their ranks
+        """Raise if the ranks have changed.
+
+        Raises:
+            ConfigError: the ranks or this process changed; the message says what to do.
         """
 
     def bind(self) -> None:  # noqa: B027 - see `check`
-        """Stay with these ranks: from now on something depends on how many there are; collective.
+        """Fix the set of ranks: from now on plans depend on it.
 
         Raises:
             ConfigError: see `check`; or these are not all ranks of the job.
         """
 
-    def as_of_now(self) -> Coordinator:
-        """The coordinator of the ranks as they are now, for a save in flight; it stays the same."""
-        return self
+    @abstractmethod
+    def commit_channel(self) -> CommitChannel:
+        """Open a channel to the present ranks for one save; not collective."""
 
     @abstractmethod
-    def agree(self, value: T, *, what: str = "") -> T:
-        """The coordinator's value, on every rank. The value must be plain, see `exchange`."""
+    def broadcast(self, value: T, *, what: str = "") -> T:
+        """Return the coordinator's value on every rank.
+
+        It must be plain, see `gather_scatter`.
+        """
 
     @abstractmethod
-    def exchange(
+    def gather_scatter(
         self,
         value: T | BaseException,
         decide: Callable[[list[T]], list[R]],
@@ -75,18 +141,16 @@ class Coordinator(ABC):
         what: str = "",
         deadline_seconds: float | None = None,
     ) -> R:
-        """Bring every rank's value to the coordinator, decide there, give every rank its own answer.
+        """Gather values, decide on the coordinator, send each rank its answer.
 
-        A rank that could not make its value passes the exception instead. Values must be plain: numbers,
-        text, bytes, None, lists, tuples and dictionaries of those, errors, and what is declared as a
-        `message`.
+        A rank without a value passes the exception that prevented it. Values must be plain: numbers, text,
+        bytes, None, lists, tuples and dictionaries of those, errors, and what is declared as a `message`.
 
         Args:
-            value: this rank's.
+            value: of this rank.
             decide: called on the coordinator, with the values in rank order.
             what: see the class.
-            deadline_seconds: how long to wait, if not as long as always: ranks that were waited for in vain a
-                moment ago need not be waited for as long again.
+            deadline_seconds: limit of this wait, if it differs from the usual one.
 
         Raises:
             CoordinationError: a rank passed an exception, or `decide` raised; the same error on every rank.
@@ -97,61 +161,107 @@ class Coordinator(ABC):
     def gather(
         self, value: T | BaseException, *, what: str = "", deadline_seconds: float | None = None
     ) -> list[T]:
-        """The value of every rank, in rank order, on every rank; see `exchange`."""
-        return self.exchange(
+        """Return the values of all ranks on every rank, in rank order.
+
+        Raises:
+            CoordinationError: see `gather_scatter`.
+        """
+        return self.gather_scatter(
             value, lambda values: [values] * len(values), what=what, deadline_seconds=deadline_seconds
         )
 
-    def once(self, decide: Callable[[], T], *, what: str = "") -> T:
-        """The result of `decide`, called on the coordinator alone, on every rank; errors as in `exchange`."""
-        return self.exchange(None, lambda nothing: [decide()] * len(nothing), what=what)
+    def run_on_coordinator(self, decide: Callable[[], T], *, what: str = "") -> T:
+        """Call `decide` on the coordinator, return its result everywhere.
+
+        Raises:
+            CheckpointError: see `gather_scatter`.
+        """
+        return self.gather_scatter(None, lambda nothing: [decide()] * len(nothing), what=what)
 
     @abstractmethod
-    def combine(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
-        """Element-wise maximum over the ranks of a few small integers; cheap enough for every step.
+    def all_reduce_max(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
+        """Return the element-wise maximum of a few integers.
+
+        Cheap enough for every step.
 
         Raises:
             DeadlineError: ranks are missing; `awaited` names them.
             CoordinationError: the ranks cannot reach one another.
         """
 
-    def relay(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
-        """Bring the content of the first rank's buffer into the buffers of the others; a tree of messages.
+    def broadcast_tensor(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Copy the first rank's buffer into the buffers of the other `ranks`.
 
-        Only `ranks` make the call, all with the same `ranks` and a buffer of the same size; a rank alone is
-        done at once. No deadlock can arise if all relays of a job stand in one order and every rank makes
-        those it belongs to in that order: the first that is not done can always go on.
+        Only `ranks` make the call, all with the same `ranks` and a buffer of the same size. If every rank
+        makes its calls in one order that is common to the job, they cannot deadlock.
 
         Args:
             buffer: uint8, one-dimensional, contiguous, on the CPU.
             ranks: the source first, each one once.
 
         Raises:
-            CoordinationError: a peer was lost, or this coordinator cannot relay (see `relays`).
-            DeadlineError: a peer has not made the call; `awaited` names it.
+            CoordinationError: a peer was lost, or `can_broadcast_tensors` is False.
+            DeadlineError: a peer did not make the call; `awaited` names it.
             ValueError: this rank is not among `ranks`, or one of them is there twice.
         """
         if len(ranks) > 1:
             raise CoordinationError(
-                f"rank {self.rank}: {type(self).__name__} cannot relay {buffer.numel()} bytes to ranks "
-                f"{list(ranks[1:])}: `relays` is False"
+                f"rank {self.rank}: {type(self).__name__} cannot broadcast {buffer.numel()} bytes to ranks "
+                f"{list(ranks[1:])}: `can_broadcast_tensors` is False"
             )
 
     @abstractmethod
-    def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
-        """What `make`, called on the coordinator alone, returned, on every rank; it must be plain.
+    def close(self) -> None:
+        """Release threads, groups and connections, for good."""
 
-        One message, however many ranks there are. `name` must be unique per announcement and equal on all
-        ranks; a rank that has failed need not listen.
 
-        Raises:
-            CheckpointError: `make` raised it; of the same type on every rank.
-            CoordinationError: `make` raised something else; the same on every rank.
-            DeadlineError: the coordinator has said nothing.
-        """
+_FORMER_VERBS: Final = {
+    "broadcast": "agree",
+    "gather_scatter": "exchange",
+    "run_on_coordinator": "once",
+    "all_reduce_max": "combine",
+    "broadcast_tensor": "relay",
+    "can_broadcast_tensors": "relays",
+}
+"""Name of a method -> its name in version 0.1."""
 
-    @abstractmethod
-    def meet(
+
+def _bridge_former_verbs(cls: Any) -> None:
+    """Alias the names of version 0.1, so that former subclasses still work."""
+    own, renamed = vars(cls), dict[str, str]()
+    for verb, former in _FORMER_VERBS.items():
+        if former in own and verb not in own:
+            renamed[former] = verb
+            setattr(cls, verb, own[former])
+        elif verb in own and former not in own:
+            setattr(cls, former, own[verb])
+    if "meet" in own and "commit_channel" not in own:
+        renamed |= {"announce": "CommitChannel.broadcast", "meet": "CommitChannel.commit_barrier"}
+        cls.commit_channel = _former_channel
+    if renamed:
+        names = ", ".join(f"{former} is now {verb}" for former, verb in renamed.items())
+        warnings.warn(
+            f"{cls.__name__} implements methods of Coordinator under their former names: {names}",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+
+
+@final
+class _FormerChannel(CommitChannel):
+    """Adapts `announce` and `meet` of version 0.1."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self.rank = coordinator.rank
+        self._coordinator = coordinator
+
+    @override
+    def broadcast(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+        heard: T = self._coordinator.announce(name, make, deadline_seconds=deadline_seconds)
+        return heard
+
+    @override
+    def commit_barrier(
         self,
         name: str,
         payload: bytes | BaseException,
@@ -159,19 +269,30 @@ class Coordinator(ABC):
         *,
         deadline_seconds: float,
     ) -> bytes:
-        """Two-phase rendezvous: arrive, commit once, depart.
+        answer: bytes = self._coordinator.meet(name, payload, commit, deadline_seconds=deadline_seconds)
+        return answer
 
-        Every rank arrives with a payload or with the error that kept it from having one. When all have
-        arrived without error the coordinator alone calls `commit(payloads in rank order)`; its result is
-        returned on every rank. `name` must be unique per rendezvous and equal on all ranks.
 
-        Raises:
-            CoordinationError: a rank arrived with an error or `commit` raised; `failures` says which rank and
-                what, the same on every rank. The original exception is the cause on the rank that had it.
-            CheckpointError: `commit` raised it; of the same type on every rank.
-            DeadlineError: ranks are missing; `awaited` names them.
-        """
+def _former_channel(self: Any) -> CommitChannel:
+    now = self.as_of_now()
+    channel: CommitChannel = _FormerChannel(self) if now is self else now.commit_channel()
+    return channel
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release groups and connections; the coordinator must not be used afterwards."""
+
+def _as_of_now(self: Coordinator) -> Coordinator:
+    return self
+
+
+def _announce(self: Coordinator, *call: Any, **options: Any) -> Any:
+    with closing(self.commit_channel()) as channel:
+        return channel.broadcast(*call, **options)
+
+
+def _meet(self: Coordinator, *call: Any, **options: Any) -> bytes:
+    with closing(self.commit_channel()) as channel:
+        return channel.commit_barrier(*call, **options)
+
+
+for _name, _method in {"as_of_now": _as_of_now, "announce": _announce, "meet": _meet}.items():
+    setattr(Coordinator, _name, _method)
+_bridge_former_verbs(Coordinator)

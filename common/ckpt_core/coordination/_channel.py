@@ -1,4 +1,4 @@
-"""Messages over a torch.distributed Store: small, ordered, with deadlines that name who is missing."""
+"""Broadcast, gather and commit over a torch.distributed Store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, 
 
 _logger = logger_of(__name__)
 
-_GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing, arrives first
+_GRACE_SECONDS = 5.0  # so that the coordinator's verdict, which names the missing ranks, arrives first
 _DECIDING = "deciding"
 _DECIDED = "decided"
 
@@ -24,7 +24,7 @@ _DECIDED = "decided"
 @final
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """What one rank tells another: a value, why it has none, or the error that all are to raise."""
+    """Carries a value, the failure to make one, or an error for all ranks."""
 
     kind: Literal["value", "failure", "error"]
     content: object
@@ -32,15 +32,15 @@ class _Word:
 
 @final
 class Channel:
-    """One rank's end of a line of exchanges; used by one thread at a time.
+    """Exchanges messages with the other ranks; used by one thread at a time.
 
-    Messages are plain values (see `ckpt_core.messages`), signed with what only the ranks of the job know.
-    The coordinator reads all messages of an exchange in one request, and every rank deletes its own: with
-    thousands of ranks the coordinator would otherwise be busy with the store alone.
+    Messages are plain values (see `ckpt_core.messages`), signed with a secret of the job. The coordinator
+    reads all messages of a call in one request, and every rank deletes its own, so that the coordinator's
+    work hardly grows with the number of ranks.
 
-    Of every exchange either all ranks hear the same end, or none is told that it went well: before the
-    coordinator decides, and before another rank gives up, it leaves its word under one key, where the first
-    stands. So a coordinator that wakes up after the others have given up decides nothing any more.
+    All ranks agree on the outcome of a call, unless it is reported as in doubt: before the coordinator
+    decides, and before another rank gives up waiting, it claims one key, where the first claim wins. So a
+    coordinator that wakes up after the others gave up decides nothing.
     """
 
     def __init__(
@@ -57,15 +57,11 @@ class Channel:
         self._world_size = world_size
         self._stale: list[str] = []
 
-    def broadcast(self, topic: str, value: Any, deadline_seconds: float) -> Any:
-        """The coordinator's value on every rank."""
-        return self.announce(topic, lambda: value, deadline_seconds)
-
-    def announce(self, topic: str, make: Callable[[], Any], deadline_seconds: float) -> Any:
-        """What the coordinator alone makes, or the error of making it; see `Coordinator.announce`."""
+    def broadcast(self, topic: str, make: Callable[[], Any], deadline_seconds: float) -> Any:
+        """Broadcast the result of `make`; see `CommitChannel.broadcast`."""
         key = f"{topic}/said"
         if self._rank != 0:
-            return _opened(self._await(key, topic, deadline_seconds), None)
+            return _content(self._await(key, topic, deadline_seconds), None)
         self._stale.append(key)
 
         def answer() -> tuple[Any, dict[str, bytes]]:
@@ -74,28 +70,35 @@ class Channel:
 
         return self._decided(topic, answer, [key], None)
 
-    def exchange(
+    def gather_scatter(
         self,
         topic: str,
         value: Any,
         decide: Callable[[list[Any]], list[Any]],
         deadline_seconds: float,
         *,
+        prefix: str = "",
         waited_seconds: float = 0.0,
     ) -> Any:
-        """Values to the coordinator, to each rank its answer; see `Coordinator.exchange`.
+        """Gather values, send answers; see `Coordinator.gather_scatter`.
 
-        `waited_seconds` is how long the ranks have been waited for by other means already.
+        Args:
+            topic: unique, and equal on all ranks.
+            value: of this rank.
+            decide: called on the coordinator.
+            deadline_seconds: how long to wait.
+            prefix: of the message of a failure.
+            waited_seconds: time already spent on a collective that failed, for the message.
         """
         if self._rank:
             key = f"{topic}/depart/{self._rank}"
             reply, cause = self._follow(topic, value, key, deadline_seconds, waited_seconds=waited_seconds)
             self._forget([f"{topic}/arrive/{self._rank}", key])
-            return _opened(reply, cause)
+            return _content(reply, cause)
         keys = [f"{topic}/depart/{rank}" for rank in range(1, self._world_size)]
 
         def answer() -> tuple[Any, dict[str, bytes]]:
-            answers = decide(self._collect(topic, value, deadline_seconds, waited_seconds))
+            answers = decide(self._collect(topic, value, deadline_seconds, waited_seconds, prefix=prefix))
             word = self._mail.claim(f"{topic}/outcome", _DECIDED)
             self._stale.append(f"{topic}/outcome")
             if word != _DECIDED:
@@ -105,17 +108,17 @@ class Channel:
                 key: _packed("value", answers[rank]) for rank, key in enumerate(keys, start=1)
             }
 
-        return self._decided(topic, answer, keys, value)
+        return self._decided(topic, answer, keys, value, prefix=prefix)
 
-    def meet(
+    def commit_barrier(
         self, topic: str, value: Any, commit: Callable[[list[Any]], Any], deadline_seconds: float
     ) -> Any:
-        """Values to the coordinator, one answer to all; see `Coordinator.meet`."""
+        """Gather values, commit; see `CommitChannel.commit_barrier`."""
         key = f"{topic}/depart"
         if self._rank:
             reply, cause = self._follow(topic, value, key, deadline_seconds)
             self._forget([f"{topic}/arrive/{self._rank}"])
-            return _opened(reply, cause)
+            return _content(reply, cause)
 
         def answer() -> tuple[Any, dict[str, bytes]]:
             committed = commit(self._collect(topic, value, deadline_seconds))
@@ -126,6 +129,10 @@ class Channel:
         finally:
             self._stale.append(key)
 
+    def close(self) -> None:
+        """Drop the connection and end its thread; harmless when repeated."""
+        self._mail.close()
+
     def _follow(
         self,
         topic: str,
@@ -135,10 +142,10 @@ class Channel:
         *,
         waited_seconds: float = 0.0,
     ) -> tuple[_Word, BaseException | None]:
-        """Bring a value and hear how it ended; with it the error that kept this rank from having a value.
+        """Send a value, return the reply and the error that `value` may be.
 
         Raises:
-            CoordinationError: nothing was heard; `in_doubt` if the coordinator may have gone on all the same.
+            CoordinationError: no reply; `in_doubt` if the coordinator may have decided all the same.
         """
         message, cause = _packed_value(value)
         try:
@@ -150,13 +157,13 @@ class Channel:
                 cause,
             )
         except CoordinationError as error:
-            # Whoever brought an error, or has left word that it gives up, knows that nothing will be done.
+            # After this rank's error, or its claim that it gave up, the coordinator decides nothing.
             given_up = isinstance(error, DeadlineError) and bool(error.awaited)
             if given_up or cause is not None:
                 raise
             raise error.retold(
-                f"{topic}: {error}; rank {self._rank} had told rank 0 that it was ready by then, so whether "
-                "rank 0 came to its end is not known here",
+                f"{topic}: {error}; rank {self._rank} had reported to rank 0 before, so the outcome on "
+                "rank 0 is not known here",
                 in_doubt=True,
             ) from error
 
@@ -168,10 +175,12 @@ class Channel:
         value: Any,
         *,
         irrevocable: bool = False,
+        prefix: str = "",
     ) -> Any:
-        """Decide, and send the replies; an error goes to every rank before it is raised.
+        """Decide and send the replies.
 
-        What is `irrevocable` is done when it is decided, whether or not the replies can be sent.
+        An error is sent to every rank before it is raised. An `irrevocable` decision stands even if the
+        replies cannot be sent.
         """
         cause = value if isinstance(value, BaseException) else None
         try:
@@ -182,7 +191,7 @@ class Channel:
         except Exception as error:
             found = Failure.of(error)
             refusal = CoordinationError(
-                _told(topic, f"rank 0: {found.text}"), failures={0: found.text}, causes={0: found}
+                f"{prefix}rank 0: {found.text}", failures={0: found.text}, causes={0: found}
             )
             self._refuse(reply_keys, refusal)
             raise refusal from error
@@ -192,7 +201,7 @@ class Channel:
         except CoordinationError as error:
             if not irrevocable:
                 raise
-            _logger.warning("%s is done, but the other ranks cannot be told: %s", topic, error)
+            _logger.warning("%s succeeded, but its reply cannot be sent to other ranks: %s", topic, error)
         return answer
 
     def _refuse(self, reply_keys: Sequence[str], error: CheckpointError) -> None:
@@ -201,10 +210,16 @@ class Channel:
             for key in reply_keys:
                 self._mail.put(key, reply)
         except CoordinationError as lost:
-            _logger.warning("the other ranks cannot be told what went wrong: %s", lost)
+            _logger.warning("the failure cannot be reported to the other ranks: %s", lost)
 
     def _collect(
-        self, topic: str, value: Any, deadline_seconds: float, waited_seconds: float = 0.0
+        self,
+        topic: str,
+        value: Any,
+        deadline_seconds: float,
+        waited_seconds: float = 0.0,
+        *,
+        prefix: str = "",
     ) -> list[Any]:
         deadline = time.monotonic() + deadline_seconds
         causes = {0: Failure.of(value)} if isinstance(value, BaseException) else dict[int, Failure]()
@@ -218,7 +233,7 @@ class Channel:
         self._stale.append(f"{topic}/verdict")
         if causes := causes | _failures(words):
             raise CoordinationError(
-                _told(topic, _list_failures(causes)), failures=_texts(causes), causes=causes
+                f"{prefix}{_list_failures(causes)}", failures=_texts(causes), causes=causes
             )
         word = self._mail.claim(f"{topic}/verdict", _DECIDING)
         if word != _DECIDING:
@@ -226,7 +241,7 @@ class Channel:
         return [value, *(each.content for each in words.values())]
 
     def _arrived(self, keys: Sequence[str], missing: Collection[int]) -> dict[int, _Word]:
-        """The messages by rank, in order, without those that are missing."""
+        """Return the messages by rank, in order, without the missing ones."""
         there = {key: rank for rank, key in enumerate(keys, start=1) if rank not in missing}
         found = self._mail.take_all(there)
         return {rank: _read(key, message) for (key, rank), message in zip(there.items(), found, strict=True)}
@@ -240,7 +255,10 @@ class Channel:
         may_be_deciding: bool = False,
         waited_seconds: float = 0.0,
     ) -> _Word:
-        """What the coordinator leaves under `key`; it gets a second chance if it is known to be at it."""
+        """Return the coordinator's message.
+
+        Waits twice as long if the coordinator is known to be deciding.
+        """
         grace = min(_GRACE_SECONDS, deadline_seconds)
         if self._mail.wait([key], time.monotonic() + deadline_seconds + grace):
             return _read(key, self._mail.take(key, 0))
@@ -248,22 +266,22 @@ class Channel:
             raise _missing(topic, [0], waited_seconds + deadline_seconds, {})
         if self._mail.wait([key], time.monotonic() + deadline_seconds):
             return _read(key, self._mail.take(key, 0))
-        # Of an exchange the coordinator hears in time that it is no use; a commit cannot be taken back.
+        # A late coordinator can still drop the answers of a gather_scatter; a commit cannot be undone.
         if self._mail.claim(f"{topic}/outcome", f"rank {self._rank}") == _DECIDED:
             return self._await(key, topic, deadline_seconds)
         raise DeadlineError(
-            f"{topic}: rank(s) 0 had heard from all ranks, and has not told within {deadline_seconds:g} s "
-            "how it ended: it has died or hangs; whether it came to its end is not known here",
+            f"{topic}: rank(s) 0 had heard from all ranks, and sent no outcome within "
+            f"{deadline_seconds:g} s: it has died or hangs; the outcome on rank 0 is not known here",
             awaited=(0,),
             in_doubt=True,
         )
 
     def _forget(self, keys: Sequence[str] | None = None) -> None:
-        """Delete what all ranks have read: these keys, else what was left before a later exchange."""
+        """Delete these messages, or those of earlier calls."""
         try:
             self._mail.delete(self._stale if keys is None else keys)
         except CoordinationError as error:
-            # What was heard counts all the same; the next message will say that the store is gone.
+            # The reply that was read counts all the same; the next message reports the lost store.
             _logger.debug("messages stay in the job's store: %s", error)
         if keys is None:
             self._stale.clear()
@@ -274,11 +292,11 @@ def _packed(kind: Literal["value", "failure"], content: object) -> bytes:
 
 
 def _packed_value(value: object) -> tuple[bytes, BaseException | None]:
-    """A rank's message and the error in it, if it is one; what cannot travel is one, too."""
+    """Encode a value or an error; an unsendable value becomes an error."""
     if not isinstance(value, BaseException):
         try:
             return _packed("value", value), None
-        except Exception as error:  # noqa: BLE001 - every rank is told through the message below
+        except Exception as error:  # noqa: BLE001 - the message below reports it to every rank
             value = error
     return _packed("failure", Failure.of(value)), value
 
@@ -290,7 +308,7 @@ def _read(key: str, message: bytes) -> _Word:
             return word
     except messages.MessageError as error:
         raise CoordinationError(f"{key}: a message that cannot be read ({error})") from error
-    raise CoordinationError(f"{key}: a message that is none of a rank")
+    raise CoordinationError(f"{key}: a message that is not of a rank")
 
 
 _KINDS: Mapping[str, Callable[[object], bool]] = {
@@ -300,7 +318,7 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
 }
 
 
-def _opened(reply: _Word, cause: BaseException | None) -> Any:
+def _content(reply: _Word, cause: BaseException | None) -> Any:
     if isinstance(reply.content, CheckpointError) and reply.kind == "error":
         raise reply.content from cause
     return reply.content
@@ -322,13 +340,8 @@ def _list_failures(causes: Mapping[int, Failure]) -> str:
     return "; ".join(f"rank {rank}: {cause.text}" for rank, cause in sorted(causes.items()))
 
 
-def _told(topic: str, text: str) -> str:
-    """The text, with what the ranks were at, where the topic tells it in words."""
-    return f"{topic}: {text}" if topic.startswith("while ") else text
-
-
 def _came_late(topic: str, word: str) -> DeadlineError:
-    return DeadlineError(f"{topic}: {word} gave up waiting for rank 0, which came too late", awaited=(0,))
+    return DeadlineError(f"{topic}: {word} gave up waiting for rank 0, which was too late", awaited=(0,))
 
 
 def _missing(

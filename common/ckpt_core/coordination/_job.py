@@ -1,4 +1,4 @@
-"""The ranks of a job whose process group may be made, or made again, after the manager."""
+"""Coordinate a job whose process group may be made after the manager."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ckpt_core.coordination._base import Coordinator, R, T
+from ckpt_core.coordination._base import CommitChannel, Coordinator, R, T
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
 from ckpt_core.errors import ConfigError
@@ -21,7 +21,7 @@ _inherited: weakref.ref[Any] | None = None
 
 
 def _note_fork() -> None:
-    """Remember that this process has its default group from its parent."""
+    """Remember that the default group is inherited from the parent."""
     global _inherited  # noqa: PLW0603 - one per process, as the group itself
     group = _default_group()
     _inherited = None if group is None else weakref.ref(group)
@@ -34,11 +34,12 @@ os.register_at_fork(after_in_child=_note_fork)
 class JobCoordinator(Coordinator):
     """Coordinates the ranks of the default process group as it is at each call.
 
-    - With a group of several ranks it connects at once, which is collective. Without one it works alone,
-      and connects at its first use after a group was made, unless something depends on it by then (`bind`).
-    - A group that was destroyed and made again with the same ranks is followed; saves in flight end over the
-      store that they began with (`as_of_now`).
-    - Anything else is refused on every rank of the new group: the manager has plans for other ranks.
+    - With a group of several ranks it connects in its constructor, which is collective. Without one it works
+      alone, and connects at its first use after a group was made, unless plans depend on one rank by then
+      (`bind`).
+    - If a group was destroyed and made again with the same ranks, it connects to the new one; saves in flight
+      end over the store that they began with (`commit_channel`).
+    - Any other change is refused on every rank of the new group: the manager has plans for other ranks.
     """
 
     def __init__(self, *, deadline_seconds: float = 1800.0) -> None:
@@ -48,7 +49,7 @@ class JobCoordinator(Coordinator):
         self._refusal: ConfigError | None = None
         self._group: Any = None
         self._session = 0
-        self._current: Coordinator = Solo()
+        self._current: Solo | StoreCoordinator = Solo()
         self._take_over(_usable_group(), None)
 
     @override
@@ -73,21 +74,21 @@ class JobCoordinator(Coordinator):
         self._bound = True
 
     @override
-    def as_of_now(self) -> Coordinator:
-        return self._current
+    def commit_channel(self) -> CommitChannel:
+        return self._current.commit_channel()
 
     @property
     @override
-    def relays(self) -> bool:
-        return self._current.relays
+    def can_broadcast_tensors(self) -> bool:
+        return self._current.can_broadcast_tensors
 
     @override
-    def agree(self, value: T, *, what: str = "") -> T:
+    def broadcast(self, value: T, *, what: str = "") -> T:
         self.check()
-        return self._current.agree(value, what=what)
+        return self._current.broadcast(value, what=what)
 
     @override
-    def exchange(
+    def gather_scatter(
         self,
         value: T | BaseException,
         decide: Callable[[list[T]], list[R]],
@@ -96,54 +97,39 @@ class JobCoordinator(Coordinator):
         deadline_seconds: float | None = None,
     ) -> R:
         self.check()
-        return self._current.exchange(value, decide, what=what, deadline_seconds=deadline_seconds)
+        return self._current.gather_scatter(value, decide, what=what, deadline_seconds=deadline_seconds)
 
     @override
-    def combine(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
+    def all_reduce_max(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
         self.check()
-        return self._current.combine(flags, what=what)
+        return self._current.all_reduce_max(flags, what=what)
 
     @override
-    def relay(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
-        self._current.relay(buffer, ranks)
-
-    @override
-    def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
-        return self._current.announce(name, make, deadline_seconds=deadline_seconds)
-
-    @override
-    def meet(
-        self,
-        name: str,
-        payload: bytes | BaseException,
-        commit: Callable[[list[bytes]], bytes],
-        *,
-        deadline_seconds: float,
-    ) -> bytes:
-        return self._current.meet(name, payload, commit, deadline_seconds=deadline_seconds)
+    def broadcast_tensor(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
+        self._current.broadcast_tensor(buffer, ranks)
 
     @override
     def close(self) -> None:
-        if os.getpid() == self._pid:  # a forked child has nothing to release
+        if os.getpid() == self._pid:  # a forked child owns no connections
             self._current.close()
 
     def _follow(self, group: Any) -> None:
-        """Go over to the group that there is now, or refuse on all its ranks."""
+        """Connect to the present group, or refuse on all its ranks."""
         before = self.rank, self.world_size
         first_group = self._group is None and not self._bound
         if group is None and self.world_size > 1:
             self._refusal = ConfigError(
                 f"rank {self.rank}: the process group of {self.world_size} ranks was destroyed, so the ranks "
-                "cannot save or load together any more: do it before destroy_process_group(), or make the "
-                "group again with the same ranks"
+                "cannot save or load together any more: save or load before destroy_process_group(), or make "
+                "the group again with the same ranks"
             )
             raise self._refusal
         now = _place(group)
         problem = None
         if not first_group and now != before:
             problem = (
-                f"this manager has worked as rank {before[0]} of {before[1]}, and the process group that was "
-                f"made since has it as rank {now[0]} of {now[1]}"
+                f"this manager has worked as rank {before[0]} of {before[1]}, and is rank {now[0]} of "
+                f"{now[1]} in the process group that was made since"
             )
         try:
             self._take_over(group, problem)
@@ -152,6 +138,7 @@ class JobCoordinator(Coordinator):
             raise
 
     def _take_over(self, group: Any, problem: str | None) -> None:
+        former = self._current
         rank, size = _place(group)
         if size > 1:
             connected = StoreCoordinator(
@@ -162,15 +149,17 @@ class JobCoordinator(Coordinator):
             raise ConfigError(f"{problem}: close this manager and make a new one")
         else:
             self._current = Solo()
+        if isinstance(former, StoreCoordinator):
+            former.release()
         self.rank, self.world_size = rank, size
         self._group = None if group is None else weakref.ref(group)
 
 
 def require_same_process(pid: int) -> None:
-    """Refuse to work in a process that was forked from the one with this id.
+    """Raise unless this is the process with this id.
 
     Raises:
-        ConfigError: this is another process; threads and connections did not come along.
+        ConfigError: it was forked from that one, whose threads and connections it does not have.
     """
     if os.getpid() != pid:
         raise ConfigError(
@@ -181,15 +170,15 @@ def require_same_process(pid: int) -> None:
 
 
 def _default_group() -> Any:
-    """The default process group; None without one."""
+    """Return the default process group; None without one."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _usable_group() -> Any:
-    """The default process group; None without one.
+    """Return the default process group; None without one.
 
     Raises:
-        ConfigError: it is the parent's.
+        ConfigError: it was inherited from the parent process.
     """
     group = _default_group()
     if group is not None and _inherited is not None and _inherited() is group:
@@ -202,16 +191,16 @@ def _usable_group() -> Any:
 
 
 def _place(group: Any) -> tuple[int, int]:
-    """Rank and number of ranks."""
+    """Return the rank and the number of ranks."""
     return (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
 
 
 def _launched_ranks() -> int:
-    """How many ranks the launcher says there are; 1 if it does not say."""
+    """Return the number of ranks that were launched; 1 if unknown."""
     size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
     return int(size) if size.isdecimal() and rank.isdecimal() else 1
 
 
 def coordinator_for_job(*, deadline_seconds: float = 1800.0) -> Coordinator:
-    """Make the coordinator of all ranks of this job; collective where there is a process group."""
+    """Coordinate all ranks of this job; collective with a process group."""
     return JobCoordinator(deadline_seconds=deadline_seconds)

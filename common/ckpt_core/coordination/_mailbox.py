@@ -1,15 +1,19 @@
-"""Keys of a torch.distributed Store, asked for politely and with a word about it when it is gone."""
+"""Read and write messages in a torch.distributed Store."""
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from functools import partial
-from typing import Protocol, TypeVar, final
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, final
 
-from ckpt_core.coordination._line import Line
 from ckpt_core.coordination._signer import Signer
-from ckpt_core.errors import CoordinationError
+from ckpt_core.errors import CoordinationError, DeadlineError
 
 T = TypeVar("T")
 
@@ -17,11 +21,11 @@ _SHORTEST_PAUSE = 0.0005
 _LONGEST_PAUSE = 0.25
 _PAUSE_GROWTH = 1.25
 _ANSWER_SECONDS = 5.0
-"""What even a sound store may take on a busy machine: less of silence is no reason to call it dead."""
+"""Time for an answer of a healthy store on a busy machine."""
 
 
 class MessageStore(Protocol):
-    """What we use of a torch.distributed Store (whose own stubs leave half of it out)."""
+    """Declares the methods of a Store that we use; torch's stubs lack some."""
 
     def set(self, key: str, value: bytes, /) -> None: ...
 
@@ -38,55 +42,55 @@ class MessageStore(Protocol):
 
 @final
 class Mailbox:
-    """A store, for one rank and one thread at a time.
+    """Reads and writes signed messages of one rank in a store.
 
-    Every method raises `CoordinationError` when the store is gone, or holds what no rank of this job has
-    written, and `DeadlineError` when it has not answered within `patience_seconds`.
+    Used by one thread at a time. Every method raises `CoordinationError` when the store is gone, or holds a
+    message that no rank of this job wrote, and `DeadlineError` when the store does not answer within
+    `patience_seconds`.
     """
 
     def __init__(self, store: MessageStore, rank: int, patience_seconds: float, signer: Signer) -> None:
-        self._store = store
+        self._thread = StoreThread(store)
         self._rank = rank
         self._patience_seconds = patience_seconds
         self._signer = signer
-        self._line = Line()
 
     def put(self, key: str, message: bytes) -> None:
-        """Leave a message."""
+        """Store a message."""
         signed = self._signer.sign(key, self._rank, message)
-        self._ask(lambda: self._store.set(key, signed))
+        self._ask(lambda store: store.set(key, signed))
 
     def take(self, key: str, sender: int) -> bytes:
-        """The message of that rank, which is there; it stays."""
-        return self._signer.verify(key, sender, self._ask(lambda: self._store.get(key)))
+        """Return a message that has arrived from that rank; it stays."""
+        return self._signer.verify(key, sender, self._ask(lambda store: store.get(key)))
 
     def take_all(self, senders: Mapping[str, int]) -> list[bytes]:
-        """Messages that are there, in one request.
+        """Return messages that have arrived, in one request.
 
         Args:
-            senders: key -> the rank that has left the message.
+            senders: key -> the rank that wrote the message.
         """
-        found = self._ask(lambda: self._store.multi_get(list(senders))) if senders else []
+        found = self._ask(lambda store: store.multi_get(list(senders))) if senders else []
         return [
             self._signer.verify(key, sender, message)
             for (key, sender), message in zip(senders.items(), found, strict=True)
         ]
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Whether all of these messages are there, in one request."""
-        return self._ask(lambda: self._store.check(list(keys)))
+        """Return whether all of these messages have arrived, in one request."""
+        return self._ask(lambda store: store.check(list(keys)))
 
     def claim(self, key: str, word: str) -> str:
-        """Leave a word that stands for good, unless one stands there already; the word that stands."""
+        """Store `word` if the key is unset, return the stored word."""
         own = self._signer.sign_word(key, self._rank, word)
-        return self._signer.verify_word(key, self._ask(lambda: self._store.compare_set(key, "", own)))
+        return self._signer.verify_word(key, self._ask(lambda store: store.compare_set(key, "", own)))
 
     def wait(self, keys: Sequence[str], deadline: float) -> bool:
-        """Whether all of these messages are there before `deadline`, on the monotonic clock."""
-        # Asked again and again: a store that waits for us writes a line to stderr whenever its time is up.
-        # The longer it takes, the less a moment more matters.
+        """Wait for all of these messages; False at `deadline` (monotonic)."""
+        # Polls, because a store that waits for us writes a line to stderr whenever its own time-out passes.
+        # The longer the wait, the less a moment more matters.
         pause = _SHORTEST_PAUSE
-        while not self._ask(lambda: self._store.check(list(keys)), deadline):
+        while not self._ask(lambda store: store.check(list(keys)), deadline):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return False
@@ -95,18 +99,106 @@ class Mailbox:
         return True
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Take messages away."""
+        """Delete messages."""
         for key in keys:
-            self._ask(partial(self._store.delete_key, key))
+            self._delete(key)
 
-    def _ask(self, question: Callable[[], T], deadline: float | None = None) -> T:
+    def close(self) -> None:
+        """Drop the connection and end its thread; harmless when repeated."""
+        self._thread.close()
+
+    def _delete(self, key: str) -> None:
+        self._ask(lambda store: store.delete_key(key))
+
+    def _ask(self, question: Callable[[MessageStore], T], deadline: float | None = None) -> T:
         now, patience = time.monotonic(), self._patience_seconds
-        # Time for the answer, even if the deadline has nearly passed: then it is the ranks who are late.
+        # Enough time for an answer even if the deadline has nearly passed: then it is the ranks who are late.
         latest = now + patience if deadline is None else max(deadline, now + min(_ANSWER_SECONDS, patience))
         try:
-            return self._line.ask(question, latest)
+            return self._thread.ask(question, latest)
         except RuntimeError as error:
             raise CoordinationError(
                 f"the job's store is gone: {error}. "
                 "The process that serves it (rank 0 or the launcher) has died, or its file was removed"
             ) from error
+
+
+_Asked: TypeAlias = tuple[Callable[[], Any], Future[Any]]
+
+
+@final
+class StoreThread:
+    """Asks a store one question at a time, on a thread of its own.
+
+    A TCPStore whose server hangs, is stopped or cut off lets its clients wait without end: its own time-out
+    covers only keys that are not set yet. So the caller waits for the thread, with a deadline. While a
+    question is unanswered, no other can be asked.
+
+    Concurrency: one thread at a time; `close` on any thread when no other asks.
+    """
+
+    def __init__(self, store: MessageStore) -> None:
+        self._store: MessageStore | None = store
+        self._questions: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._pending: Future[Any] | None = None
+        self._began = 0.0
+        self._thread: threading.Thread | None = None
+        # Also ends the thread of an object that is collected and was never closed.
+        self._end = weakref.finalize(self, self._questions.put, None)
+        # A save at the end of the process needs the thread for longer than finalizers wait.
+        self._end.atexit = False
+
+    def ask(self, question: Callable[[MessageStore], T], deadline: float) -> T:
+        """Return or raise the outcome of a question to the store.
+
+        Args:
+            question: called with the store.
+            deadline: until when to wait for its answer, on the monotonic clock.
+
+        Raises:
+            DeadlineError: no answer by then, or still none to the question before.
+            CoordinationError: the connection is closed.
+        """
+        store = self._store
+        if store is None:
+            raise CoordinationError("this rank has closed its connection to the job's store")
+        if self._pending is None or self._pending.done():
+            self._pending, self._began = self._put(partial(question, store)), time.monotonic()
+            futures.wait((self._pending,), max(0.0, deadline - self._began))
+            if self._pending.done():
+                return cast("T", self._pending.result())
+        raise DeadlineError(
+            f"the job's store has not answered for {time.monotonic() - self._began:.3g} s: the process that "
+            "serves it (rank 0 or the launcher) hangs, or cannot be reached"
+        )
+
+    def close(self) -> None:
+        """End the thread and drop the store.
+
+        A thread that hangs in the store ends when that answers.
+        """
+        self._store = None
+        self._end()
+        if self._thread is not None and (self._pending is None or self._pending.done()):
+            self._thread.join()
+        self._pending = None
+
+    def _put(self, question: Callable[[], Any]) -> Future[Any]:
+        if self._thread is None:
+            # A daemon: a store that never answers must not keep the process from ending.
+            thread = threading.Thread(target=_answer, args=(self._questions,), name="ckpt-store", daemon=True)
+            thread.start()
+            self._thread = thread
+        answer: Future[Any] = Future()
+        self._questions.put((question, answer))
+        return answer
+
+
+def _answer(questions: SimpleQueue[_Asked | None]) -> None:
+    while (asked := questions.get()) is not None:
+        question, answer = asked
+        try:
+            answer.set_result(question())
+        except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
+            answer.set_exception(error)
+        del asked, question, answer

@@ -1,4 +1,4 @@
-"""Signatures on messages, so that only the ranks of a job are heard, whoever else can write to its store."""
+"""Sign messages, so that a job ignores what others write to its store."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LEAST_KEY_CHARS: Final = 16
 _MAC_BYTES: Final = 32
 _RANK_DIGITS: Final = 10
 _FINGERPRINT_BYTES: Final = 7
-"""So that it fits into a positive signed integer of 64 bits, and its negative, too."""
+"""Fits into a positive signed integer of 64 bits, as does its negative."""
 
 
 @final
 class Signer:
-    """Signs messages and words with HMAC-SHA256, bound to where they are left and by whom.
+    """Signs messages and words with HMAC-SHA256, bound to key and sender.
 
     Args:
-        secret: what only the ranks of this job know; it is never sent, told or shown.
-        scope: what the keys below are relative to; a message of one scope does not count in another.
+        secret: known to the ranks of this job only; never sent, logged or shown.
+        scope: prefix of the keys; a message of one scope is invalid in another.
     """
 
     __slots__ = ("_secret", "scope")
@@ -33,18 +33,18 @@ class Signer:
         self.scope = scope
 
     def within(self, scope: str) -> Signer:
-        """The signer of the same ranks for the keys of another scope."""
+        """Return the signer of the same ranks for another scope."""
         return Signer(self._secret, scope)
 
     def sign(self, key: str, sender: int, content: bytes) -> bytes:
-        """The message as it is left under `key` by the rank `sender`."""
+        """Return the signed message that rank `sender` stores under `key`."""
         return self._mac(key, sender, content) + content
 
     def verify(self, key: str, sender: int, message: bytes) -> bytes:
-        """The content of a message.
+        """Check a message, return its content.
 
         Raises:
-            CoordinationError: `sender` has not left it under `key`.
+            CoordinationError: `sender` did not write it to `key`.
         """
         content = message[_MAC_BYTES:]
         if not hmac.compare_digest(message[:_MAC_BYTES], self._mac(key, sender, content)):
@@ -52,16 +52,16 @@ class Signer:
         return content
 
     def sign_word(self, key: str, sender: int, word: str) -> str:
-        """The word as it is left under `key`, as text."""
+        """Return the signed word to be stored under `key`, as text."""
         return f"{sender} {self._mac(key, sender, word.encode()).hex()} {word}"
 
-    def verify_word(self, key: str, left: bytes) -> str:
-        """The word that stands under `key`.
+    def verify_word(self, key: str, stored: bytes) -> str:
+        """Check a stored word, return it without its signature.
 
         Raises:
-            CoordinationError: no rank has left it there.
+            CoordinationError: no rank wrote it to `key`.
         """
-        sender, _, signed = left.decode("utf-8", "replace").partition(" ")
+        sender, _, signed = stored.decode("utf-8", "replace").partition(" ")
         mac, _, word = signed.partition(" ")
         is_rank = sender.isascii() and sender.isdecimal() and len(sender) < _RANK_DIGITS
         known = int(sender) if is_rank else 0
@@ -77,8 +77,8 @@ class Signer:
     def _refusal(self, key: str, sender: int | None) -> CoordinationError:
         writer = "a rank" if sender is None else f"rank {sender}"
         return CoordinationError(
-            f"what lies under the key {self.scope}/{key} of the job's store, where {writer} should have "
-            "written, does not have the signature of a rank of this job; it was not read. Somebody else can "
+            f"the value under the key {self.scope}/{key} of the job's store, where {writer} should have "
+            "written, has no signature of a rank of this job and was not read. Another process can "
             "write to that store: let only this job's hosts reach its port (MASTER_PORT, or the launcher's), "
             f"give all ranks one secret {KEY_VARIABLE}, and start the job again",
             failures={} if sender is None else {sender: "its message is not signed by a rank of this job"},
@@ -86,10 +86,10 @@ class Signer:
 
 
 def job_key() -> bytes:
-    """The key that was given to all ranks of this job; empty if none was.
+    """Return the key in the environment of this job's ranks; empty without one.
 
     Raises:
-        ConfigError: it is too short to be one.
+        ConfigError: it is too short.
     """
     text = os.environ.get(KEY_VARIABLE)
     if text is None:
@@ -103,11 +103,11 @@ def job_key() -> bytes:
 
 
 def fingerprint(key: bytes) -> int:
-    """A number by which ranks tell whether they have the same key; 0 if there is none."""
+    """Return a number that is equal for equal keys; 0 without a key."""
     digest = hmac.digest(key, b"ckpt-suite: which key", "sha256")
     return (int.from_bytes(digest[:_FINGERPRINT_BYTES], "big") | 1) if key else 0
 
 
 def session_secret(key: bytes, drawn: bytes) -> bytes:
-    """What the messages of one session are signed with: of the key, and of what was drawn for the session."""
+    """Derive the secret of one session from the key and from random bytes."""
     return hmac.digest(key, b"ckpt-suite: session" + hashlib.sha256(drawn).digest(), "sha256")

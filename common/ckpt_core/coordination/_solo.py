@@ -1,4 +1,4 @@
-"""Coordination of one process with itself: no torch.distributed, the same errors."""
+"""Coordinate one process with itself, with the errors of a larger job."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from typing import final
 import torch
 from typing_extensions import override
 
-from ckpt_core.coordination._base import Coordinator, R, T
+from ckpt_core.coordination._base import CommitChannel, Coordinator, R, T
 from ckpt_core.errors import CheckpointError, CoordinationError, Failure
 
 
 @final
 class Solo(Coordinator):
-    """The coordinator of a job with one rank."""
+    """Coordinates a job with one rank."""
 
     rank = 0
     world_size = 1
 
     @override
-    def agree(self, value: T, *, what: str = "") -> T:
+    def commit_channel(self) -> CommitChannel:
+        return _SoloChannel()
+
+    @override
+    def broadcast(self, value: T, *, what: str = "") -> T:
         return value
 
     @override
-    def exchange(
+    def gather_scatter(
         self,
         value: T | BaseException,
         decide: Callable[[list[T]], list[R]],
@@ -35,19 +39,30 @@ class Solo(Coordinator):
         return _alone(value, decide)[0]
 
     @override
-    def combine(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
+    def all_reduce_max(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
         return tuple(flags)
 
     @override
-    def relay(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
-        pass  # whoever it would reach is here
+    def broadcast_tensor(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
+        pass  # there is no other rank
 
     @override
-    def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+    def close(self) -> None:
+        pass
+
+
+@final
+class _SoloChannel(CommitChannel):
+    """Commits for one rank."""
+
+    rank = 0
+
+    @override
+    def broadcast(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
         return _alone(None, lambda _: make())
 
     @override
-    def meet(
+    def commit_barrier(
         self,
         name: str,
         payload: bytes | BaseException,
@@ -57,10 +72,6 @@ class Solo(Coordinator):
     ) -> bytes:
         return _alone(payload, commit)
 
-    @override
-    def close(self) -> None:
-        pass
-
 
 def _alone(value: T | BaseException, decide: Callable[[list[T]], R]) -> R:
     if isinstance(value, BaseException):
@@ -69,7 +80,7 @@ def _alone(value: T | BaseException, decide: Callable[[list[T]], R]) -> R:
         return decide([value])
     except CheckpointError:
         raise
-    except Exception as error:  # the caller is told, as every rank of a larger job would be
+    except Exception as error:  # the caller gets it, as every rank of a larger job
         raise _failed(error) from error
 
 

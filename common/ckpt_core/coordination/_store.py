@@ -1,9 +1,10 @@
-"""Coordination of many ranks: a Store for messages, a gloo group for the one collective of every step."""
+"""Coordinate many ranks by a Store for messages and a gloo group."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,10 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from typing_extensions import override
 
-from ckpt_core.coordination._base import Coordinator, R, T
+from ckpt_core.coordination._base import CommitChannel, Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
 from ckpt_core.coordination._signer import KEY_VARIABLE, Signer, fingerprint, job_key, session_secret
-from ckpt_core.coordination._tree import neighbours
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError
 
@@ -35,13 +35,13 @@ class StoreCoordinator(Coordinator):
     """Coordinates all ranks of the default process group.
 
     Construction is collective. The gloo group and the two store connections (one for the main thread, one for
-    the background thread) belong to this instance alone, so that nothing here can be interleaved with the
-    training's own communication.
+    saves in the background) belong to this instance alone, so that they cannot interfere with the training's
+    own communication.
 
     Args:
         deadline_seconds: how long ranks wait for one another.
-        session: that of the instance which this one replaces; 0 if there was none.
-        problem: why this rank cannot take part, in words; then no rank does.
+        session: of the instance that this one replaces; 0 if there was none.
+        problem: why this rank cannot take part, in words; then no rank can.
 
     Attributes:
         session: a number, the same on every rank, that no other instance has.
@@ -50,9 +50,9 @@ class StoreCoordinator(Coordinator):
         ConfigError: ranks cannot take part, or replace different instances; on every rank.
         CoordinationError: the ranks did not connect to one another in time.
 
-    Gloo does not say which rank it waits for in vain, and a group that has lost one connection is of no use
-    any more. So when it fails the ranks call the roll over the store, which names the missing, and from then
-    on everything goes over the store: slower, and without `relay`, but saves can go on if the ranks can.
+    Gloo does not say which rank is missing, and a group that lost one connection cannot be used any more. So
+    after a failure of gloo the ranks exchange their flags over the store, which names the missing ranks. From
+    then on all communication uses the store: slower, and without `broadcast_tensor`, but saves can continue.
     """
 
     def __init__(
@@ -65,24 +65,29 @@ class StoreCoordinator(Coordinator):
         self._group, self.session, signer = self._connect(session, problem)
         self._prefix = f"ckpt_core/{self.session:x}"
         self._signer = signer
-        # A client blocks while it waits: the background thread needs a connection of its own.
+        # A client blocks while it waits: saves in the background need a connection of their own.
         self._main = self._open_channel("main")
-        self._background = self._open_channel("background")
+        self._background = _SharedChannel(self._open_channel("background"))
         self._sequence = itertools.count()
-        self._broken = False
+        self._broken = self._released = False
 
     @property
     @override
-    def relays(self) -> bool:
-        """Whether the group is in order, as far as this rank knows."""
+    def can_broadcast_tensors(self) -> bool:
+        """Whether the gloo group works, as far as this rank knows."""
         return not self._broken
 
     @override
-    def agree(self, value: T, *, what: str = "") -> T:
-        return cast("T", self._main.broadcast(self._topic("agree", what), value, self._deadline_seconds))
+    def commit_channel(self) -> CommitChannel:
+        return _SaveChannel(self._background, self.rank)
 
     @override
-    def exchange(
+    def broadcast(self, value: T, *, what: str = "") -> T:
+        topic = self._topic("broadcast", what)
+        return cast("T", self._main.broadcast(topic, lambda: value, self._deadline_seconds))
+
+    @override
+    def gather_scatter(
         self,
         value: T | BaseException,
         decide: Callable[[list[T]], list[R]],
@@ -91,11 +96,13 @@ class StoreCoordinator(Coordinator):
         deadline_seconds: float | None = None,
     ) -> R:
         deadline = self._deadline_seconds if deadline_seconds is None else deadline_seconds
-        return cast("R", self._main.exchange(self._topic("exchange", what), value, decide, deadline))
+        topic = self._topic("gather_scatter", what)
+        prefix = f"{topic}: " if what else ""
+        return cast("R", self._main.gather_scatter(topic, value, decide, deadline, prefix=prefix))
 
     @override
-    def combine(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
-        topic, deadline, waited = self._topic("combine", what), self._deadline_seconds, 0.0
+    def all_reduce_max(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
+        topic, deadline, waited = self._topic("all_reduce_max", what), self._deadline_seconds, 0.0
         began = time.monotonic()
         if not self._broken:
             tensor = torch.tensor(list(flags), dtype=torch.int64, device="cpu")
@@ -103,49 +110,51 @@ class StoreCoordinator(Coordinator):
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
             except RuntimeError as error:
                 self._lost_group(topic, error)
-                # Whoever is alive has been told by gloo, too, and answers at once.
+                # Gloo failed on every rank that is alive, so each of them answers now.
                 deadline, waited = min(_ROLL_CALL_SECONDS, deadline), time.monotonic() - began
             else:
                 return tuple(int(flag) for flag in tensor.tolist())
-        return cast(
-            "tuple[int, ...]",
-            self._main.exchange(topic, tuple(flags), _maxima, deadline, waited_seconds=round(waited, 1)),
+        prefix = f"{topic}: " if what else ""
+        maxima = self._main.gather_scatter(
+            topic, tuple(flags), _maxima, deadline, prefix=prefix, waited_seconds=round(waited, 1)
         )
+        return cast("tuple[int, ...]", maxima)
 
     @override
-    def relay(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
+    def broadcast_tensor(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
         parent, children = neighbours(ranks, self.rank)
         if parent is not None:
             self._pass(dist.recv, buffer, parent)
         for child in children:
             self._pass(dist.send, buffer, child)
 
-    @override
-    def announce(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
-        return cast("T", self._background.announce(name, make, deadline_seconds))
+    def release(self) -> None:
+        """Close this rank's connections; not collective.
 
-    @override
-    def meet(
-        self,
-        name: str,
-        payload: bytes | BaseException,
-        commit: Callable[[list[bytes]], bytes],
-        *,
-        deadline_seconds: float,
-    ) -> bytes:
-        return cast("bytes", self._background.meet(name, payload, commit, deadline_seconds))
+        Saves in flight keep theirs until they have ended.
+        """
+        if not self._released:
+            self._released = True
+            self._main.close()
+            self._background.leave()
+            self._group = None
 
     @override
     def close(self) -> None:
+        if self._released:
+            return
         # The store often lives in rank 0's process: it must outlast the last reader.
         try:
             deadline = min(_FAREWELL_SECONDS, self._deadline_seconds)
-            self._main.exchange(self._topic("close"), None, lambda values: values, deadline)
+            self._main.gather_scatter(self._topic("close"), None, lambda values: values, deadline)
         except (CoordinationError, RuntimeError):
-            return  # a rank is gone already: it will not read anything any more
-        # With the default group all others went, and another may have been made since.
-        if dist.is_initialized() and self._default_group() is dist.group.WORLD:
-            dist.destroy_process_group(self._group)
+            pass  # a rank is gone already: it will not read anything any more
+        else:
+            # With the default group all others went, and another may have been made since.
+            if dist.is_initialized() and self._default_group() is dist.group.WORLD:
+                dist.destroy_process_group(self._group)
+        finally:
+            self.release()
 
     def _pass(self, verb: Callable[..., Any], buffer: torch.Tensor, peer: int) -> None:
         began = time.monotonic()
@@ -153,19 +162,19 @@ class StoreCoordinator(Coordinator):
             verb(buffer, peer, group=self._group)
         except RuntimeError as error:
             way = "from" if verb is dist.recv else "to"
-            what = f"rank {self.rank}: relay of {buffer.numel()} bytes {way} rank {peer}"
+            what = f"rank {self.rank}: broadcast of {buffer.numel()} bytes {way} rank {peer}"
             self._lost_group(what, error)
-            # Gloo tells the two apart by their wording only.
+            # Gloo's errors differ in their wording only; the time does not depend on it.
             if time.monotonic() - began >= self._deadline_seconds:
                 raise DeadlineError(
-                    f"{what} was not done within {self._deadline_seconds:g} s; "
-                    "it has died, hangs, or did not make the same call",
+                    f"{what} did not end within {self._deadline_seconds:g} s; "
+                    "that rank has died, hangs, or did not make the same call",
                     awaited=(peer,),
                 ) from error
-            raise CoordinationError(f"{what} failed, for that rank was lost: {error}") from error
+            raise CoordinationError(f"{what} failed, the connection was lost: {error}") from error
 
     def _connect(self, session: int, problem: str | None) -> tuple[Any, int, Signer]:
-        """The gloo group, and of this session, drawn by the coordinator, the number and the signer."""
+        """Make the gloo group, the session's number and its signer."""
         key = b""
         try:
             key = job_key()
@@ -173,11 +182,11 @@ class StoreCoordinator(Coordinator):
             problem = problem or str(error)
         own = fingerprint(key)
         drawn = [0 if self.rank else secrets.randbits(_WORD_BITS) for _ in range(1 + _SECRET_WORDS)]
-        # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
-        said = [int(problem is not None), session, -session, own, -own, *drawn]
+        # The collective gives maxima; of a number and its negative they show whether all ranks have the same.
+        sent = [int(problem is not None), session, -session, own, -own, *drawn]
         try:
             group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_seconds))
-            refused, greatest, smallest, most, least, *drawn = _reduced(said, group)
+            refused, greatest, smallest, most, least, *drawn = _reduced(sent, group)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise CoordinationError(
@@ -186,8 +195,8 @@ class StoreCoordinator(Coordinator):
             ) from error
         if refused or greatest != -smallest:
             found = problem or (
-                "a manager on another rank is of a process group with other ranks, or newer, or has a "
-                f"{KEY_VARIABLE} that is no key"
+                "a manager on another rank belongs to a process group with other ranks, or is newer, or has "
+                f"an invalid {KEY_VARIABLE}"
             )
             dist.destroy_process_group(group)
             raise ConfigError(
@@ -204,7 +213,7 @@ class StoreCoordinator(Coordinator):
     def _lost_group(self, what: str, error: RuntimeError) -> None:
         self._broken = True
         _logger.warning(
-            "rank %d: %s: the ranks' own connections broke; now they talk through the job's store: %s",
+            "rank %d: %s: the gloo group failed, from now on its ranks use the job's store: %s",
             self.rank, what, str(error).partition("\n")[0],
         )  # fmt: skip
 
@@ -227,19 +236,97 @@ class StoreCoordinator(Coordinator):
         return f"while {what} ({topic})" if what else topic
 
 
+@final
+class _SharedChannel:
+    """Counts the users of a channel and closes it after the last of them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._lock = threading.Lock()
+        self._users = 1
+
+    def join(self) -> None:
+        """Add a user."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """Remove a user."""
+        with self._lock:
+            self._users -= 1
+            is_last = self._users == 0
+        if is_last:
+            self.channel.close()
+
+
+@final
+class _SaveChannel(CommitChannel):
+    """Lets one save use the background connection."""
+
+    def __init__(self, shared: _SharedChannel, rank: int) -> None:
+        self.rank = rank
+        self._shared = shared
+        self._closed = False
+        shared.join()
+
+    @override
+    def broadcast(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+        return cast("T", self._shared.channel.broadcast(name, make, deadline_seconds))
+
+    @override
+    def commit_barrier(
+        self,
+        name: str,
+        payload: bytes | BaseException,
+        commit: Callable[[list[bytes]], bytes],
+        *,
+        deadline_seconds: float,
+    ) -> bytes:
+        return cast("bytes", self._shared.channel.commit_barrier(name, payload, commit, deadline_seconds))
+
+    @override
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._shared.leave()
+
+
+def neighbours(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
+    """Return parent and children of `rank` in a binomial broadcast tree.
+
+    The root is `ranks[0]`. The root's parent is None. The depth is log2 of the number of ranks.
+
+    Raises:
+        ValueError: `rank` is not among `ranks`, or one of them is there twice.
+    """
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"ranks {list(ranks)} are not all different")
+    place, count = list(ranks).index(rank), len(ranks)
+    reach = 1
+    while reach < count and not place & reach:
+        reach *= 2
+    parent = ranks[place - reach] if place else None
+    children: list[int] = []
+    while reach > 1:
+        reach //= 2
+        if place + reach < count:
+            children.append(ranks[place + reach])
+    return parent, children
+
+
 def _maxima(values: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(map(max, zip(*values, strict=True)))] * len(values)
 
 
 def _reduced(numbers: Sequence[int], group: Any) -> list[int]:
-    """The greatest of each number over all ranks."""
+    """Return the maximum of each number over all ranks."""
     tensor = torch.tensor(list(numbers), device="cpu")
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return [int(number) for number in tensor.tolist()]
 
 
 def _gathered(number: int, world_size: int, group: Any) -> list[int]:
-    """The number of every rank."""
+    """Return the number of every rank."""
     found = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
     dist.all_gather(found, torch.tensor([number]), group=group)
     return [int(each) for each in found]

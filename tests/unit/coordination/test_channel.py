@@ -44,18 +44,18 @@ class Job:
             futures = {rank: pool.submit(act, rank, self.channels[rank]) for rank in chosen}
             return {rank: future.exception() or future.result() for rank, future in futures.items()}
 
-    def exchange(
+    def gather_scatter(
         self, values: list[Any], decide: Callable[[list[Any]], list[Any]], **options: Any
     ) -> list[Any]:
         topic = options.pop("topic", "topic")
         results = self.call(
-            lambda rank, channel: channel.exchange(topic, values[rank], decide, LONG), **options
+            lambda rank, channel: channel.gather_scatter(topic, values[rank], decide, LONG), **options
         )
         return list(results.values())
 
 
 def test_every_rank_gets_its_own_answer():
-    assert Job().exchange([1, 2, 3], lambda values: [sum(values) * v for v in values]) == [6, 12, 18]
+    assert Job().gather_scatter([1, 2, 3], lambda values: [sum(values) * v for v in values]) == [6, 12, 18]
 
 
 def test_only_the_coordinator_decides_with_the_values_in_rank_order():
@@ -65,24 +65,24 @@ def test_only_the_coordinator_decides_with_the_values_in_rank_order():
         calls.append((threading.current_thread().name, values))
         return values
 
-    Job().exchange(["a", "b", "c"], decide)
+    Job().gather_scatter(["a", "b", "c"], decide)
     assert [values for _, values in calls] == [["a", "b", "c"]]
 
 
 def test_a_broadcast_brings_the_coordinators_value_to_all():
-    results = Job().call(lambda rank, channel: channel.broadcast("topic", ("value", rank), LONG))
+    results = Job().call(lambda rank, channel: channel.broadcast("topic", lambda: ("value", rank), LONG))
     assert set(results.values()) == {("value", 0)}
 
 
 def test_one_rank_alone_needs_nobody():
-    assert Job(1).exchange([4], lambda values: [values[0] + 1]) == [5]
+    assert Job(1).gather_scatter([4], lambda values: [values[0] + 1]) == [5]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_of_one_rank_is_raised_on_all_and_names_it(failing):
     values: list[Any] = [1, 2, 3]
     values[failing] = OSError(28, "No space left on device")
-    errors = Job().exchange(values, each_itself)
+    errors = Job().gather_scatter(values, each_itself)
     for rank, error in enumerate(errors):
         assert type(error) is CoordinationError
         assert error.failures == {failing: "OSError: [Errno 28] No space left on device"}
@@ -94,13 +94,13 @@ def test_an_error_of_one_rank_is_raised_on_all_and_names_it(failing):
 def test_a_failure_arrives_with_its_phase_and_with_the_number_of_what_it_came_from():
     error = SaveError("while writing: no space", phase="write")
     error.__cause__ = OSError(28, "No space left on device")
-    for caught in Job().exchange([1, error, 3], each_itself):
+    for caught in Job().gather_scatter([1, error, 3], each_itself):
         found = caught.causes[1]
         assert (found.kind, found.errno, found.phase) == ("SaveError", 28, "write")
 
 
 def test_errors_of_several_ranks_are_all_told():
-    errors = Job().exchange([ValueError("a"), 2, KeyError("c")], each_itself)
+    errors = Job().gather_scatter([ValueError("a"), 2, KeyError("c")], each_itself)
     assert {str(error) for error in errors} == {"rank 0: ValueError: a; rank 2: KeyError: 'c'"}
 
 
@@ -108,7 +108,7 @@ def test_an_error_that_cannot_be_pickled_is_told_all_the_same():
     class LocalError(Exception):
         pass
 
-    errors = Job().exchange([1, LocalError("here"), 3], each_itself)
+    errors = Job().gather_scatter([1, LocalError("here"), 3], each_itself)
     assert [error.failures for error in errors] == [{1: "LocalError: here"}] * 3
 
 
@@ -125,7 +125,7 @@ def test_a_decision_to_refuse_arrives_with_its_type_and_its_attributes(error):
     def decide(values: list[Any]) -> list[Any]:
         raise error
 
-    for caught in Job().exchange([1, 2, 3], decide):
+    for caught in Job().gather_scatter([1, 2, 3], decide):
         assert type(caught) is type(error)
         assert str(caught) == str(error)
         assert vars(caught) == vars(error)
@@ -137,20 +137,20 @@ def test_any_other_failure_of_the_decision_names_the_coordinator():
     def decide(values: list[Any]) -> list[Any]:
         raise cause
 
-    errors = Job().exchange([1, 2, 3], decide)
+    errors = Job().gather_scatter([1, 2, 3], decide)
     assert {type(error) for error in errors} == {CoordinationError}
     assert [error.failures for error in errors] == [{0: "ZeroDivisionError: oops"}] * 3
     assert errors[0].__cause__ is cause
 
 
 def test_answers_that_cannot_be_sent_fail_on_every_rank_at_once():
-    errors = Job().exchange([1, 2, 3], lambda values: [threading.Lock()] * 3)
+    errors = Job().gather_scatter([1, 2, 3], lambda values: [threading.Lock()] * 3)
     assert {type(error) for error in errors} == {CoordinationError}
     assert all("rank 0" in str(error) for error in errors)
 
 
 def test_a_value_that_cannot_be_sent_fails_on_every_rank_at_once():
-    errors = Job().exchange([1, threading.Lock(), 3], each_itself)
+    errors = Job().gather_scatter([1, threading.Lock(), 3], each_itself)
     assert {type(error) for error in errors} == {CoordinationError}
     assert all("rank 1" in str(error) for error in errors)
 
@@ -158,7 +158,9 @@ def test_a_value_that_cannot_be_sent_fails_on_every_rank_at_once():
 def test_the_coordinator_names_the_ranks_that_did_not_arrive():
     job = Job(4)
     results = job.call(
-        lambda rank, channel: channel.exchange("save/7", rank, each_itself, SHORT if rank == 0 else LONG),
+        lambda rank, channel: channel.gather_scatter(
+            "save/7", rank, each_itself, SHORT if rank == 0 else LONG
+        ),
         ranks=[0, 2],
     )
     for error in results.values():
@@ -170,7 +172,7 @@ def test_the_coordinator_names_the_ranks_that_did_not_arrive():
 def test_missing_ranks_do_not_hide_the_errors_of_those_that_came():
     job = Job()
     results = job.call(
-        lambda rank, channel: channel.exchange(
+        lambda rank, channel: channel.gather_scatter(
             "t", OSError("disk"), each_itself, SHORT if rank == 0 else LONG
         ),
         ranks=[0],
@@ -182,41 +184,43 @@ def test_missing_ranks_do_not_hide_the_errors_of_those_that_came():
 
 def test_a_rank_whose_coordinator_is_gone_names_it(monkeypatch):
     monkeypatch.setattr("ckpt_core.coordination._channel._GRACE_SECONDS", 0.0)
-    (error,) = Job().call(lambda _, channel: channel.exchange("t", 1, each_itself, SHORT), ranks=[1]).values()
+    (error,) = (
+        Job().call(lambda _, channel: channel.gather_scatter("t", 1, each_itself, SHORT), ranks=[1]).values()
+    )
     assert type(error) is DeadlineError
     assert error.awaited == (0,)
-    (error,) = Job().call(lambda _, channel: channel.broadcast("t", 1, SHORT), ranks=[2]).values()
+    (error,) = Job().call(lambda _, channel: channel.broadcast("t", lambda: 1, SHORT), ranks=[2]).values()
     assert error.awaited == (0,)
 
 
 def test_the_channel_works_on_after_an_error():
     job = Job()
-    job.exchange([1, ValueError("x"), 3], each_itself, topic="first")
-    assert job.exchange([1, 2, 3], each_itself, topic="second") == [1, 2, 3]
+    job.gather_scatter([1, ValueError("x"), 3], each_itself, topic="first")
+    assert job.gather_scatter([1, 2, 3], each_itself, topic="second") == [1, 2, 3]
 
 
-def test_a_thousand_exchanges_leave_no_more_keys_than_one():
+def test_a_thousand_calls_leave_no_more_keys_than_one():
     job = Job()
 
-    def exchanges(count: int, label: str) -> int:
+    def calls(count: int, label: str) -> int:
         def act(rank: int, channel: Channel) -> None:
             for number in range(count):
-                channel.exchange(f"{label}/{number}", rank, each_itself, LONG)
+                channel.gather_scatter(f"{label}/{number}", rank, each_itself, LONG)
 
         assert set(job.call(act).values()) == {None}
         return job.store.num_keys()
 
-    after_one = exchanges(1, "a")
-    assert exchanges(1000, "b") == after_one
+    after_one = calls(1, "a")
+    assert calls(1000, "b") == after_one
 
 
-def test_keys_of_failed_exchanges_are_deleted_too():
+def test_keys_of_failed_calls_are_deleted_too():
     job = Job()
-    job.exchange([1, 2, 3], each_itself, topic="warm")
+    job.gather_scatter([1, 2, 3], each_itself, topic="warm")
     before = job.store.num_keys()
     for number in range(50):
-        job.exchange([1, OSError("x"), 3], each_itself, topic=f"failing/{number}")
-    job.exchange([1, 2, 3], each_itself, topic="last")
+        job.gather_scatter([1, OSError("x"), 3], each_itself, topic=f"failing/{number}")
+    job.gather_scatter([1, 2, 3], each_itself, topic="last")
     assert job.store.num_keys() == before
 
 
@@ -243,8 +247,8 @@ def test_a_store_that_dies_is_an_error_of_ours_that_says_so(rank, healthy_calls,
     channel = Channel(DyingStore(healthy_calls), rank, 2)
 
     def talk() -> None:
-        channel.broadcast("topic", 1, SHORT)
-        channel.exchange("topic", 1, each_itself, SHORT)
+        channel.broadcast("topic", lambda: 1, SHORT)
+        channel.gather_scatter("topic", 1, each_itself, SHORT)
 
     with pytest.raises(CoordinationError, match=r"the job's store is gone.*rank 0 or the launcher"):
         talk()
@@ -253,12 +257,12 @@ def test_a_store_that_dies_is_an_error_of_ours_that_says_so(rank, healthy_calls,
 def test_a_store_that_has_the_key_already_does_not_wait():
     store = dist.HashStore()
     job = Job(2, store)
-    job.call(lambda _, channel: channel.broadcast("t", 5, LONG), ranks=[0])
+    job.call(lambda _, channel: channel.broadcast("t", lambda: 5, LONG), ranks=[0])
     store.set_timeout(timedelta(seconds=1))
-    assert job.call(lambda _, channel: channel.broadcast("t", None, LONG), ranks=[1]) == {1: 5}
+    assert job.call(lambda _, channel: channel.broadcast("t", lambda: None, LONG), ranks=[1]) == {1: 5}
 
 
-def test_an_announcement_is_made_once_and_heard_by_all():
+def test_a_broadcast_is_made_once_and_heard_by_all():
     made: list[int] = []
     job = Job()
 
@@ -266,29 +270,29 @@ def test_an_announcement_is_made_once_and_heard_by_all():
         made.append(1)
         return "go"
 
-    heard = job.call(lambda _, channel: channel.announce("t", make, LONG))
+    heard = job.call(lambda _, channel: channel.broadcast("t", make, LONG))
     assert heard == dict.fromkeys(range(WORLD), "go")
     assert len(made) == 1
 
 
-def test_an_announcement_that_fails_fails_on_every_rank_with_its_type():
+def test_a_broadcast_that_fails_fails_on_every_rank_with_its_type():
     def make() -> str:
         raise CheckpointExistsError("step 3 is there")
 
-    heard = Job().call(lambda _, channel: channel.announce("t", make, LONG))
+    heard = Job().call(lambda _, channel: channel.broadcast("t", make, LONG))
     assert {type(error) for error in heard.values()} == {CheckpointExistsError}
 
 
-def test_nobody_waits_for_ever_for_an_announcement(monkeypatch):
+def test_no_rank_waits_for_ever_for_a_broadcast(monkeypatch):
     monkeypatch.setattr("ckpt_core.coordination._channel._GRACE_SECONDS", 0.0)
-    heard = Job().call(lambda _, channel: channel.announce("t", lambda: 1, SHORT), ranks=[2])
+    heard = Job().call(lambda _, channel: channel.broadcast("t", lambda: 1, SHORT), ranks=[2])
     assert isinstance(heard[2], DeadlineError)
     assert heard[2].awaited == (0,)
 
 
-def test_all_ranks_of_a_meeting_get_the_one_answer():
+def test_all_ranks_at_a_commit_barrier_get_the_one_answer():
     job = Job()
-    heard = job.call(lambda rank, channel: channel.meet("t", rank, sum, LONG))
+    heard = job.call(lambda rank, channel: channel.commit_barrier("t", rank, sum, LONG))
     assert heard == dict.fromkeys(range(WORLD), 3)
 
 
@@ -296,8 +300,8 @@ def test_a_thousand_saves_leave_no_more_keys_than_one():
     job = Job()
 
     def save(number: int) -> int:
-        job.call(lambda _, channel: channel.announce(f"open/{number}", lambda: b"", LONG))
-        job.call(lambda rank, channel: channel.meet(f"save/{number}", rank, sum, LONG))
+        job.call(lambda _, channel: channel.broadcast(f"open/{number}", lambda: b"", LONG))
+        job.call(lambda rank, channel: channel.commit_barrier(f"save/{number}", rank, sum, LONG))
         return int(job.store.num_keys())
 
     assert len({save(number) for number in range(100)}) == 1
@@ -325,7 +329,7 @@ def test_the_coordinators_requests_do_not_grow_with_the_number_of_ranks():
         for rank in range(1, world_size):
             key = f"t/arrive/{rank}"
             peers.set(key, Signer().sign(key, rank, _packed("value", rank)))
-        assert Channel(own, 0, world_size).meet("t", 0, sum, LONG) == sum(range(world_size))
+        assert Channel(own, 0, world_size).commit_barrier("t", 0, sum, LONG) == sum(range(world_size))
         return own.requests
 
     assert requests(4) == requests(400)

@@ -24,7 +24,7 @@ def never(_: list[Any]) -> Any:
 
 def caught(channel: Channel, topic: str, commit: Any, deadline: float = SHORT) -> DeadlineError:
     with pytest.raises(DeadlineError) as error:
-        channel.meet(topic, 1, commit, deadline)
+        channel.commit_barrier(topic, 1, commit, deadline)
     return error.value
 
 
@@ -50,9 +50,9 @@ def test_after_a_rank_was_late_all_of_them_talk_again():
     coordinator, other = (Channel(store, rank, 2) for rank in range(2))
     caught(other, "save/1", never)
     caught(coordinator, "save/1", never)
-    thread = threading.Thread(target=lambda: other.meet("save/2", 2, sum, LONG))
+    thread = threading.Thread(target=lambda: other.commit_barrier("save/2", 2, sum, LONG))
     thread.start()
-    assert coordinator.meet("save/2", 1, sum, LONG) == 3
+    assert coordinator.commit_barrier("save/2", 1, sum, LONG) == 3
     thread.join(LONG)
 
 
@@ -64,13 +64,13 @@ def test_a_coordinator_that_hangs_in_the_commit_leaves_its_end_in_doubt():
         gate.wait(LONG)
         return "done"
 
-    thread = threading.Thread(target=lambda: coordinator.meet("save/1", 1, commit, LONG))
+    thread = threading.Thread(target=lambda: coordinator.commit_barrier("save/1", 1, commit, LONG))
     thread.start()
     error = caught(other, "save/1", never)
     gate.set()
     thread.join(LONG)
     assert error.in_doubt
-    assert "whether it came to its end is not known here" in str(error)
+    assert "the outcome on rank 0 is not known here" in str(error)
 
 
 def test_a_coordinator_that_is_slow_to_commit_gets_a_second_chance():
@@ -90,14 +90,14 @@ def test_a_coordinator_that_is_slow_to_commit_gets_a_second_chance():
         assert gave_up.wait(LONG)
         return "done"
 
-    thread = threading.Thread(target=lambda: coordinator.meet("save/1", 1, commit, LONG))
+    thread = threading.Thread(target=lambda: coordinator.commit_barrier("save/1", 1, commit, LONG))
     thread.start()
-    assert other.meet("save/1", 2, never, 1.0) == "done"
+    assert other.commit_barrier("save/1", 2, never, 1.0) == "done"
     thread.join(LONG)
 
 
 class SilentStore:
-    """A store whose server stands still from some moment on: its clients hear nothing any more."""
+    """A store whose server hangs from some moment on: its clients get no answers any more."""
 
     def __init__(self) -> None:
         self.inner = dist.HashStore()
@@ -117,13 +117,13 @@ def test_a_store_that_does_not_answer_is_told_within_the_deadline_and_asked_agai
     channel = Channel(store, 0, 1, patience_seconds=SHORT)
     store.answers.clear()
     for number in range(3):
-        with pytest.raises(DeadlineError, match=r"the job's store has not answered for .* stands still"):
-            channel.meet(f"save/{number}", 1, sum, SHORT)
+        with pytest.raises(DeadlineError, match=r"the job's store has not answered for .* hangs"):
+            channel.commit_barrier(f"save/{number}", 1, sum, SHORT)
     store.answers.set()
     until = time.monotonic() + LONG
     while time.monotonic() < until:  # the answer to the question before comes on another thread
         try:
-            assert channel.meet("save/4", 1, sum, LONG) == 1
+            assert channel.commit_barrier("save/4", 1, sum, LONG) == 1
         except CoordinationError:
             continue
         break
@@ -140,11 +140,11 @@ def test_any_loss_of_the_store_is_an_error_of_ours():
             return call
 
     with pytest.raises(CoordinationError, match=r"the job's store is gone: No such file.*was removed"):
-        Channel(Lost(), 1, 2).meet("save/1", 1, sum, LONG)
+        Channel(Lost(), 1, 2).commit_barrier("save/1", 1, sum, LONG)
 
 
 class LostStore:
-    """A store whose server is lost, or stands still, from some moment on."""
+    """A store whose server is lost, or hangs, from some moment on."""
 
     def __init__(self, *, silent: bool) -> None:
         self.inner = dist.HashStore()
@@ -163,17 +163,17 @@ class LostStore:
 
 
 def ends(store: Any, commit: Any, value: Any = 2, late: float = LONG) -> list[Any]:
-    """What a meeting of two ranks returned or raised, by rank."""
+    """What a commit barrier of two ranks returned or raised, by rank."""
     found: list[Any] = [None, None]
 
-    def meet(rank: int) -> None:
+    def arrive(rank: int) -> None:
         channel = Channel(store, rank, 2, patience_seconds=SHORT)
         try:
-            found[rank] = channel.meet("save/7", value if rank else 1, commit, late)
+            found[rank] = channel.commit_barrier("save/7", value if rank else 1, commit, late)
         except CheckpointError as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -193,7 +193,7 @@ def test_a_rank_that_has_reported_and_loses_the_store_does_not_know_how_it_ended
     assert first == "done"  # a commit that came to its end is never reported as a failure
     assert isinstance(second, CoordinationError)
     assert second.in_doubt
-    assert "had told rank 0 that it was ready" in str(second)
+    assert "rank 1 had reported to rank 0 before" in str(second)
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["gone", "silent"])
@@ -215,7 +215,7 @@ def test_a_rank_that_brought_an_error_knows_that_nothing_was_committed():
     channel = Channel(store, 1, 2, patience_seconds=SHORT)
     threading.Timer(SHORT, store.lost.set).start()
     with pytest.raises(CoordinationError, match="the job's store is gone") as caught:
-        channel.meet("save/7", OSError("disk"), never, LONG)
+        channel.commit_barrier("save/7", OSError("disk"), never, LONG)
     assert not caught.value.in_doubt
 
 
@@ -238,7 +238,7 @@ def test_an_answer_that_was_heard_counts_though_the_store_is_lost_right_after():
 
     other = Channel(Forgetful(), 1, 2, patience_seconds=SHORT)
     coordinator = Channel(store, 0, 2, patience_seconds=SHORT)
-    thread = threading.Thread(target=lambda: coordinator.meet("save/7", 1, sum, LONG))
+    thread = threading.Thread(target=lambda: coordinator.commit_barrier("save/7", 1, sum, LONG))
     thread.start()
-    assert other.meet("save/7", 2, never, LONG) == 3
+    assert other.commit_barrier("save/7", 2, never, LONG) == 3
     thread.join(LONG)

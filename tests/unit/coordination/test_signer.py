@@ -48,7 +48,7 @@ def arrivals() -> dict[str, bytes]:
         "nothing": b"",
         "other key": signer(b"of another").sign("t/arrive/1", 1, value),
         "no key": Signer(b"", "s").sign("t/arrive/1", 1, value),
-        "other exchange": signer().sign("u/arrive/1", 1, value),
+        "other call": signer().sign("u/arrive/1", 1, value),
         "other rank": signer().sign("t/arrive/1", 2, value),
         "other session": Signer(b"of the job", "r").sign("t/arrive/1", 1, value),
         "moved border": signer().sign("t/arrive/", 11, value),
@@ -58,7 +58,7 @@ def arrivals() -> dict[str, bytes]:
 @pytest.mark.parametrize("what", list(arrivals()))
 def test_what_rank_1_has_not_signed_for_this_key_is_not_read(what):
     with pytest.raises(CoordinationError, match=NOT_SIGNED.format("arrive/1", 1)) as caught:
-        coordinator(arrivals()[what]).exchange("t", 0, list, LONG)
+        coordinator(arrivals()[what]).gather_scatter("t", 0, list, LONG)
     assert list(caught.value.failures) == [1]
 
 
@@ -69,21 +69,21 @@ def test_a_pickle_in_the_store_is_never_loaded(tmp_path):
         signer().sign("t/arrive/1", 1, pickle.dumps(Canary(tmp_path / "ran"))),
     ):
         with pytest.raises(CoordinationError):
-            coordinator(wrapped).exchange("t", 0, list, LONG)
+            coordinator(wrapped).gather_scatter("t", 0, list, LONG)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
-    ("call", "key"), [("broadcast", "said"), ("exchange", "depart/1"), ("meet", "depart")]
+    ("call", "key"), [("broadcast", "said"), ("gather_scatter", "depart/1"), ("commit_barrier", "depart")]
 )
 def test_a_reply_that_the_coordinator_has_not_signed_is_not_read(call, key):
     store = dist.HashStore()
     store.set(f"t/{key}", signer(b"of another").sign(f"t/{key}", 0, _packed("value", "evil")))
     channel = Channel(store, 1, 2, signer=signer())
     act = {
-        "broadcast": lambda: channel.broadcast("t", None, LONG),
-        "exchange": lambda: channel.exchange("t", 1, list, LONG),
-        "meet": lambda: channel.meet("t", 1, sum, LONG),
+        "broadcast": lambda: channel.broadcast("t", lambda: None, LONG),
+        "gather_scatter": lambda: channel.gather_scatter("t", 1, list, LONG),
+        "commit_barrier": lambda: channel.commit_barrier("t", 1, sum, LONG),
     }
     with pytest.raises(CoordinationError, match=NOT_SIGNED.format(key, 0)):
         act[call]()
@@ -95,7 +95,7 @@ def test_a_word_that_no_rank_has_signed_does_not_count(word):
     store.set("t/arrive/1", signer().sign("t/arrive/1", 1, _packed("value", 1)))
     store.set("t/verdict", word.encode("latin-1"))
     with pytest.raises(CoordinationError, match="under the key s/t/verdict"):
-        Channel(store, 0, 2, signer=signer()).meet("t", 0, sum, LONG)
+        Channel(store, 0, 2, signer=signer()).commit_barrier("t", 0, sum, LONG)
 
 
 def test_ten_thousand_mutations_of_a_message_are_errors_of_ours():
@@ -114,7 +114,7 @@ def test_ten_thousand_mutations_of_a_message_are_errors_of_ours():
 def test_what_is_signed_and_is_no_message_is_an_error_of_ours():
     for content in (b"", b"\xff" * 40, pickle.dumps(1), _packed("value", 1)[:-1], b"\0" * 7 + b"\x011"):
         with pytest.raises(CoordinationError, match=r"t/arrive/1: a message that"):
-            coordinator(signer().sign("t/arrive/1", 1, content)).exchange("t", 0, list, LONG)
+            coordinator(signer().sign("t/arrive/1", 1, content)).gather_scatter("t", 0, list, LONG)
 
 
 def test_ranks_with_the_same_secret_hear_one_another():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_core.coordination import Solo
-from ckpt_core.coordination._tree import neighbours
+from ckpt_core.coordination._store import neighbours
 from ckpt_core.errors import CoordinationError
 from tests.unit.lifecycle.test_plans import Counting
 
@@ -37,16 +37,16 @@ def test_a_rank_that_is_not_among_them_is_refused():
         neighbours([1, 2, 1], 2)
 
 
-def test_a_process_alone_has_nobody_to_relay_to():
+def test_a_process_alone_has_no_rank_to_broadcast_to():
     buffer = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    Solo().relay(buffer, [0])
+    Solo().broadcast_tensor(buffer, [0])
     assert buffer.tolist() == [1, 2, 3]
-    assert not Solo().relays
+    assert not Solo().can_broadcast_tensors
 
 
-def test_a_coordinator_of_somebody_elses_does_not_relay_unless_it_says_so():
+def test_a_users_coordinator_broadcasts_no_tensors_unless_it_says_so():
     theirs, buffer = Counting(), torch.zeros(3, dtype=torch.uint8)
-    assert not theirs.relays
-    theirs.relay(buffer, [0])
-    with pytest.raises(CoordinationError, match=r"rank 0: Counting cannot relay 3 bytes to ranks \[1\]"):
-        theirs.relay(buffer, [0, 1])
+    assert not theirs.can_broadcast_tensors
+    theirs.broadcast_tensor(buffer, [0])
+    with pytest.raises(CoordinationError, match=r"rank 0: Counting cannot broadcast 3 bytes to ranks \[1\]"):
+        theirs.broadcast_tensor(buffer, [0, 1])
