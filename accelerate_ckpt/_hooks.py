@@ -42,7 +42,7 @@ def run_save_hooks(
         error = failure
     left = [index for index, state in enumerate(offered) if any(state is each for each in weights)]
     own = left if offered else every
-    return coordinator.exchange(
+    return coordinator.gather_scatter(
         own if error is None else cast("list[int]", error), lambda of: [of[0]] * len(of)
     )
 

@@ -70,16 +70,18 @@ class Loading:
         if arguments.get("strict", True) is True:
             found = manager.resume(state) is not None
         else:
-            found = self._roots.coordinator.once(lambda: bool(manager.checkpoints(abandoned=True)))
+            found = self._roots.coordinator.run_on_coordinator(
+                lambda: bool(manager.checkpoints(abandoned=True))
+            )
             if found:
                 manager.load(state, strict=arguments["strict"])
         if found:
             return True
-        name = self._roots.coordinator.once(lambda: newest_stock(manager.storage))
+        name = self._roots.coordinator.run_on_coordinator(lambda: newest_stock(manager.storage))
         if name is not None:
             self._load_stock(manager, name, arguments)
             return True
-        torn = self._roots.coordinator.once(lambda: torn_in(manager.storage))
+        torn = self._roots.coordinator.run_on_coordinator(lambda: torn_in(manager.storage))
         _logger.log(
             logging.WARNING if torn else logging.INFO,
             "nothing has been committed to %s yet%s: training starts afresh",
@@ -99,7 +101,9 @@ class Loading:
         manager = self._roots.at(place.root)
         self._refuse_to_unpickle(arguments)
         where = f"{manager.storage.url}/{place.name}"
-        kind, problem = self._roots.coordinator.once(lambda: _looked_at(manager.storage, place.name))
+        kind, problem = self._roots.coordinator.run_on_coordinator(
+            lambda: _looked_at(manager.storage, place.name)
+        )
         if problem:
             raise ConfigError(f"{where} is no checkpoint: {problem}")
         if kind == "missing":
@@ -122,7 +126,7 @@ class Loading:
         storage, accelerator = manager.storage, self._accelerator
         _logger.info("%s/%s was written by stock Accelerate", storage.url, name)
         verify = manager.options.manifest_verifier
-        self._roots.coordinator.once(lambda: require_trusted(storage, name, verify))
+        self._roots.coordinator.run_on_coordinator(lambda: require_trusted(storage, name, verify))
         if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load(manager, name, arguments)
         elif not isinstance(storage, LocalStorage):

@@ -114,7 +114,7 @@ class Roots:
         """Let the next automatic name follow what is on storage; stock starts at 0 after every restart."""
         manager = self.automatic()
         if manager is not None:
-            number = self.coordinator.once(lambda: next_number(manager.storage))
+            number = self.coordinator.run_on_coordinator(lambda: next_number(manager.storage))
             self._accelerator.project_configuration.iteration = number
 
     def wait(self) -> None:

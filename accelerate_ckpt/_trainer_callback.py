@@ -63,7 +63,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         del args, control, kwargs
         self._session.begin(state.global_step)
         # Each rank has looked for it on its own disk, and all of them or none must load it at the end.
-        state.best_model_checkpoint = self._session.coordinator.agree(state.best_model_checkpoint)
+        state.best_model_checkpoint = self._session.coordinator.broadcast(state.best_model_checkpoint)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -89,7 +89,9 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if not (self.gated and self.own_evaluation and wanted):
             return
         # What was measured may differ in its last bit from rank to rank.
-        if self._session.coordinator.once(lambda: is_new_best(wanted, state.log_history, state.global_step)):
+        if self._session.coordinator.run_on_coordinator(
+            lambda: is_new_best(wanted, state.log_history, state.global_step)
+        ):
             self.reason = BEST
             control.should_save = True
 

@@ -77,7 +77,7 @@ class TrainerResume:
         checkpoint: Any = wanted
         if wanted is True:
             manager = self._session.manager
-            checkpoint = self._session.coordinator.once(lambda: newest_to_resume(manager))
+            checkpoint = self._session.coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
             if checkpoint is None:
                 _logger.warning(
                     "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0",
@@ -153,14 +153,14 @@ class TrainerResume:
         place = Place.of(checkpoint)
         if verify is not None:
             storage = open_storage(place.root)
-            self._session.coordinator.once(lambda: require_trusted(storage, place.name, verify))
+            self._session.coordinator.run_on_coordinator(lambda: require_trusted(storage, place.name, verify))
 
     def _is_ours(self, checkpoint: str | os.PathLike[str]) -> bool:
         if self._lent is not None and self._lent.view == checkpoint:
             return True
         place = Place.of(checkpoint)
         storage = open_storage(place.root)
-        kind, inside = self._session.coordinator.once(
+        kind, inside = self._session.coordinator.run_on_coordinator(
             lambda: (kind_of(storage, place.name), _checkpoints_in(checkpoint))
         )
         if kind == "torn":
@@ -231,7 +231,7 @@ class TrainerResume:
                 if (each / METADATA).exists():
                     check_stock(each)
 
-        self._session.coordinator.once(check, what="checking what stock DCP wrote")
+        self._session.coordinator.run_on_coordinator(check, what="checking what stock DCP wrote")
 
     def _unpickling_nothing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._session.pickles.allowed else without_pickle()

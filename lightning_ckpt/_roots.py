@@ -63,11 +63,11 @@ class Roots:
 
     def once(self, decide: Callable[[], T]) -> T:
         """What the coordinator alone finds out, on every rank."""
-        return self._agreement().once(decide)
+        return self._agreement().run_on_coordinator(decide)
 
     def same(self, numbers: Sequence[int]) -> bool:
         """Whether these numbers are the same on every rank; one small all-reduce."""
-        combined = self._agreement().combine([*numbers, *(-number for number in numbers)])
+        combined = self._agreement().all_reduce_max([*numbers, *(-number for number in numbers)])
         return combined == (*numbers, *(-number for number in numbers))
 
     def loaded(self, place: Place, step: int | None) -> None:

@@ -65,7 +65,7 @@ _PHASES: Final = {
     "sync": "phase write",
     "commit": "phase commit|phase write|not known whether",
     "prune": "while deciding whether to save|while agreeing on a save|phase plan|pruning|phase open",
-    "load": "while|could not be read|partly overwritten|relay",
+    "load": "while|could not be read|partly overwritten|broadcast of",
 }
 
 

@@ -305,7 +305,7 @@ class CheckpointManager:
         self._bind()
         self._saver.rewound()
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
-        info = self._coordinator.once(
+        info = self._coordinator.run_on_coordinator(
             lambda: (
                 self._newest() if step is None and name is None else self._catalog.find(step=step, name=name)
             ),
@@ -374,9 +374,9 @@ class CheckpointManager:
         self._bind()
         self._saver.wait()
         if dry_run:
-            return self._coordinator.once(self._saver.pruner.plan, what="pruning")
+            return self._coordinator.run_on_coordinator(self._saver.pruner.plan, what="pruning")
         self._saver.own_root()
-        return self._coordinator.once(self._saver.pruner.apply, what="pruning")
+        return self._coordinator.run_on_coordinator(self._saver.pruner.apply, what="pruning")
 
     def discard(self, name: str) -> None:
         """Remove one checkpoint, unless it is pinned; coordinator only, once this manager has saved."""
@@ -386,13 +386,13 @@ class CheckpointManager:
         """Protect a step from pruning until `unpin`."""
         self._bind()
         step = agreed_step(self._coordinator, "pin", step, reason)
-        self._coordinator.once(lambda: self._catalog.pin(step, reason))
+        self._coordinator.run_on_coordinator(lambda: self._catalog.pin(step, reason))
 
     def unpin(self, step: int) -> None:
         """Take the protection of a step away."""
         self._bind()
         step = agreed_step(self._coordinator, "unpin", step)
-        self._coordinator.once(lambda: self._catalog.unpin(step))
+        self._coordinator.run_on_coordinator(lambda: self._catalog.unpin(step))
 
     def mark(self, step: int, reason: str) -> None:
         """Say that a step must not be trained on: it is passed over as a damaged one is. Collective.
@@ -402,7 +402,9 @@ class CheckpointManager:
         """
         self._bind()
         step = agreed_step(self._coordinator, "mark", step, reason)
-        self._coordinator.once(lambda: self._catalog.mark_bad(self._catalog.find(step=step).name, reason))
+        self._coordinator.run_on_coordinator(
+            lambda: self._catalog.mark_bad(self._catalog.find(step=step).name, reason)
+        )
 
     def unmark(self, step: int) -> None:
         """Take back what `mark` said of a step; harmless where nothing was said. Collective."""
@@ -414,7 +416,7 @@ class CheckpointManager:
                 if info.step == step and info.bad is not None:
                     self._catalog.unmark(info.name, bad=True)
 
-        self._coordinator.once(unmark)
+        self._coordinator.run_on_coordinator(unmark)
 
     def close(self) -> None:
         """Wait for the save in flight and give the root back; harmless when repeated, or in a forked child.

@@ -40,7 +40,7 @@ def _agreed(coordinator: Coordinator, call: str, ask: Callable[[], T]) -> T:
             raise ConfigError(f"{call}: ranks ask for different things, and must agree: {different}")
         return asked
 
-    return coordinator.exchange(said, decide, what=f"agreeing on {call}")  # type: ignore[return-value]
+    return coordinator.gather_scatter(said, decide, what=f"agreeing on {call}")  # type: ignore[return-value]
 
 
 def agreed_place(

@@ -111,8 +111,10 @@ class Background:
         )
 
     def close(self) -> None:
-        """Take no more work; the thread ends when it can. All work must be over."""
+        """Take no more work, end the thread unless it hangs. All work must be over."""
         self._work.put(None)
+        if self._thread is not None and self._last is not None and self._last.ended.is_set():
+            self._thread.join()
 
     def _go(self) -> None:
         while (run := self._work.get()) is not None:

@@ -106,7 +106,7 @@ class CadenceKeeper:
         announcements = self._announcements = self._announcements or self._listening()
         self._coordinator.check()  # before anything depends on which rank this is
         own = (self._clock(), self._started) if self._coordinator.is_coordinator else (0.0, 0.0)
-        announced, *microseconds = self._coordinator.combine(
+        announced, *microseconds = self._coordinator.all_reduce_max(
             [self._announced(announcements), *(round(each * _MICROSECONDS) for each in own)],
             what="deciding whether to save",
         )

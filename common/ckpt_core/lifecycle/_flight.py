@@ -137,7 +137,7 @@ class Flight:
     def _full(self) -> bool:
         """Whether every arena is in flight on some rank; ranks finish at different moments."""
         flying = sum(not handle.done() for handle in self._undelivered)
-        full = self._coordinator.combine([int(flying >= self._limit)], what="deciding whether to save")
+        full = self._coordinator.all_reduce_max([int(flying >= self._limit)], what="deciding whether to save")
         return bool(full[0])
 
     def _deliver(self) -> None:

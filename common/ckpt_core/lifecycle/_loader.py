@@ -109,7 +109,7 @@ class Loader:
         source: StateSource,
         note_damaged: Callable[[Mapping[str, str]], None] | None,
     ) -> Loaded | None:
-        survey: Survey = self._coordinator.once(self._survey, what="looking for checkpoints")
+        survey: Survey = self._coordinator.run_on_coordinator(self._survey, what="looking for checkpoints")
         damaged, untrusted = _unreadable(survey), dict[str, str]()
         for name, problem in damaged.items():
             self._report(name, parse_step_name(name), problem)
@@ -137,7 +137,9 @@ class Loader:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
         """
-        found = self._coordinator.once(lambda: self._existing(step, name), what="looking for a checkpoint")
+        found = self._coordinator.run_on_coordinator(
+            lambda: self._existing(step, name), what="looking for a checkpoint"
+        )
         if isinstance(found, CheckpointInfo):
             return replace(request, directory=found.name, committed=found)
         return replace(request, directory=found)
@@ -172,7 +174,7 @@ class Loader:
         """SHA-256 of the manifest, if it was judged and may be used; see `require_trusted`."""
         if self._verify_manifest is None:
             return None
-        return self._coordinator.once(
+        return self._coordinator.run_on_coordinator(
             lambda: require_trusted(self._storage, name, self._verify_manifest),
             what="asking whether a checkpoint is trusted",
         )
@@ -188,7 +190,7 @@ class Loader:
             except CheckpointError:
                 return True  # then it is damaged, as was found
 
-        return self._coordinator.once(look, what="looking for a checkpoint")
+        return self._coordinator.run_on_coordinator(look, what="looking for a checkpoint")
 
     def tell_surroundings(self, loaded: Loaded | None) -> None:
         """Log what else the root holds, if nothing, or something older, was resumed."""

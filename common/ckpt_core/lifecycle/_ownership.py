@@ -101,7 +101,7 @@ class Ownership:
             owner_id = "" if self._lease is None else self._lease.owner.id
             return [(prefix, owner_id, urls)] * len(urls)
 
-        self._prefix, owner_id, urls = self._coordinator.exchange(
+        self._prefix, owner_id, urls = self._coordinator.gather_scatter(
             self._storage.url, acquire, what="taking the root"
         )
         try:

@@ -143,7 +143,7 @@ class AgreedPlans:
             CoordinationError: a rank could not plan; the same on every rank.
         """
         self._valid, self._distrusted, self._turn, self._problem = False, False, 0, None
-        assigned = coordinator.exchange(self._propose(), self._decide, what="planning a save")
+        assigned = coordinator.gather_scatter(self._propose(), self._decide, what="planning a save")
         self.generation += 1
         self.files, self.keeping, self.shared = assigned.files, assigned.keeping, assigned.shared
         try:

@@ -235,10 +235,10 @@ def warm_up(
     survey = _try_survey(capture, coordinator, plans)
     failed = isinstance(survey, BaseException)
     try:
-        if coordinator.combine([int(failed)], what="planning a save")[0]:
+        if coordinator.all_reduce_max([int(failed)], what="planning a save")[0]:
             coordinator.gather(survey if isinstance(survey, BaseException) else None)
         changed = not isinstance(survey, BaseException) and survey.changed
-        if coordinator.combine([int(changed)], what="planning a save")[0]:
+        if coordinator.all_reduce_max([int(changed)], what="planning a save")[0]:
             plans.agree(coordinator)
         plans.check()
     except CoordinationError as error:
@@ -320,7 +320,7 @@ def _combine(
     created = int(time.time() * _MICROSECONDS) if coordinator.is_coordinator else 0
     extra = (0, 0) if isinstance(survey, BaseException) else (survey.extra_bytes, survey.extra_files)
     # Only maxima can be combined: the greatest and, negated, the smallest tell whether all are the same.
-    found = coordinator.combine(
+    found = coordinator.all_reduce_max(
         [int(trouble), int(changed), digest, -digest, created, *extra], what=_AGREEING
     )
     return _Verdict(
@@ -351,7 +351,7 @@ def _settle(
 
     error = survey if isinstance(survey, BaseException) else None
     if verdict.trouble:
-        name = coordinator.exchange(error or (request.step, request.name), decide, what=_AGREEING)
+        name = coordinator.gather_scatter(error or (request.step, request.name), decide, what=_AGREEING)
         request = replace(request, name=name)
     if isinstance(survey, BaseException):
         raise survey  # unreachable: a rank that brings an error makes every rank raise

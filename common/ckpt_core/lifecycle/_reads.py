@@ -48,7 +48,7 @@ class Reads:
         if not read_once or coordinator.world_size == 1:
             return cls(needs, {}, None)
         schedule, names, vote = _schedule(parts, coordinator)
-        if not (coordinator.relays or isinstance(vote, Exception)):
+        if not (coordinator.can_broadcast_tensors or isinstance(vote, Exception)):
             vote = _OBJECTION  # told to all: a connection may be lost on this rank alone
         votes: list[int] = coordinator.gather(vote, what="working out who reads what")
         if sum(votes) % 2**64:

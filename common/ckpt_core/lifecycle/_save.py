@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import final
 
 from ckpt_core.commit import abandon, begin
-from ckpt_core.coordination import Coordinator
+from ckpt_core.coordination import CommitChannel
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -42,7 +43,6 @@ class SaveContext:
 
     Attributes:
         storage: where checkpoints go.
-        coordinator: the ranks of the job.
         telemetry: receives spans.
         memory: what writing keeps from save to save.
         background: told whenever a save gets on.
@@ -54,7 +54,6 @@ class SaveContext:
     """
 
     storage: Storage
-    coordinator: Coordinator
     telemetry: Telemetry
     memory: WriteMemory
     background: Background
@@ -73,11 +72,13 @@ class SaveRun:
     be called on another thread meanwhile: from then on this rank brings its error and commits nothing.
     """
 
-    def __init__(self, prepared: PreparedSave, handle: SaveHandle, context: SaveContext) -> None:
+    def __init__(
+        self, prepared: PreparedSave, handle: SaveHandle, context: SaveContext, channel: CommitChannel
+    ) -> None:
         self._prepared = prepared
         self._handle = handle
         self._storage = context.storage
-        self._coordinator = context.coordinator.as_of_now()
+        self._channel = channel
         self._telemetry = context.telemetry
         self._memory = context.memory
         self._context = context
@@ -109,13 +110,13 @@ class SaveRun:
             return
         self._memory.committed()
         fulfil(self._handle.committed, info)
-        if self._coordinator.is_coordinator:
+        if self._channel.is_coordinator:
             self._beat("pruning")
             self._context.committed(info)
 
     def give_up(self, told: str) -> None:
         """The background thread hangs: this save has failed on this rank, and in the end on all."""
-        request, rank = self._prepared.request, self._coordinator.rank
+        request, rank = self._prepared.request, self._channel.rank
         with self._giving_up:
             # Whenever it wakes up it goes on, and a commit cannot be called back.
             error = DeadlineError(f"rank {rank}: {told}", failures={rank: told}, in_doubt=self._committing)
@@ -161,7 +162,7 @@ class SaveRun:
 
         Nobody writes before it has. If it cannot, it says so to all at once.
         """
-        if error is not None and not self._coordinator.is_coordinator:
+        if error is not None and not self._channel.is_coordinator:
             return error
         try:
             reference = self._open(error)
@@ -180,9 +181,9 @@ class SaveRun:
 
     def _open(self, error: BaseException | None) -> bytes:
         """Prepare the place, or wait to be told that it is; how the coordinator's own values look."""
-        self._beat("opening", None if self._coordinator.is_coordinator else self._patience_seconds)
+        self._beat("opening", None if self._channel.is_coordinator else self._patience_seconds)
         topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
-        return self._coordinator.announce(
+        return self._channel.broadcast(
             topic, lambda: self._make_place(error), deadline_seconds=self._deadline_seconds
         )
 
@@ -201,7 +202,7 @@ class SaveRun:
 
     def _write(self, reference: bytes) -> bytes:
         prepared = self._prepared
-        attributes = {"step": prepared.request.step, "rank": self._coordinator.rank}
+        attributes = {"step": prepared.request.step, "rank": self._channel.rank}
         self._phase = "write"
         self._beat("writing the tensors")
         own = _own_files(prepared, reference)
@@ -220,13 +221,13 @@ class SaveRun:
             return json.dumps(asdict(self._commit(reports))).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
-        attributes = {"step": request.step, "rank": self._coordinator.rank}
+        attributes = {"step": request.step, "rank": self._channel.rank}
         self._phase = "commit"
         self._beat("waiting for the other ranks", self._patience_seconds)
         # The error is left for a coordinator that wakes up; to wait for it as long again is no use.
         deadline = self._deadline_seconds if self._silence is None else 0.0
-        with self._telemetry.span("save.commit", **attributes) as details:
-            info = _decoded(self._coordinator.meet(name, payload, commit, deadline_seconds=deadline))
+        with closing(self._channel), self._telemetry.span("save.commit", **attributes) as details:
+            info = _decoded(self._channel.commit_barrier(name, payload, commit, deadline_seconds=deadline))
             details["size_bytes"] = info.size_bytes
         return info
 
@@ -261,7 +262,7 @@ class SaveRun:
         in_doubt = isinstance(error, SaveError | CoordinationError) and error.in_doubt
         if isinstance(error, DivergenceError):
             self._context.diverged()
-        if self._coordinator.is_coordinator and self._opened and not in_doubt:
+        if self._channel.is_coordinator and self._opened and not in_doubt:
             self._beat("removing what was written")
             _abandon(self._storage, self._prepared.assignment.working, self._terms)
         told = error

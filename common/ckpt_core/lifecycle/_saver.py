@@ -73,7 +73,6 @@ class Saver:
         rate = options.write_bytes_per_second
         self._context = SaveContext(
             storage=storage,
-            coordinator=coordinator,
             telemetry=telemetry,
             memory=WriteMemory(pace=None if rate is None else Throttle(rate), algorithm=options.checksum),
             background=background,
@@ -161,7 +160,7 @@ class Saver:
         """Wait for the save in flight and claim the root; see `Ownership.take` and `check`."""
         self._flight.wait()
         self.ownership.take()
-        self._coordinator.once(self.ownership.check, what="taking the root")
+        self._coordinator.run_on_coordinator(self.ownership.check, what="taking the root")
 
     def wait(self) -> None:
         """Wait for the saves in flight and deliver a failure; see `Flight.wait`."""
@@ -195,7 +194,7 @@ class Saver:
         deferred = prepared.staged.deferred
         if deferred is not None:
             self._guard.watch(deferred, prepared.optimizers)
-        run = SaveRun(prepared, handle, self._context)
+        run = SaveRun(prepared, handle, self._context, self._coordinator.commit_channel())
         self._flight.start(handle, run.run, run.give_up)
         return handle
 

@@ -82,7 +82,7 @@ class Misfits:
 
     def settle(self, coordinator: Coordinator) -> None:
         """Keep of the foreign names those that no rank has. Collective."""
-        nobody = coordinator.exchange(self.foreign, _nobodys, what="comparing the names of all ranks")
+        nobody = coordinator.gather_scatter(self.foreign, _nobodys, what="comparing the names of all ranks")
         self.partial = len(self.unexpected) > sum(map(len, nobody.values()))
         self.foreign = nobody
 

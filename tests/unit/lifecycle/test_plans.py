@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointManager
-from ckpt_core.coordination import Coordinator, Solo
+from ckpt_core.coordination import CommitChannel, Coordinator, Solo
 from ckpt_core.errors import CoordinationError
 from ckpt_core.lifecycle._plans import AgreedPlans, Keeping, Offer, _keepings
 
@@ -24,21 +24,18 @@ class Counting(Coordinator):
         self.peer_changed = False
         self._inner = Solo()
 
-    def agree(self, value: Any, *, what: str = "") -> Any:
+    def broadcast(self, value: Any, *, what: str = "") -> Any:
         return value
 
-    def exchange(self, value: Any, decide: Callable[[list[Any]], list[Any]], **_: Any) -> Any:
+    def gather_scatter(self, value: Any, decide: Callable[[list[Any]], list[Any]], **_: Any) -> Any:
         self.exchanges += 1
-        return self._inner.exchange(value, decide)
+        return self._inner.gather_scatter(value, decide)
 
-    def combine(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
+    def all_reduce_max(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
         return tuple(max(flag, int(self.peer_changed)) for flag in flags)
 
-    def announce(self, name: str, make: Any, *, deadline_seconds: float) -> Any:
-        return make()
-
-    def meet(self, name: str, payload: Any, commit: Any, *, deadline_seconds: float) -> bytes:
-        return self._inner.meet(name, payload, commit, deadline_seconds=deadline_seconds)
+    def commit_channel(self) -> CommitChannel:
+        return self._inner.commit_channel()
 
     def close(self) -> None: ...
 
@@ -49,7 +46,7 @@ def look(plans: AgreedPlans, *, uneven: Any = (), files: Any = (), **tree: Any) 
 
 def save(plans: AgreedPlans, coordinator: Counting, **state: Any) -> None:
     """What a save does about its plans."""
-    if coordinator.combine([int(look(plans, **state))])[0]:
+    if coordinator.all_reduce_max([int(look(plans, **state))])[0]:
         plans.agree(coordinator)
     plans.check()
 

@@ -43,7 +43,7 @@ def relay_shared(schedule: Schedule, coordinator: Coordinator, *, read: Read, de
         for bucket in schedule.buckets:
             own = bucket.owner == schedule.rank
             buffer = ahead.next() if own else inbox[: bucket.num_bytes + _FOOTER_BYTES]
-            coordinator.relay(buffer, bucket.route())
+            coordinator.broadcast_tensor(buffer, bucket.route())
             arrivals.take(bucket, buffer)
     error = ahead.error or arrivals.error
     if error is not None:
