@@ -5,7 +5,7 @@ CheckpointError(Exception)
 ├─ CheckpointNotFoundError(…, FileNotFoundError)   no such step, or nothing committed yet
 ├─ CheckpointExistsError(…, FileExistsError)       the step is committed already; nothing is overwritten
 ├─ RootBusyError                                   another live job writes to this root
-├─ CorruptCheckpointError                          files differ from what the manifest promises
+├─ CorruptCheckpointError                          files differ from the manifest
 ├─ IncompatibleCheckpointError                     foreign or newer format, or another model's checkpoint
 ├─ UnsafeCheckpointError                           loading it would need pickle, which was not allowed
 ├─ UntrustedCheckpointError                        `verify_manifest` does not accept it

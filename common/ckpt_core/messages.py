@@ -109,7 +109,7 @@ def encode(value: object) -> bytes:
     try:
         text = json.dumps(_pack(value, "", blobs), separators=(",", ":")).encode()
     except RecursionError as error:
-        raise MessageError("a value that is to go to other ranks is nested too deep, or in itself") from error
+        raise MessageError("a value for other ranks is nested too deep, or in itself") from error
     return b"".join((len(text).to_bytes(_LENGTH_BYTES, "big"), text, *blobs))
 
 
