@@ -1,6 +1,6 @@
 """Own your training checkpoints: asynchronous, sharded, committed, exact.
 
-Names are loaded on first use, so that tools which only list and verify never import torch.
+Names are imported on first use, so that tools that only list and verify never import torch.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""The version, alone in a file so that a build can read it without importing anything."""
+"""The version, in a file of its own, which a build reads without imports."""
 
 __version__ = "0.1.0"

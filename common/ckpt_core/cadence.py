@@ -1,9 +1,9 @@
-"""When to save: policies as values, without a clock, a rank, torch or I/O.
+"""Save policies: values without a clock, a rank, torch or I/O.
 
-Time, history and signals arrive in a `CadenceContext`, so that one rank can decide and the rest obey, and
-so that every decision can be replayed in a test. Policies combine with `|`, `&` and `~`.
+Time, history and signals are in a `CadenceContext`, so that one rank can decide for all, and so that every
+decision can be replayed in a test. Policies combine with `|`, `&` and `~`.
 """
-# ruff: noqa: D102 - the docstring of a policy says what its overrides do
+# ruff: noqa: D102 - the docstring of a policy describes its overrides
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.validation import boolean, function, instances, integer, integers, positive, require, text
 
 PREEMPTION = "preemption"
-"""The entry of `CadenceContext.signals` that says the job is about to be taken off its machines."""
+"""The entry of `CadenceContext.signals` for a job that is about to be stopped."""
 
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
 _SMALLEST_FRACTION = Fraction(1, 1_000_000)
@@ -27,7 +27,7 @@ _SMALLEST_FRACTION = Fraction(1, 1_000_000)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CadenceContext:
-    """All that a decision may depend on.
+    """The input of a decision.
 
     Attributes:
         step: the step just finished.
@@ -35,9 +35,9 @@ class CadenceContext:
         now: seconds on any clock, the same for every time here.
         started: when this run started.
         last_save_step: the last step saved or resumed from; None if there is none.
-        last_save_time: when that was; None if there is none.
+        last_save_time: time of that save; None if there is none.
         total_steps: length of the training, if known.
-        signals: what reached the job from outside, e.g. `PREEMPTION`.
+        signals: external events of the job, e.g. `PREEMPTION`.
     """
 
     step: int
@@ -51,13 +51,13 @@ class CadenceContext:
 
     @property
     def since(self) -> int:
-        """The last step that is settled: a boundary after it and up to `step` is due now."""
+        """The last step decided on: a boundary after it and up to `step` is due now."""
         settled = [s for s in (self.previous_step, self.last_save_step) if s is not None and s < self.step]
         return max(settled, default=self.step - 1)
 
 
 class SavePolicy(ABC):
-    """Decides whether the step just finished is saved.
+    """A policy that decides whether to save the step just finished.
 
     1. (all ranks) where `needs_agreement` is False, every rank calls `decide` and gets the same answer.
     2. (coordinator) where it is True, one rank calls `decide` and broadcasts the answer.
@@ -69,16 +69,16 @@ class SavePolicy(ABC):
 
     @abstractmethod
     def decide(self, context: CadenceContext) -> str | None:
-        """The reason to save now, for people, or None. Callers use `decide` of this module instead."""
+        """Return the reason to save now, for users, or None. Call `decide` of this module."""
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether ranks could differ, because time or signals matter; assumed unless a policy denies it."""
+        """Whether ranks may decide differently, by time or signals; True by default."""
         return True
 
     @property
     def preemptions(self) -> tuple[OnPreemption, ...]:
-        """What announces a preemption to this policy; () if nothing does."""
+        """The sources of preemptions of this policy; () if there are none."""
         return ()
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
@@ -92,10 +92,10 @@ class SavePolicy(ABC):
 
 
 def decide(policy: SavePolicy, context: CadenceContext) -> str | None:
-    """The reason to save now, or None; never a reason for a step that is saved already.
+    """Return the reason to save now, or None; never for a step saved already.
 
     Raises:
-        ConfigError: the policy lacks a fact that neither it nor the context holds.
+        ConfigError: the policy needs a value that neither it nor the context has.
     """
     return None if context.step == context.last_save_step else policy.decide(context)
 
@@ -133,7 +133,7 @@ class AtSteps(SavePolicy):
 
     def __post_init__(self) -> None:
         require("AtSteps", integers("steps", self.steps, minimum=0))
-        # Any collection is welcome, but the value must be hashable and equal whatever the spelling.
+        # Any collection is accepted, but equal policies must be equal and hashable.
         object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
 
     def decide(self, context: CadenceContext) -> str | None:
@@ -148,7 +148,7 @@ class AtSteps(SavePolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class EverySeconds(SavePolicy):
-    """Saves when this long has passed since the last save, or since the start of the run."""
+    """Saves at this interval since the last save, or since the start of the run."""
 
     seconds: float
 
@@ -163,9 +163,9 @@ class EverySeconds(SavePolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class EveryFraction(SavePolicy):
-    """Saves each time this fraction of the training is done: `EveryFraction(0.1)` saves ten times.
+    """Saves at each such fraction of training: `EveryFraction(0.1)` saves ten times.
 
-    `total_steps` is needed here unless the training loop tells the manager.
+    `total_steps` is required unless the training loop gives it to the manager.
     """
 
     fraction: float
@@ -174,7 +174,7 @@ class EveryFraction(SavePolicy):
     def __post_init__(self) -> None:
         problem = positive("fraction", self.fraction)
         if problem is None and not _SMALLEST_FRACTION <= self.fraction <= 1:
-            problem = f"fraction must lie between 0.000001 and 1, not {self.fraction!r}"
+            problem = f"fraction must be between 0.000001 and 1, not {self.fraction!r}"
         total = None if self.total_steps is None else integer("total_steps", self.total_steps, minimum=1)
         require("EveryFraction", problem, total)
 
@@ -183,9 +183,9 @@ class EveryFraction(SavePolicy):
         if total is None:
             raise ConfigError(
                 "EveryFraction: the length of the training is unknown. Give "
-                f"EveryFraction({self.fraction}, total_steps=…) or tell the manager the total."
+                f"EveryFraction({self.fraction}, total_steps=…) or give the manager the total."
             )
-        # Exact: 0.1 is meant as 1/10, and k * 0.1 in floats would miss boundaries by a step.
+        # Exact: 0.1 means 1/10, and k * 0.1 in floats would miss boundaries by a step.
         interval = Fraction(self.fraction).limit_denominator(1_000_000) * total
         due = context.step // interval > max(context.since, 0) // interval
         return f"every {self.fraction:.6g} of {total} steps" if due else None
@@ -198,7 +198,7 @@ class EveryFraction(SavePolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class FirstStep(SavePolicy):
-    """Saves at the first decision of a run that neither saved nor resumed: a bad set-up shows at once."""
+    """Saves at the first decision of a new run, so that a bad set-up shows early."""
 
     def decide(self, context: CadenceContext) -> str | None:
         fresh = context.previous_step is None and context.last_save_step is None
@@ -212,16 +212,16 @@ class FirstStep(SavePolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class OnPreemption(SavePolicy):
-    """Saves once, when it is announced on any rank that the job is about to be stopped.
+    """Saves once when a preemption of the job is announced to any rank.
 
     Args:
         signals: names of operating-system signals.
-        file: a path that announces it by being there. It is looked for once a second, and counts from the
-            start of a run on: whoever starts the job anew removes it.
-        when: a function without arguments, or where to import one from, as "package.module:function"; called
-            about once a second on a thread of its own, it announces with True.
-        stop: whether the training is to end after that save; else it goes on, and what is announced anew is
-            saved anew. What reaches several ranks, one after another, is one announcement.
+        file: a path whose existence announces it. It is polled once a second, and also counts if it exists at
+            the start of a run: remove it before the job starts again.
+        when: a function without arguments, or its name, as "package.module:function"; it is called about once
+            a second on a separate thread, and announces a preemption by True.
+        stop: whether training must end after that save; else it continues, and each further announcement
+            leads to another save. An announcement to several ranks, one after another, counts once.
     """
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
@@ -235,7 +235,7 @@ class OnPreemption(SavePolicy):
         file = None if self.file is None or isinstance(self.file, PurePath) else text("file", self.file)
         when = None if self.when is None else function("when", self.when)
         require("OnPreemption", signals, file, when, boolean("stop", self.stop))
-        # Written either way, it is the same policy.
+        # A path and its text make equal policies.
         object.__setattr__(self, "file", None if self.file is None else str(self.file))
 
     def decide(self, context: CadenceContext) -> str | None:

@@ -1,4 +1,4 @@
-"""Phases that fail on all ranks or on none, and arguments that all ranks must agree on."""
+"""Phases that fail on all ranks or on none, and agreement on arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SOON_SECONDS = 5.0
 @final
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How one rank fared, as it travels to the others."""
+    """The outcome of one rank, as sent to the others."""
 
     error: CheckpointError | None
     text: str
@@ -40,11 +40,11 @@ class _Outcome:
 @final
 @dataclass(slots=True)
 class Note:
-    """A plain value that every rank leaves for all at the end of a phase.
+    """A plain value that every rank sends to all at the end of a phase.
 
     Attributes:
-        own: what this rank leaves.
-        all: what every rank left, by rank, once the phase has ended.
+        own: this rank's value.
+        all: the values of all ranks, by rank, once the phase has ended.
     """
 
     own: Any = None
@@ -55,7 +55,7 @@ class Note:
 def collective_phase(
     coordinator: Coordinator, consequence: str, *, what: str = "loading a checkpoint"
 ) -> Generator[Note]:
-    """Run the body on every rank; if it fails on any, raise the same error on all. Collective.
+    """Run the body on every rank; raise the same error on all if it fails. Collective.
 
     Args:
         coordinator: of the ranks.
@@ -73,7 +73,7 @@ def collective_phase(
         yield note
     except Exception as error:
         own = _Outcome(error if isinstance(error, CheckpointError) else None, failure_text(error))
-        # A rank that did not answer just now need not be waited for as long again.
+        # A rank that has just failed to answer needs no second wait of full length.
         soon = _SOON_SECONDS if isinstance(error, DeadlineError) else None
         outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=soon)
         _raise_worst(outcomes, consequence, error)
@@ -102,17 +102,17 @@ def _raise_worst(outcomes: Sequence[_Outcome], consequence: str, cause: Exceptio
         if isinstance(outcome.error, CorruptCheckpointError)
     }
     if damage:
-        # Before anything else: whatever kept another rank from ending, an older checkpoint must be tried.
+        # First of all: with damage, an older checkpoint must be tried, whatever errors other ranks had.
         raise _joined(damage, len(outcomes)) from cause
-    # What another rank was told of is a CoordinationError; the rank that it happened to knows better.
-    for rank, outcome in sorted(enumerate(outcomes), key=lambda each: _is_hearsay(each[1])):
-        if outcome.error is not None and not _is_hearsay(outcome):
+    # A CoordinationError only reports the failure of another rank, whose own error is more precise.
+    for rank, outcome in sorted(enumerate(outcomes), key=lambda each: _is_secondhand(each[1])):
+        if outcome.error is not None and not _is_secondhand(outcome):
             raise outcome.error from cause
         if outcome.text:
             raise LoadError(f"{consequence} (rank {rank}: {outcome.text})") from cause
 
 
-def _is_hearsay(outcome: _Outcome) -> bool:
+def _is_secondhand(outcome: _Outcome) -> bool:
     return isinstance(outcome.error, CoordinationError)
 
 
@@ -127,34 +127,34 @@ def _joined(damage: dict[int, CorruptCheckpointError], world_size: int) -> Corru
     return CorruptCheckpointError(f"{first}{more}", failures=tuple(found))
 
 
-def _agreed(coordinator: Coordinator, call: str, ask: Callable[[], T]) -> T:
-    """Tell what every rank asks for with `call`; a rank that asks wrongly keeps no other waiting. Collective.
+def _agreed(coordinator: Coordinator, call: str, get: Callable[[], T]) -> T:
+    """Exchange the arguments of `call`; raise an invalid one on all ranks. Collective.
 
     Args:
         coordinator: of the ranks.
         call: the method, as the user calls it.
-        ask: gives what this rank asks for, which must be plain.
+        get: returns this rank's arguments, plain values.
 
     Raises:
-        ConfigError: `ask` raised one on any rank, or ranks ask for different things; the same on all.
+        ConfigError: `get` raised one on any rank, or the arguments differ; the same on all.
     """
-    said: tuple[T | None, str | None]
+    own: tuple[T | None, str | None]
     try:
-        said = ask(), None
+        own = get(), None
     except ConfigError as error:
-        said = None, str(error)
+        own = None, str(error)
 
-    def decide(heard: list[tuple[T | None, str | None]]) -> list[T | None]:
-        for rank, (_, problem) in enumerate(heard):
+    def decide(gathered: list[tuple[T | None, str | None]]) -> list[T | None]:
+        for rank, (_, problem) in enumerate(gathered):
             if problem is not None:
-                raise ConfigError(problem if len(heard) == 1 else f"rank {rank}: {problem}")
-        asked = [each for each, _ in heard]
-        if any(each != asked[0] for each in asked):
-            different = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked[:8]))
+                raise ConfigError(problem if len(gathered) == 1 else f"rank {rank}: {problem}")
+        arguments = [each for each, _ in gathered]
+        if any(each != arguments[0] for each in arguments):
+            different = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(arguments[:8]))
             raise ConfigError(f"{call}: ranks ask for different things, and must agree: {different}")
-        return asked
+        return arguments
 
-    return coordinator.gather_scatter(said, decide, what=f"agreeing on {call}")  # type: ignore[return-value]
+    return coordinator.gather_scatter(own, decide, what=f"agreeing on {call}")  # type: ignore[return-value]
 
 
 def agreed_place(
@@ -165,41 +165,41 @@ def agreed_place(
     *,
     check: Callable[[], object] = lambda: None,
 ) -> tuple[int | None, str | None]:
-    """Tell which checkpoint all ranks ask for; neither step nor name: the newest. Collective.
+    """Agree on a call's checkpoint; the newest without step and name. Collective.
 
-    `check` raises ConfigError if anything else that this rank asks for is wrong.
+    `check` raises ConfigError if another argument of this rank is invalid.
 
     Raises:
-        ConfigError: on any rank it is no step or no name in a root, or they ask for different ones.
+        ConfigError: a rank's step or name is invalid, or ranks ask for different ones.
     """
 
-    def ask() -> tuple[int | None, str | None]:
+    def get() -> tuple[int | None, str | None]:
         require(call, None if name is None else _key("name", name))
         check()
         return None if step is None else checked_step(call, step), name
 
-    return _agreed(coordinator, call, ask)
+    return _agreed(coordinator, call, get)
 
 
 def agreed_step(coordinator: Coordinator, call: str, step: int, *reasons: str) -> int:
-    """Tell which step all ranks ask for; of their reasons, the coordinator's counts. Collective.
+    """Agree on the step of a call; the coordinator's reason counts. Collective.
 
     Raises:
-        ConfigError: on any rank it is no step, or a reason is none, or they ask for different ones.
+        ConfigError: a rank's step or reason is invalid, or ranks ask for different steps.
     """
 
-    def ask() -> int:
+    def get() -> int:
         require(call, *(text("reason", reason) for reason in reasons))
         return checked_step(call, step)
 
-    return _agreed(coordinator, call, ask)
+    return _agreed(coordinator, call, get)
 
 
 def checked_step(owner: str, step: Any) -> int:
-    """The step as an int.
+    """Convert a step to an int.
 
     Raises:
-        ConfigError: it is none, or larger than a checkpoint can say.
+        ConfigError: it is not a whole number, negative, or larger than the format permits.
     """
     plain = plain_integer(step)
     require(owner, integer("step", plain, minimum=0, maximum=MAX_COUNT))
@@ -207,7 +207,7 @@ def checked_step(owner: str, step: Any) -> int:
 
 
 def _key(name: str, value: Any) -> str | None:
-    """Problem of a name that must be of something below the root."""
+    """Check the name of a directory below the root."""
     if (problem := text(name, value)) is not None:
         return problem
     parts = value.split("/")

@@ -1,7 +1,7 @@
 """A few threads that share a list of tasks.
 
-Plain threads: an executor takes no work while the interpreter ends, when a last save and its prune may still
-run. From Python 3.12 on no thread can be begun then either: the thread that asks does the work itself.
+Plain threads: an executor accepts no work while the interpreter ends, when a last save and its prune may
+still run. From Python 3.12 on no thread can be started then either: the calling thread does the work itself.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Task = TypeVar("Task")
 def run_all(
     work: Callable[[Task], None], tasks: Sequence[Task], threads: int, *, name: str = "ckpt-read"
 ) -> None:
-    """Do `work` for every task, in order of their start; all threads have ended when this returns or raises.
+    """Run `work` for every task on several threads, which have ended at the return.
 
     Args:
-        work: called on several threads at once.
-        tasks: what it is called with.
-        threads: how many at most; fewer, or the calling one alone, if no more can be begun.
+        work: called on several threads.
+        tasks: its arguments, begun in this order.
+        threads: the most threads; fewer, or the calling one alone, if no more can be started.
         name: of the threads.
 
     Raises:
-        BaseException: the first that `work` raised; tasks that had not begun by then are left undone.
+        BaseException: the first that `work` raised; tasks not begun by then are dropped.
     """
     crew = _Crew(work, tasks)
     count = min(threads, len(tasks))
@@ -45,7 +45,7 @@ class _Crew(Generic[Task]):
         self.failures: list[BaseException] = []
 
     def run_on(self, count: int, name: str) -> bool:
-        """Whether it was done; False if not a single thread can be begun."""
+        """Run on several threads; return False if none could be started."""
         started: list[threading.Thread] = []
         try:
             for number in range(count):
@@ -53,13 +53,13 @@ class _Crew(Generic[Task]):
                 try:
                     thread.start()
                 except RuntimeError:
-                    break  # the interpreter is ending, or there are too many: those that run do it all
+                    break  # the interpreter is ending, or there are too many: the started ones do all tasks
                 started.append(thread)
             for thread in started:
                 thread.join()
             return bool(started)
         finally:
-            # Interrupted: nothing may write to live memory behind our back.
+            # After an interruption, too: no thread may write to live memory after the return.
             self._stopped = bool(started)
             for thread in started:
                 thread.join()

@@ -1,7 +1,7 @@
-"""What people may be shown: URLs without credentials, texts without secrets, names without control codes.
+"""Public text: URLs without credentials, texts without secrets, printable names.
 
-Whatever is written for people, into a message, a log or an event, goes through here where it may hold more
-than it should: a URL by `public_url`, what a library says by `Redaction`, names from storage by `printable`.
+Text for messages, logs and events passes through here where it may hold secrets or control codes: URLs
+through `public_url`, messages of libraries through `Redaction`, names from storage through `printable`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 from urllib.parse import parse_qsl, unquote
 
-# An unescaped "/" in a password makes what follows ":" look like a path; no port has letters.
+# An unescaped "/" in a password makes the text after ":" look like a path; no port has letters.
 _USERINFO: Final = re.compile(r"(?<=://)(?:[^/?#@]*@|(?!arn:)[^/?#@:]*:(?!\d*(?:[/?#]|$))[^?#@]*@)+")
 _QUERY: Final = re.compile(r"[?#].*", re.DOTALL)
-# Here names may have "?", too.
+# Keys in buckets may have "?", too.
 _BUCKET_QUERY: Final = re.compile(r"\?(?=[^/]*=).*", re.DOTALL)
 _BUCKETS: Final = re.compile(r"(?:s3a?|gc?s)://", re.IGNORECASE)
-# Here what stands before "@" is a container, and no secret unless a password follows it.
+# In these URLs the text before "@" is a container, and no secret unless a password follows it.
 _CONTAINERS: Final = re.compile(r"(?:abfss?|wasbs?)://[^/?#@:]+@", re.IGNORECASE)
 _LINK: Final = "::"
 _LONG: Final = 6
-"""What is shorter is replaced only where it is a word of its own."""
+"""Shorter secrets are replaced only as whole words."""
 
 
 def public_url(url: str) -> str:
-    """A path or URL for people: without user, password, signature or other query."""
+    """Strip user, password, signature and other query from a path or URL."""
     return url if "://" not in url else _LINK.join(map(_public_link, url.split(_LINK)))
 
 
 def printable(text: str) -> str:
-    """Text from storage, without what could steer a terminal or forge a line of a log."""
+    """Replace control characters in a text from storage."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else "?" for character in text)
@@ -41,32 +41,32 @@ def printable(text: str) -> str:
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Redaction:
-    """Takes what only the job may know out of what libraries say, and puts its name there.
+    """Replacement of secrets in the messages of libraries by their names.
 
     Attributes:
-        names: secret -> what it is called.
+        names: secret -> its name.
     """
 
     names: Mapping[str, str]
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any]) -> Redaction:
-        """What is not to be shown of a URL and of the options of the storage behind it."""
+        """Find the secrets of a URL and of the options of its storage."""
         found: dict[str, str] = {}
         for secret, name in (*_of_url(url), *_leaves(options, "")):
             for form in filter(None, (secret, repr(secret)[1:-1])):
                 found.setdefault(form, name)
-        # The longest first: one may be a part of another.
+        # The longest first, for one may contain another.
         return cls({secret: found[secret] for secret in sorted(found, key=len, reverse=True)})
 
     def text(self, text: str) -> str:
-        """The text, with names in the place of secrets."""
+        """Replace secrets in a text by names."""
         for secret, name in self.names.items():
-            text = re.sub(_anyhow(secret), f"<{name}>".replace("\\", r"\\"), text)
+            text = re.sub(_pattern(secret), f"<{name}>".replace("\\", r"\\"), text)
         return text
 
     def quotes(self, error: BaseException | None) -> bool:
-        """Whether an error, or what it came from, would show a secret."""
+        """Return whether an error, or one of its causes, would show a secret."""
         while error is not None:
             text = f"{error} {error!r}"
             if self.text(text) != text:
@@ -75,8 +75,8 @@ class Redaction:
         return False
 
 
-def _anyhow(secret: str) -> str:
-    """A pattern for a text as it is, or as URLs have it, whatever they escape."""
+def _pattern(secret: str) -> str:
+    """Make a pattern for a text, plain or escaped as in URLs."""
     if len(secret) < _LONG:
         return rf"(?<!\w){re.escape(secret)}(?!\w)"
     return "".join(rf"(?:{re.escape(each)}|{_escaped(each)})" for each in secret)
@@ -88,17 +88,17 @@ def _escaped(character: str) -> str:
 
 @final
 class PrintableNames(logging.Filter):
-    """Makes what is put into the messages of a logger printable: names in a storage are anybody's."""
+    """Filter that makes arguments of log messages printable: names may be hostile."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record; it is always logged."""
+        """Change the arguments of the record, which is always logged."""
         if isinstance(record.args, tuple):
             record.args = tuple(map(_printable_argument, record.args))
         return True
 
 
 def logger_of(module: str) -> logging.Logger:
-    """The logger of a module of ours."""
+    """Return the logger of a module of ours."""
     logger = logging.getLogger(module)
     if not any(isinstance(each, PrintableNames) for each in logger.filters):
         logger.addFilter(PrintableNames())
@@ -130,7 +130,7 @@ def _of_url(url: str) -> Iterator[tuple[str, str]]:
         if userinfo is not None:
             text = userinfo[0].removesuffix("@")
             yield text, "user"
-            # Whoever parses a password with "/" in it quotes a piece.
+            # A parser of a password with "/" quotes a part of it.
             for part in {*text.split(":"), *re.split("[:/@]", text)}:
                 yield from ((part, "user"), (unquote(part), "user"))
         query = _query(link).search(link)
@@ -141,7 +141,7 @@ def _of_url(url: str) -> Iterator[tuple[str, str]]:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Every text and number in nested options, with its name."""
+    """Yield every text and number in nested options, with its name."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{name}.{key}" if name else str(key))

@@ -1,11 +1,11 @@
-"""Every error that this suite raises, so that one `except` can catch them all.
+"""All errors that this suite raises, under one root.
 
 CheckpointError(Exception)
 ├─ ConfigError(…, ValueError)                      bad construction or options; lists every offender
 ├─ CheckpointNotFoundError(…, FileNotFoundError)   no such step, or nothing committed yet
 ├─ CheckpointExistsError(…, FileExistsError)       the step is committed already; nothing is overwritten
 ├─ RootBusyError                                   another live job writes to this root
-├─ CorruptCheckpointError                          files differ from what the manifest promises
+├─ CorruptCheckpointError                          files differ from the manifest
 ├─ IncompatibleCheckpointError                     foreign or newer format, or another model's checkpoint
 ├─ UnsafeCheckpointError                           loading it would need pickle, which was not allowed
 ├─ UntrustedCheckpointError                        `verify_manifest` does not accept it
@@ -29,7 +29,7 @@ from typing import Any, Final, Literal, Self, TypeAlias
 class CheckpointError(Exception):
     """Root of all errors raised by ckpt-suite.
 
-    Keyword attributes go with the error where it is pickled and, as far as they are plain, across ranks.
+    Keyword attributes are pickled with the error and, as far as they are plain, sent to other ranks.
     """
 
     def __init__(self, message: str = "", **attributes: Any) -> None:
@@ -44,11 +44,11 @@ class CheckpointError(Exception):
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """What was given beside the message."""
+        """The keyword arguments of the error."""
         return self._attributes
 
     def retold(self, message: str, **changed: Any) -> Self:
-        """The same error, attributes included unless they are given, in other words."""
+        """Copy the error with a different message, and with changed attributes."""
         return type(self)(message, **{**self._attributes, **changed})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,7 +64,7 @@ class ConfigError(CheckpointError, ValueError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no committed checkpoint at the place asked for."""
+    """There is no committed checkpoint of the given step, name or root."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
@@ -76,18 +76,18 @@ class RootBusyError(CheckpointError):
 
 
 SavePhase: TypeAlias = Literal["plan", "stage", "open", "write", "commit"]
-"""Where in a save something happens."""
+"""The phases of a save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """What happened on one rank, as the other ranks are told.
+    """The failure of one rank, as reported to the others.
 
     Attributes:
         kind: name of the exception's class.
         text: class and message, in one line.
-        errno: the operating system's number for it; None if it did not come from there.
-        phase: of the save in which it happened, see `SaveError`; "" if that is not known.
+        errno: of an error of the operating system; None for other errors.
+        phase: of the save, see `SaveError`; "" if unknown.
     """
 
     kind: str
@@ -97,7 +97,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Describe an exception; what it was raised from may say more than it does itself."""
+        """Describe an exception, including details of its causes."""
         return cls(
             kind=type(error).__name__,
             text=failure_text(error),
@@ -123,13 +123,13 @@ def _phase_of(error: BaseException) -> SavePhase | Literal[""]:
 
 
 def failure_text(error: BaseException) -> str:
-    """One line for the person on call: the exception's type and message."""
+    """Return an exception's type and message on one line."""
     return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileFailure:
-    """One file that is not what the manifest promises."""
+    """One file that differs from the manifest."""
 
     path: str
     problem: str
@@ -142,14 +142,14 @@ class CorruptCheckpointError(CheckpointError):
     """The bytes on storage are not those that were committed.
 
     Attributes:
-        failures: what is wrong, file by file.
+        failures: the problem of each file.
     """
 
     failures: Sequence[FileFailure] = ()
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """The checkpoint is intact but cannot be loaded into this state or by this version.
+    """The checkpoint is intact but does not fit this state or this version.
 
     Attributes:
         missing: keys the training state has and the checkpoint lacks.
@@ -167,10 +167,10 @@ class UnsafeCheckpointError(CheckpointError):
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """The user's `verify_manifest` does not accept the checkpoint; its bytes may be whole all the same.
+    """The user's `verify_manifest` rejects the checkpoint, which may still be whole.
 
     Attributes:
-        why: what the function did, in words.
+        why: the result of the function, in words.
     """
 
     why: str = ""
@@ -181,11 +181,11 @@ class SaveError(CheckpointError):
 
     Attributes:
         step: the step being saved.
-        phase: a `SavePhase`; of ranks that did not come in time, what they were waited for to do.
-        failures: rank -> what happened there, as text.
-        in_doubt: whether the checkpoint may be there all the same, now or after a power cut: its name could
-            not be made durable, or an object store did not tell what became of the marker. It is whole if it
-            is there.
+        phase: a `SavePhase`; of ranks that did not arrive in time, the phase that they did not finish.
+        failures: rank -> its failure, as text.
+        in_doubt: whether the checkpoint may exist nevertheless, now or after a power cut: its name could not
+            be made durable, or an object store did not report the outcome of the marker's upload. If it
+            exists, it is whole.
     """
 
     step: int = -1
@@ -195,14 +195,14 @@ class SaveError(CheckpointError):
 
 
 class NoRoomError(SaveError):
-    """A save would not fit where checkpoints go, so that it was refused before anything was written.
+    """A save would not fit into its root; nothing was written.
 
     Attributes:
-        needed_bytes: what the save would take, in bytes.
-        free_bytes: what is free there, in bytes, headroom included; None where nobody can tell.
-        headroom_bytes: what saves are to leave free, in bytes.
-        needed_files: how many files and directories it would make.
-        free_files: how many can be made; None where nobody can tell.
+        needed_bytes: of the save.
+        free_bytes: in the root, headroom included; None if unknown.
+        headroom_bytes: that saves must leave free.
+        needed_files: files and directories of the save.
+        free_files: files that can be made; None if unknown.
     """
 
     needed_bytes: int = 0
@@ -213,11 +213,11 @@ class NoRoomError(SaveError):
 
 
 class DivergenceError(SaveError):
-    """Ranks hold different values under one name, so that nobody can tell which is the training's.
+    """Ranks hold different values under one name, and any of them may be wrong.
 
     Attributes:
-        differing: name -> the ranks whose value is not that of the lowest rank that has one; after the first
-            save, of the names that were compared.
+        differing: name -> the ranks whose value differs from that of the lowest rank that has one; after the
+            first save, of the compared names only.
     """
 
     differing: Mapping[str, Sequence[int]] = {}
@@ -227,15 +227,15 @@ OWN_NAMES: Final = (
     "Give tensors that differ, such as those of the stages of a pipeline or of experts, names of their own, "
     "for example TrainState(model={'stage1': module}) on the ranks of that stage"
 )
-"""What to do about tensors that have one name and are not the same."""
+"""Remedy for different tensors of one name."""
 
 
 class StagingMemoryError(CheckpointError, MemoryError):
-    """The copy of this rank's share would not fit into host memory; nothing was allocated.
+    """The copy of this rank's share does not fit into host memory; none was allocated.
 
     Attributes:
-        needed_bytes: what would have to be allocated, in bytes.
-        available_bytes: what may be, in bytes.
+        needed_bytes: to allocate.
+        available_bytes: that may be allocated.
     """
 
     needed_bytes: int = 0
@@ -247,17 +247,17 @@ class LoadError(CheckpointError):
 
 
 class ArchivedError(LoadError, PermissionError):
-    """An object was moved to an archive: it is whole, and can be read once it has been restored."""
+    """An object is in an archive: it is whole, and can be read once restored."""
 
 
 class CoordinationError(CheckpointError):
     """Ranks could not agree.
 
     Attributes:
-        failures: rank -> what happened there, as text.
+        failures: rank -> its failure, as text.
         causes: rank -> the same, as values.
-        in_doubt: whether the coordinator may have done what was agreed on all the same: this rank had told
-            that it was ready, and did not hear how it ended.
+        in_doubt: whether the coordinator may have committed nevertheless: this rank had reported, and did not
+            receive the outcome.
     """
 
     failures: Mapping[int, str] = {}
@@ -269,7 +269,7 @@ class DeadlineError(CoordinationError, TimeoutError):
     """Ranks did not arrive within the deadline.
 
     Attributes:
-        awaited: the ranks that did not arrive; none if it was the job's store that did not answer.
+        awaited: the ranks that did not arrive; none if the job's store did not answer.
     """
 
     awaited: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the one object that users meet."""
+"""`CheckpointManager`: the main object of the public API."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 from ckpt_core.validation import mapping, require, text
 
 COALESCED = "coalesced"
-"""The reason of a save that makes up for those that back-pressure kept from starting."""
+"""The reason of a save that replaces those postponed by back-pressure."""
 
 
 @final
 class CheckpointManager:
-    """Saves, finds, loads and prunes the checkpoints of one run.
+    """The checkpoints of one run: saved, listed, loaded and pruned.
 
-    - Threads: all methods on the thread that trains; saves end on one background thread.
-    - Processes: a forked child cannot use its parent's manager; it is told so at once.
+    - Threads: all methods on the training thread; one background thread writes and commits.
+    - Processes: a forked child cannot use its parent's manager; its calls raise.
     - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `continue_from`, `prune`, `pin`, `unpin`,
       `mark`, `unmark` and `close` are collective over the default process group: every rank calls them in the
       same order. The others are not.
@@ -41,13 +41,13 @@ class CheckpointManager:
 
     Args:
         root: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run.
-        options: everything else as one value; see `CheckpointOptions`.
-        coordinator: how ranks agree; by default that of the default process group, which may be made later,
-            but before the first save or resume. One that is given may be shared by several managers, and is
-            closed by whoever made it.
+        options: all other options as one value; see `CheckpointOptions`.
+        coordinator: the communication of ranks; by default over the default process group, which may be made
+            later, but before the first save or resume. A given one may be shared by several managers; its
+            owner closes it.
         sinks: receivers of telemetry events.
-        listen: whether an `OnPreemption` hears signals from now on; else from the first `due` or `maybe_save`
-            on, for hosts that cannot know whether anybody will ask.
+        listen: whether an `OnPreemption` installs its signal handlers now; else at the first `due` or
+            `maybe_save`, for hosts that cannot know whether these will be called.
         **overrides: fields of `CheckpointOptions`, e.g. `save=EverySteps(500)`, as values or plain mappings.
 
     Raises:
@@ -88,19 +88,19 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Whether training is to stop for a preemption announced to any rank, as of the last look for one."""
+        """Whether training must stop, as of the last check for preemptions of any rank."""
         return self._cadence.preempted
 
     def due(self, step: int | None = None, *, total_steps: int | None = None) -> str | None:
-        """Why this step should be saved now, or None; for those who call `save` themselves.
+        """Return the reason to save this step now, or None; for callers of `save`.
 
-        Without a step it only looks for a preemption, where no steps are made: collective where the save
-        policy has an `OnPreemption`. An evaluation is left if it says so, on every rank after the same batch,
-        and `maybe_save` called.
+        Without a step it only checks for a preemption, as during an evaluation: collective if the save policy
+        has an `OnPreemption`. If there is one, leave the evaluation, on every rank after the same batch, and
+        call `maybe_save`.
 
-        With `back_pressure="coalesce"`, "coalesced" is the reason to make up for saves that were due while
-        every arena was in flight: at the first step at which an arena is free on every rank. While one is
-        pending, and only then, each call combines one number over the ranks.
+        With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
+        while every arena was in flight: at the first step at which an arena is free on every rank. While one
+        is pending, and only then, each call is an all-reduce of one number.
         """
         self._check()
         if step is None:
@@ -118,7 +118,7 @@ class CheckpointManager:
         annotations: Mapping[str, Any] | None = None,
         total_steps: int | None = None,
     ) -> SaveHandle | None:
-        """Save if the save policy says so; see `save`. None if it does not."""
+        """Save if the save policy requires it, else return None; see `save`."""
         reason = self.due(step, total_steps=total_steps)
         if reason is None:
             return None
@@ -139,9 +139,9 @@ class CheckpointManager:
             step: optimizer steps done; not negative.
             state: a `TrainState`, any `StateSource`, or a mapping of tensors and Statefuls.
             metrics: numbers for `KeepBest`.
-            annotations: plain JSON to find again in the manifest.
+            annotations: plain JSON for the manifest.
             name: directory name, if not the step's own. A committed checkpoint of that name is replaced
-                once the new one is complete; on an object store, where none can make way, it is refused.
+                once the new one is complete; on an object store, which cannot rename, the save is refused.
 
         Returns:
             A handle on the save in flight; None if every arena was in flight already and `back_pressure` is
@@ -151,7 +151,7 @@ class CheckpointManager:
             SaveError: this save could not start, or the save before has failed; the same on every rank.
             CheckpointExistsError: the step is committed already, or, on an object store, the name.
             RootBusyError: another job writes to this root.
-            ConfigError: the root cannot be written, or the arguments are not what they should be.
+            ConfigError: the root cannot be written, or an argument is invalid.
         """
         self._bind()
         try:
@@ -159,7 +159,7 @@ class CheckpointManager:
         except ConfigError as error:
             if self._coordinator.world_size == 1:
                 raise
-            # The other ranks may have asked for a save that is right, and would wait for this one.
+            # The other ranks may have called with valid arguments, and would wait for this one.
             request = SaveRequest(step=0, name=step_name(0), refusal=error)
         if self._cadence.pending:
             self._saver.in_flight.settle()  # back-pressure must not leave out the last save
@@ -169,10 +169,10 @@ class CheckpointManager:
         return handle
 
     def prewarm(self, state: State | CapturedState) -> int:
-        """Plan the save and allocate its arenas now, so that the first save does not pay for it. Collective.
+        """Plan the save and allocate its arenas ahead of the first save. Collective.
 
         Returns:
-            Bytes of host memory that this rank's arenas take from now on.
+            Bytes of host memory that this rank's arenas take.
 
         Raises:
             SaveError: the state cannot be planned; the same on every rank.
@@ -183,11 +183,11 @@ class CheckpointManager:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of host memory that the copies of this rank take, between saves too."""
+        """Bytes of host memory for the copies of this rank, also between saves."""
         return self._saver.staging_bytes
 
     def resume(self, state: State) -> int | None:
-        """Load the newest committed checkpoint that verifies, and take the root for this job.
+        """Load the newest checkpoint that verifies, and take the root for this job.
 
         Returns:
             The step restored, or None if there is no checkpoint yet.
@@ -197,7 +197,7 @@ class CheckpointManager:
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
-            ConfigError: what was given is no state, on any rank.
+            ConfigError: `state` is no state, on any rank.
         """
         self._bind()
         agreed_place(self._coordinator, "resume", None, None, check=lambda: as_source(state))
@@ -215,7 +215,7 @@ class CheckpointManager:
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
-    # Everything that narrows a load is a keyword of its own, as users would guess it.
+    # Every way to narrow a load is a separate keyword, as users would guess it.
     def load(  # noqa: PLR0913
         self,
         state: State,
@@ -231,17 +231,17 @@ class CheckpointManager:
         """Load one checkpoint, or a part of one.
 
         Args:
-            state: what to load into; a mapping is filled in place, as by `dcp.load`.
-            step: which step; the newest that verifies if neither step nor name is given.
+            state: to load into; a mapping is filled in place, as by `dcp.load`.
+            step: of the checkpoint; the newest that verifies if neither step nor name is given.
             name: directory name under the root, also of a directory that stock DCP wrote.
             items: load only these, e.g. `["model"]`.
             include: load only entries whose dotted name matches one of these patterns, as by `fnmatch`, e.g.
                 `["model.encoder.*"]`. An optimizer's state is loaded whole or not at all.
-            rename: name in the checkpoint -> name here, of a parameter or of a module with all below it,
-                e.g. `{"backbone": "encoder"}`; optimizer state goes along.
-            strict: whether everything must fit; else entries of the model and of mappings that do not are
-                left as they are, with a warning, and are in the result's `left`.
-            cast: whether values of another dtype than the live tensor's are cast; else they do not fit.
+            rename: name in the checkpoint -> live name, of a parameter or of a module with its children, e.g.
+                `{"backbone": "encoder"}`; optimizer state is renamed, too.
+            strict: whether everything must fit; else entries of the model and of mappings that do not fit are
+                skipped, with a warning, and listed in the result's `left`.
+            cast: whether values are cast to the live tensor's dtype; else different dtypes do not fit.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -278,10 +278,10 @@ class CheckpointManager:
         return saved
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
-        """Let saves go on from a committed checkpoint whose state is live already; collective.
+        """Let saves continue from a checkpoint whose state is live already. Collective.
 
-        For a host that has loaded it by other means, or whose training goes on in the same process under
-        another manager. Without it, saving into a root that has checkpoints begins a new lineage.
+        For a host that has loaded it by other means, or whose training continues in the same process with
+        another manager. Without it, a save into a root that has checkpoints begins a new lineage.
 
         Args:
             step: of the checkpoint; the newest of the present lineage if neither step nor name is given.
@@ -303,10 +303,10 @@ class CheckpointManager:
         return info
 
     def start_afresh(self) -> None:
-        """Let saves begin a new lineage on purpose: nobody is warned of the checkpoints that are left behind.
+        """Let saves begin a new lineage on purpose, without a warning.
 
-        For one training after another in the same root, and for a host that has told of them by itself. What
-        is loaded afterwards counts, as ever.
+        For one training after another in the same root, and for a host that warns of earlier checkpoints
+        itself. A later load counts as usual.
         """
         self._check()
         self._rewind()
@@ -322,28 +322,28 @@ class CheckpointManager:
         self._saver.in_flight.wait()
 
     def wait_staged(self) -> None:
-        """Block until the staged copies are complete, so that weights may change outside `optimizer.step()`.
+        """Wait for staged copies, so that weights may change outside `optimizer.step()`.
 
         Only `staging="overlapped"` needs it: call it before weights are swapped, averaged or loaded, above
-        all through `.data`, which nothing can notice. On CUDA, what is enqueued on the current streams
-        afterwards comes after the copies; the host does not wait. Not collective, and cheap when nothing is
-        being copied. A save that has failed is not told here.
+        all through `.data`, which cannot be detected. On CUDA, later work on the current streams is ordered
+        after the copies; the host does not wait. Not collective, and cheap when nothing is being copied. A
+        failed save is not raised here.
         """
         require_same_process(self._pid)
         self._saver.copies.wait()
 
     def checkpoints(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
-        """The committed checkpoints of the present lineage, or `abandoned` ones, too; oldest first."""
+        """List the present lineage's checkpoints, or `abandoned` ones, too; oldest first."""
         return self._catalog.committed(abandoned=abandoned)
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest committed checkpoint that is not marked; it is not verified here."""
+        """Return the newest committed checkpoint that is not marked, without verifying it."""
         return self._catalog.latest()
 
     def verify(self, step: int | None = None) -> list[FileFailure]:
-        """Read a committed checkpoint (the newest by default) back and compare; [] if all is well.
+        """Verify every byte of a checkpoint, by default the newest; [] if it is whole.
 
-        One that is damaged is marked, so that nobody relies on it; a mark that is wrong is taken away.
+        A damaged checkpoint is marked, so that it is not relied on; a wrong mark is removed.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -355,9 +355,9 @@ class CheckpointManager:
         return failures
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
-        """Remove what the retention policy does not keep; with `dry_run`, only tell.
+        """Remove checkpoints that the policy does not keep; with `dry_run`, only plan.
 
-        Before anything goes, one of the checkpoints that stay is verified, if none has been by this manager.
+        Before any removal, one of the kept checkpoints is verified, unless this manager has verified one.
         """
         self._bind()
         self._saver.in_flight.wait()
@@ -367,7 +367,7 @@ class CheckpointManager:
         return self._coordinator.run_on_coordinator(self._pruner.apply, what="pruning")
 
     def discard(self, name: str) -> None:
-        """Remove one checkpoint, unless it is pinned; coordinator only, once this manager has saved."""
+        """Remove an unpinned checkpoint. Coordinator only, once this manager has saved."""
         self._pruner.remove(name)
 
     def pin(self, step: int, reason: str) -> None:
@@ -377,13 +377,13 @@ class CheckpointManager:
         self._coordinator.run_on_coordinator(lambda: self._catalog.pin(step, reason))
 
     def unpin(self, step: int) -> None:
-        """Take the protection of a step away."""
+        """Remove the protection of a step."""
         self._bind()
         step = agreed_step(self._coordinator, "unpin", step)
         self._coordinator.run_on_coordinator(lambda: self._catalog.unpin(step))
 
     def mark(self, step: int, reason: str) -> None:
-        """Say that a step must not be trained on: it is passed over as a damaged one is. Collective.
+        """Mark a step as bad: resumes pass it over like a damaged one. Collective.
 
         Raises:
             CheckpointNotFoundError: the step is not committed.
@@ -395,7 +395,7 @@ class CheckpointManager:
         )
 
     def unmark(self, step: int) -> None:
-        """Take back what `mark` said of a step; harmless where nothing was said. Collective."""
+        """Remove the mark of a step, if it has one. Collective."""
         self._bind()
         step = agreed_step(self._coordinator, "unmark", step)
 
@@ -407,7 +407,9 @@ class CheckpointManager:
         self._coordinator.run_on_coordinator(unmark)
 
     def close(self) -> None:
-        """Wait for the save in flight and give the root back; harmless when repeated, or in a forked child.
+        """Wait for the save in flight and release the root; idempotent.
+
+        It does nothing in a forked child.
 
         Raises:
             SaveError: the save in flight failed.
@@ -423,18 +425,18 @@ class CheckpointManager:
                 self._coordinator.close()
 
     def _own_root(self) -> None:
-        """Wait for the saves in flight and claim the root; see `Ownership.take` and `Ownership.check`."""
+        """Wait for the saves in flight and claim the root; see `Ownership.take`."""
         self._saver.in_flight.wait()
         self._root.take()
         self._coordinator.run_on_coordinator(self._root.check, what="taking the root")
 
     def _rewind(self) -> None:
-        """Wait for the saves in flight, and forget the last: a load makes it say nothing of later steps."""
+        """Wait for the saves in flight, and forget the last one, as a load follows."""
         self._saver.in_flight.wait()
         self._saver.in_flight.forget()
 
     def _newest(self) -> CheckpointInfo:
-        """The newest of the present lineage, marked or not."""
+        """Find the newest checkpoint of the present lineage, marked or not."""
         committed = self._catalog.committed()
         if not committed:
             raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
@@ -459,7 +461,7 @@ class CheckpointManager:
             raise ConfigError("this CheckpointManager is closed; make a new one")
 
     def _bind(self) -> None:
-        """Stay with the ranks that there are, for something is to be planned for them."""
+        """Fix the ranks of the job, for which a save or load is about to be planned."""
         self._check()
         self._coordinator.bind()
 
@@ -472,10 +474,10 @@ def _request(
     metrics: Mapping[str, float] | None,
     annotations: Mapping[str, Any] | None,
 ) -> SaveRequest:
-    """What is asked of a save.
+    """Check the arguments of a save.
 
     Raises:
-        ConfigError: an argument is not what it should be.
+        ConfigError: an argument is invalid.
     """
     number = checked_step("save", step)
     require(
@@ -485,7 +487,7 @@ def _request(
         None if annotations is None else mapping("annotations", annotations),
     )
     if not isinstance(state, CapturedState):
-        as_source(state)  # what is no state is refused at once
+        as_source(state)  # raises if it is no state
     return SaveRequest(
         step=number,
         name=step_name(number) if name is None else name,

@@ -1,8 +1,8 @@
-"""Values as bytes and back, for what ranks tell one another: nothing that is read can run code.
+"""Messages between ranks: values as bytes and back, without running code.
 
-JSON, with tags for what JSON has no form for; bytes follow the JSON as they are. Beside plain values there
-are only the classes of this suite that are declared as messages, each by its name in one table, and its
-errors. What is read has the types that those classes declare.
+JSON, with tags for types that JSON lacks; raw bytes follow the JSON. Beside plain values there are only the
+classes of this suite that are declared as messages, each by its name in one table, and its errors. Decoded
+values have the types that those classes declare.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _MALFORMED: Final = (ValueError, TypeError, LookupError, AttributeError, Overflo
 
 
 class MessageError(ValueError):
-    """A value cannot be made a message, or the bytes are not one."""
+    """A value cannot be encoded as a message, or the bytes are not one."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How objects of one class travel: as plain values, made and read by these."""
+    """The conversion of objects of one class to plain values and back."""
 
     name: str
     pack: Callable[[Any], Any]
@@ -61,12 +61,12 @@ def register(
     *,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Let objects of a class travel between ranks.
+    """Register a class of messages between ranks.
 
     Args:
         kind: the class.
-        pack: makes values out of an object that can travel.
-        unpack: makes an object out of such values, whatever they are; raises what `_MALFORMED` lists.
+        pack: converts an object to plain values or messages.
+        unpack: converts such values, which may be malformed, to an object; raises errors of `_MALFORMED`.
         names: of the values, if there are several.
     """
     form = _Form(f"{kind.__module__}.{kind.__qualname__}", pack, unpack, names)
@@ -76,7 +76,7 @@ def register(
 
 
 def message(kind: C) -> C:
-    """Let objects of a dataclass, or the members of an enum, travel between ranks; a decorator."""
+    """Register a dataclass or an enum as a message between ranks; a decorator."""
     made_by: Any = kind
     if issubclass(kind, Enum):
         register(made_by, lambda member: member.name, lambda name: made_by[_expect(name, str)])
@@ -103,13 +103,13 @@ def encode(value: object) -> bytes:
     """Encode a value.
 
     Raises:
-        MessageError: something in it cannot travel; the text says what, and where in it.
+        MessageError: a part of it cannot be sent; the text names its type and place.
     """
     blobs: list[bytes] = []
     try:
         text = json.dumps(_pack(value, "", blobs), separators=(",", ":")).encode()
     except RecursionError as error:
-        raise MessageError("a value that is to go to other ranks is nested too deep, or in itself") from error
+        raise MessageError("a value for other ranks is nested too deep, or in itself") from error
     return b"".join((len(text).to_bytes(_LENGTH_BYTES, "big"), text, *blobs))
 
 
@@ -117,7 +117,7 @@ def decode(content: bytes) -> Any:
     """Decode a value.
 
     Raises:
-        MessageError: the bytes are not what `encode` makes.
+        MessageError: `encode` did not make these bytes.
     """
     start = _LENGTH_BYTES
     stop = start + int.from_bytes(content[:start], "big")
@@ -135,7 +135,7 @@ def decode(content: bytes) -> Any:
 
 @final
 class _Blobs:
-    """The bytes behind the text, taken one after the other."""
+    """The bytes after the text, taken in order."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -185,7 +185,7 @@ def _pack_other(value: Any, place: str, blobs: list[bytes]) -> Any:
 
 
 def _plain(value: object, place: str) -> str | int | float:
-    """A number of numpy's, or a string of a host's class, as the plain one that it is."""
+    """Convert a number of NumPy's, or a string of a host's class, to the plain type."""
     if not isinstance(value, Enum):
         if isinstance(value, str):
             return str.__str__(value)
@@ -219,7 +219,7 @@ def _pack_error(error: CheckpointError | OSError, place: str, blobs: list[bytes]
 
 
 def _sendable(kind: type, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Of an error's attributes those that can travel: an error must not be lost for one of them."""
+    """Yield an error's attributes that can be sent; others are dropped."""
     checks = _field_checks(kind)
     for name, value in attributes.items():
         try:
@@ -293,7 +293,7 @@ _CHECKS: Final[dict[type, Mapping[str, Check]]] = {}
 
 
 def _field_checks(kind: type) -> Mapping[str, Check]:
-    """For every declared field of a class, what tells whether a value is of its type."""
+    """Return, for every declared field of a class, a check of a value's type."""
     if (known := _CHECKS.get(kind)) is None:
         hints = get_type_hints(kind)
         known = _CHECKS[kind] = {name: _check_of(hint) for name, hint in hints.items() if name[0] != "_"}
@@ -344,7 +344,7 @@ def _check_all(hint: Any) -> Callable[[Collection[Any]], bool]:
 
 
 def _scalars_of(hint: Any) -> frozenset[type]:
-    """The exact types of values that are of this type, if they are scalars; else none."""
+    """Return the exact types of values of this type, if they are scalars; else none."""
     if hint is None:
         return frozenset({NoneType})
     if hint is float:

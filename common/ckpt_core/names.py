@@ -1,4 +1,4 @@
-"""Every name that appears on disk, in one place, so that no literal is spelled twice."""
+"""All names that appear on disk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DATA_SUFFIX = ".distcp"
 _STEP = re.compile(r"(step-(\d{9,}))(?:\.run-[0-9a-f]{8,32})?")
 _DATA = re.compile(rf"__(\d{{1,9}})_\d+{re.escape(DATA_SUFFIX)}")
 _OWN_JSON = re.compile(r"(rank|local|chunks)-\d{5,}\.json")
-# The dot keeps them out of the way of `checkpoint-*`, `*.ckpt` and the like, by which hosts and scripts look
-# for checkpoints. The forms with the name in front are those of earlier versions.
+# Because of the dot they match neither `checkpoint-*` nor `*.ckpt` and the like, by which hosts and scripts
+# find checkpoints. The forms with the name in front are those of earlier versions.
 _RESERVED = re.compile(
     r"\.(?P<kind>incomplete|trash|corrupt|replaced|aside)-(?P<id>[0-9a-f]{8,32})-(?P<name>.+)", re.DOTALL
 )
@@ -34,12 +34,12 @@ _PROBE = re.compile(r"\.probe-[0-9a-z_]{8,16}")
 
 
 def step_name(step: int) -> str:
-    """Directory name of a step: `step-000001000`."""
+    """Return the directory name of a step: `step-000001000`."""
     return f"step-{step:09d}"
 
 
 def parse_step_name(name: str) -> int | None:
-    """Step of a directory name, or None if it is none that `step_name` or `run_name` makes."""
+    """Parse a name of `step_name` or `run_name`; return None for another one."""
     match = _STEP.fullmatch(name)
     if match is None or step_name(int(match[2])) != match[1]:
         return None
@@ -47,70 +47,70 @@ def parse_step_name(name: str) -> int | None:
 
 
 def run_name(name: str, lineage_id: str) -> str:
-    """Name of a step whose own name is occupied, by an abandoned checkpoint or one that nobody can use."""
+    """Return another name for a step whose own name is occupied."""
     return f"{name}.run-{lineage_id}"
 
 
 def incomplete_name(name: str, save_id: str) -> str:
-    """Name under which checkpoint `name` is written before its commit."""
+    """Return the name of checkpoint `name` before its commit."""
     return f".incomplete-{save_id}-{name}"
 
 
 def trash_name(name: str, prune_id: str) -> str:
-    """Name under which checkpoint `name` waits for its deletion."""
+    """Return the name of checkpoint `name` during its deletion."""
     return f".trash-{prune_id}-{name}"
 
 
 def corrupt_name(name: str, quarantine_id: str) -> str:
-    """Name under which a damaged checkpoint `name` is kept for a person to look at; it never counts."""
+    """Return the name of a damaged checkpoint `name` moved aside; it never counts."""
     return f".corrupt-{quarantine_id}-{name}"
 
 
 def replaced_name(name: str, replace_id: str) -> str:
-    """Name under which what is not ours is kept after a checkpoint has taken `name`; it never counts."""
+    """Return the name of a user's directory that a checkpoint replaced at `name`."""
     return f".replaced-{replace_id}-{name}"
 
 
 def aside_name(name: str, exchange_id: str) -> str:
-    """Name under which checkpoint `name` waits while another one takes its place."""
+    """Return the name of checkpoint `name` while another one replaces it."""
     return f".aside-{exchange_id}-{name}"
 
 
 def is_corrupt(name: str) -> bool:
-    """Whether `name` is a damaged checkpoint that was moved aside."""
+    """Return whether `name` is a damaged checkpoint that was moved aside."""
     return _parse(name)[0] == "corrupt"
 
 
 def is_incomplete(name: str) -> bool:
-    """Whether `name` is a checkpoint being written, or torn."""
+    """Return whether `name` is a checkpoint being written, or torn."""
     return _parse(name)[0] == "incomplete"
 
 
 def is_trash(name: str) -> bool:
-    """Whether `name` is a checkpoint being deleted."""
+    """Return whether `name` is a checkpoint being deleted."""
     return _parse(name)[0] == "trash"
 
 
 def is_replaced(name: str) -> bool:
-    """Whether `name` is what another program or a person had where a checkpoint of ours is now."""
+    """Return whether `name` is a user's directory that a checkpoint has replaced."""
     return _parse(name)[0] == "replaced"
 
 
 def set_aside(name: str) -> str | None:
-    """The name of a checkpoint that was to be replaced, if `name` is where it waits; else None."""
+    """Return the original name if `name` is a checkpoint being replaced; else None."""
     kind, original = _parse(name)
     return original if kind == "aside" else None
 
 
 def original_name(name: str) -> str:
-    """The checkpoint that a name in flight is of; a name that is not in flight is its own."""
+    """Return the checkpoint of a name in flight; any other name unchanged."""
     kind, original = _parse(name)
     return name if kind is None else original_name(original)
 
 
 @lru_cache(maxsize=1 << 13)
 def _parse(name: str) -> tuple[str | None, str]:
-    """What kind of name in flight this is, and of which checkpoint; (None, name) if it is none."""
+    """Parse a name in flight to its kind and checkpoint; (None, name) for another one."""
     if (match := _FORMER_ASIDE.fullmatch(name)) is not None:
         return "aside", match["name"]
     match = _RESERVED.fullmatch(name) or _FORMER.fullmatch(name)
@@ -118,60 +118,60 @@ def _parse(name: str) -> tuple[str | None, str]:
 
 
 def draft_name(name: str, draft_id: str) -> str:
-    """Name under which the new content of a small file is written; `draft_id` has 8 hex digits."""
+    """Return the name of a small file's draft; `draft_id` has 8 hex digits."""
     return f".{name}.{draft_id}.tmp"
 
 
 def drafted(name: str) -> str | None:
-    """The small file that `name` is a draft of; None if it is none."""
+    """Return the small file of a draft `name`; None for another name."""
     match = _DRAFT.fullmatch(name)
     return None if match is None else str(match["name"])
 
 
 def is_probe(name: str) -> bool:
-    """Whether `name` is the file by which a job found out that it can write to a root."""
+    """Return whether `name` is a file by which a job tested writes to a root."""
     return _PROBE.fullmatch(name) is not None
 
 
 def rank_name(rank: int) -> str:
-    """File with the per-rank items of `rank`: `rank-00000.json`."""
+    """Return the file of the per-rank items of `rank`: `rank-00000.json`."""
     return f"rank-{rank:05d}.json"
 
 
 def shared_name(rank: int) -> str:
-    """File with shared items that `rank` has and the coordinator has not: `shared-00001.json`."""
+    """Return the file of shared items that only `rank` has: `shared-00001.json`."""
     return f"shared-{rank:05d}.json"
 
 
 def shared_rank(path: str) -> int | None:
-    """The rank whose shared items are in the file at `path`, or None if that is not the name of one."""
+    """Return the rank of a file of shared items; None for another file."""
     match = _SHARED.fullmatch(path)
     return None if match is None else int(match[1])
 
 
 def local_name(rank: int) -> str:
-    """File with the tensors of `rank` that differ from the checkpoint's: `local-00000.json`."""
+    """Return the file of the rank-local buffers of `rank`: `local-00000.json`."""
     return f"local-{rank:05d}.json"
 
 
 def chunks_name(rank: int) -> str:
-    """Chunk table of `rank`, which says where everything lies in its data files: `chunks-00000.json`."""
+    """Return the file of the chunk table of `rank`: `chunks-00000.json`."""
     return f"chunks-{rank:05d}.json"
 
 
 def data_name(rank: int, index: int) -> str:
-    """DCP data file number `index` of `rank`: `__0_0.distcp`."""
+    """Return DCP's data file number `index` of `rank`: `__0_0.distcp`."""
     return f"__{rank}_{index}{DATA_SUFFIX}"
 
 
 def data_rank(path: str) -> int | None:
-    """The rank that wrote the data file at `path`, or None if that is not the name of one."""
+    """Return the rank that wrote a data file; None for another file."""
     match = _DATA.fullmatch(path.rpartition("/")[2])
     return None if match is None else int(match[1])
 
 
 def is_own_file(path: str) -> bool:
-    """Whether a file of a checkpoint has one of the names that only this package gives; DCP's included."""
+    """Return whether a file has a name that only this package or DCP gives."""
     name = path.rpartition("/")[2]
     return name in {MARKER, MANIFEST, SIGNATURE, METADATA, SHARED} or bool(
         _DATA.fullmatch(name) or is_own_json(name)
@@ -179,10 +179,10 @@ def is_own_file(path: str) -> bool:
 
 
 def is_own_json(path: str) -> bool:
-    """Whether it is the name of one of the small files that each rank writes."""
+    """Return whether it is the name of a small file that each rank writes."""
     return _OWN_JSON.fullmatch(path) is not None
 
 
 def beside_name(name: str, move_id: str) -> str:
-    """Name of a user's file whose own name a file of the checkpoint has; `move_id` has 8 hex digits."""
+    """Return another name for a user's file in the way; `move_id` has 8 hex digits."""
     return f"{os.fsdecode(os.fsencode(name)[:220])}.yours-{move_id}"

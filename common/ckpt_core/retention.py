@@ -1,9 +1,9 @@
-"""What to keep: policies as values over the history of committed checkpoints, without a clock or I/O.
+"""Retention policies: values over the history of checkpoints, without I/O.
 
-`plan_prune` is the only caller of a policy that matters: it adds the guarantees that no policy can undo.
-Policies combine with `|`, `&` and `~`.
+`plan_prune` applies a policy, and adds the guarantees that no policy can undo. Policies combine with `|`, `&`
+and `~`.
 """
-# ruff: noqa: D102, ARG002 - the docstring of a policy says what its overrides do; few of them need `now`
+# ruff: noqa: D102, ARG002 - the docstring of a policy describes its overrides; few of them need `now`
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ckpt_core.validation import instances, integer, integers, one_of, positive,
 
 
 class RetentionPolicy(ABC):
-    """Names the committed checkpoints worth keeping.
+    """A policy that selects the committed checkpoints to keep.
 
-    Implementations are frozen values. What they keep must not depend on the order of the history, and a
-    checkpoint they keep must still be kept when others are gone: pruning twice then equals pruning once.
+    Implementations are frozen values. The result must not depend on the order of the history, and a kept
+    checkpoint must still be kept after others are removed: pruning twice then equals pruning once.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        """Steps to keep. `now` is Unix time in seconds, like `CheckpointInfo.created`.
+        """Select the steps to keep. `now` is Unix time, like `CheckpointInfo.created`.
 
         `history` holds the committed checkpoints of the present lineage that are marked neither as damaged
         nor as bad.
@@ -40,7 +40,7 @@ class RetentionPolicy(ABC):
 
     @property
     def judges_alone(self) -> bool:
-        """Whether a checkpoint's fate depends on that checkpoint alone; only then can a policy be negated."""
+        """Whether each checkpoint is judged by itself; only then can a policy be negated."""
         return False
 
     def __or__(self, other: RetentionPolicy) -> RetentionPolicy:
@@ -70,9 +70,9 @@ class KeepLatest(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class KeepEvery(RetentionPolicy):
-    """Keeps the first checkpoint at or after each positive multiple of `steps`, until the next multiple.
+    """Keeps the first checkpoint of each interval of `steps`, from the first multiple.
 
-    Not only exact multiples: saves driven by time or signals would miss them all.
+    Exact multiples are not required: saves by time or signals would miss them all.
     """
 
     steps: int
@@ -88,7 +88,7 @@ class KeepEvery(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class KeepEverySeconds(RetentionPolicy):
-    """Keeps the first checkpoint committed in each span of this many seconds, counted from the Unix epoch."""
+    """Keeps the first checkpoint committed in each interval since the Unix epoch."""
 
     seconds: float
 
@@ -103,7 +103,7 @@ class KeepEverySeconds(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class KeepBest(RetentionPolicy):
-    """Keeps the `n` checkpoints with the lowest or highest metric; of equals the newer.
+    """Keeps the `n` checkpoints with the best metric; of equal ones the newer.
 
     A checkpoint without the metric, or with NaN or an infinite value, is never among the best.
     """
@@ -130,7 +130,7 @@ class KeepBest(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class KeepNewerThan(RetentionPolicy):
-    """Keeps what was committed less than this many seconds ago."""
+    """Keeps checkpoints committed less than this many seconds ago."""
 
     seconds: float
 
@@ -154,7 +154,7 @@ class KeepSteps(RetentionPolicy):
 
     def __post_init__(self) -> None:
         require("KeepSteps", integers("steps", self.steps, minimum=0))
-        # Any collection is welcome, but the value must be hashable and equal whatever the spelling.
+        # Any collection is accepted, but equal policies must be equal and hashable.
         object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
@@ -181,7 +181,7 @@ class KeepAll(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class AnyOf(RetentionPolicy):
-    """Keeps what at least one policy keeps; written `a | b`."""
+    """Keeps checkpoints that at least one policy keeps; written `a | b`."""
 
     policies: tuple[RetentionPolicy, ...]
 
@@ -199,7 +199,7 @@ class AnyOf(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class AllOf(RetentionPolicy):
-    """Keeps what all policies keep; written `a & b`."""
+    """Keeps checkpoints that all policies keep; written `a & b`."""
 
     policies: tuple[RetentionPolicy, ...]
 
@@ -217,10 +217,10 @@ class AllOf(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class Not(RetentionPolicy):
-    """Keeps what the policy does not; written `~a`.
+    """Keeps checkpoints that the policy does not keep; written `~a`.
 
-    Only over policies that judge each checkpoint by itself. "All but the latest three" would name three
-    others after every prune and so eat the whole history, one prune at a time.
+    Only for policies that judge each checkpoint by itself: "all but the latest three" would select three
+    others after every prune, and so remove the whole history over time.
     """
 
     policy: RetentionPolicy
@@ -229,7 +229,7 @@ class Not(RetentionPolicy):
         problem = instances("policy", (self.policy,), RetentionPolicy)
         if problem is None and not self.policy.judges_alone:
             problem = (
-                f"{self.policy!r} compares checkpoints with one another, so that its opposite would delete "
+                f"{self.policy!r} compares checkpoints with each other, so that its opposite would delete "
                 "more at every prune; negate only KeepSteps, KeepNewerThan or KeepAll"
             )
         require("Not", problem)
@@ -243,26 +243,26 @@ class Not(RetentionPolicy):
 
 
 Abandoned: TypeAlias = Literal["keep", "prune"]
-"""What becomes of checkpoints that the present lineage does not go on from: see `plan_prune`."""
+"""Treatment of checkpoints that the present lineage does not continue: see `plan_prune`."""
 
 UNVERIFIED: Final = "nothing that would stay is known to be whole"
-"""Why a checkpoint stays that no policy keeps."""
+"""Reason to keep a checkpoint that no policy keeps."""
 
 UNRANKED: Final = "no checkpoint has a number for the metric that the policy ranks by"
-"""Why all stay where the policy keeps none, for it cannot tell which is the best."""
+"""Reason to keep all checkpoints where a policy keeps none, because the best one is unknown."""
 
 
 @message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunePlan:
-    """What a prune would do.
+    """The removals and kept checkpoints of a prune.
 
     Attributes:
-        keep: step -> why it stays, for people.
-        drop: what would be deleted, lowest step first.
-        damaged: what is marked as damaged and left for a person to look at, lowest step first.
-        bad: what is marked as bad and not as damaged, and left for a person, too.
-        abandoned: what the present lineage does not go on from, and is left.
+        keep: step -> reasons to keep it, for users.
+        drop: checkpoints to remove, lowest step first.
+        damaged: checkpoints marked as damaged, kept for inspection by a user, lowest step first.
+        bad: checkpoints marked as bad and not as damaged, kept likewise.
+        abandoned: kept checkpoints that the present lineage does not continue.
     """
 
     keep: Mapping[int, tuple[str, ...]]
@@ -280,42 +280,42 @@ def plan_prune(
     abandoned: Abandoned = "keep",
     last: int | None = None,
 ) -> PrunePlan:
-    """Apply a policy to the committed checkpoints, with the guarantees no policy can undo.
+    """Apply a policy to the committed checkpoints, with guarantees for some of them.
 
-    Of the present lineage, the highest step (what a resume would load), the checkpoint committed last
-    (training may have gone back to an earlier step) and whatever is pinned always stay, so that a history is
+    Of the present lineage, the highest step (which a resume would load), the checkpoint committed last
+    (training may have gone back to an earlier step) and pinned checkpoints always stay, so that a history is
     never emptied.
-    What is marked as damaged or bad counts for nothing of that: a sound checkpoint must not go in its favour.
-    It is not deleted either, because it may be the only trace of a fault, and a mark may be wrong.
+    Checkpoints marked as damaged or bad do not count here, so that no sound one is deleted in their place.
+    They are not deleted either, because they may be the only trace of a fault, and a mark may be wrong.
 
-    Where a policy keeps none of them, and ranks by a metric that none of them has a number for, all stay:
-    the name may be misspelt, or the first evaluation is yet to come, and the best may be any of them.
+    Where a policy keeps none of them, and ranks by a metric that none of them has, all stay: the name may be
+    misspelt, or the first evaluation may be still to come, and the best may be any of them.
 
-    Abandoned checkpoints count for nothing either. They stay, or with `abandoned="prune"` they fill the
-    places that the policy still has for checkpoints older and worse than any of the present lineage: with
-    `KeepLatest(3)` two stay beside the first of a new run, the last goes with its third; with
+    Abandoned checkpoints do not count either. They stay, or with `abandoned="prune"` they fill the places
+    that the policy still has for checkpoints older and worse than any of the present lineage: with
+    `KeepLatest(3)` two stay beside the first of a new run, and the last is removed with its third; with
     `KeepEvery(100)` that of step 300 stays until the new run has one of 300 to 399. Pinned ones stay.
 
     Args:
-        policy: what to keep.
+        policy: to apply.
         history: the committed checkpoints.
         now: Unix time in seconds.
-        abandoned: what becomes of abandoned ones.
-        last: the step committed last; by default as clocks tell, of which one may have been put back.
+        abandoned: the treatment of abandoned ones.
+        last: the step committed last; by default by timestamps, although a clock may have been set back.
     """
     ordered = sorted(history, key=_by_step)
     usable = [info for info in ordered if info.usable]
     present = [info for info in usable if not info.abandoned]
-    left = [info for info in usable if info.abandoned and (abandoned == "keep" or info.pinned is not None)]
+    others = [info for info in usable if info.abandoned and (abandoned == "keep" or info.pinned is not None)]
     if abandoned == "prune":
-        left += _in_free_places(policy, [info for info in usable if info.abandoned], present, now)
+        others += _in_free_places(policy, [info for info in usable if info.abandoned], present, now)
     reasons: dict[int, tuple[str, ...]] = {}
-    wanted = list(_wanted(policy, present, now))
-    if not wanted and unknown_metrics(policy, present):
-        wanted = [(info.step, UNRANKED) for info in present]
-    for step, reason in (*_guaranteed(present, last), *wanted):
+    kept = list(_kept(policy, present, now))
+    if not kept and unknown_metrics(policy, present):
+        kept = [(info.step, UNRANKED) for info in present]
+    for step, reason in (*_guaranteed(present, last), *kept):
         reasons[step] = (*reasons.get(step, ()), reason)
-    stays = {info.name for info in left}
+    stays = {info.name for info in others}
     drop = [
         info for info in usable if info.name not in stays and (info.abandoned or info.step not in reasons)
     ]
@@ -324,14 +324,14 @@ def plan_prune(
         drop=tuple(drop),
         damaged=tuple(info for info in ordered if info.damaged is not None),
         bad=tuple(info for info in ordered if info.bad is not None and info.damaged is None),
-        abandoned=tuple(left),
+        abandoned=tuple(others),
     )
 
 
 def _in_free_places(
     policy: RetentionPolicy, gone: Sequence[CheckpointInfo], present: Sequence[CheckpointInfo], now: float
 ) -> list[CheckpointInfo]:
-    """The abandoned ones, newest first, for which the present line has nothing yet in their place."""
+    """List abandoned checkpoints, newest first, not replaced by the present line."""
     newest_first = sorted(gone, key=lambda info: (info.lineage.number, *_by_age(info)), reverse=True)
     names = _stay(policy, newest_first, present, now)
     return [info for info in newest_first if info.name in names and info.pinned is None]
@@ -362,7 +362,7 @@ def _in_step_places(
     *,
     length: int,
 ) -> frozenset[str]:
-    """What a policy that goes by steps keeps of each lineage where no later one has reached that place.
+    """Apply a policy on steps to each lineage, but to steps reached by later ones.
 
     Args:
         policy: the policy.
@@ -384,9 +384,9 @@ def _in_step_places(
 def _as_the_past(
     policy: RetentionPolicy, gone: Sequence[CheckpointInfo], present: Sequence[CheckpointInfo], now: float
 ) -> frozenset[str]:
-    """What would be kept if it were the past of the present line: the oldest, and the worst of it.
+    """Apply the policy as if they were the oldest, and worst, of the present line.
 
-    So that they take no place from another.
+    In this way they do not displace another checkpoint.
     """
     past = {-place: info for place, info in enumerate(gone, start=1)}
     posed = [replace(info, step=step, metrics=_worst(policy)) for step, info in past.items()]
@@ -395,22 +395,22 @@ def _as_the_past(
 
 
 def withheld(plan: PrunePlan, drop: Sequence[CheckpointInfo]) -> PrunePlan:
-    """The plan, where only `drop` may go, because nothing that would stay is known to be whole."""
+    """Restrict a plan to `drop`, if no checkpoint that stays is known to be whole."""
     names = {info.name for info in drop}
     kept = {info.step: (UNVERIFIED,) for info in plan.drop if info.name not in names and not info.abandoned}
-    left = tuple(info for info in plan.drop if info.name not in names and info.abandoned)
+    others = tuple(info for info in plan.drop if info.name not in names and info.abandoned)
     keep = dict(sorted((kept | dict(plan.keep)).items()))
-    return replace(plan, keep=MappingProxyType(keep), drop=tuple(drop), abandoned=(*plan.abandoned, *left))
+    return replace(plan, keep=MappingProxyType(keep), drop=tuple(drop), abandoned=(*plan.abandoned, *others))
 
 
 def unknown_metrics(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> tuple[str, ...]:
-    """Metrics that the policy ranks by and that none of these checkpoints has a number for; sorted."""
+    """List metrics that the policy ranks by and that no checkpoint has; sorted."""
     there = {name for info in history for name, value in info.metrics.items() if math.isfinite(value)}
     return tuple(sorted(_worst(policy).keys() - there))
 
 
 def _worst(policy: RetentionPolicy) -> dict[str, float]:
-    """Each metric that the policy ranks by -> the number than which none is worse."""
+    """Map the metrics that the policy ranks by to their worst values."""
     match policy:
         case KeepBest():
             return {policy.metric: sys.float_info.max if policy.mode == "min" else -sys.float_info.max}
@@ -433,7 +433,7 @@ def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable
             yield info.step, f"pinned: {info.pinned}"
 
 
-def _wanted(
+def _kept(
     policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float
 ) -> Iterable[tuple[int, str]]:
     for member in _flat(policy, AnyOf):

@@ -1,6 +1,6 @@
-"""Spans and sinks: what happened, when, and how long it took, at one line per call site.
+"""Spans and sinks: events with time and duration, at one line per call site.
 
-Nothing is formatted or timed unless a sink is attached.
+Events are formatted and timed only if a sink is attached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Phase = Literal["started", "finished", "failed", "point"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One thing that happened.
+    """An event, or one end of a span.
 
     Attributes:
         name: dotted name of the span, e.g. `save.write`.
@@ -40,14 +40,14 @@ class Event:
 
 
 class Sink(Protocol):
-    """Receives events, on whichever thread they happen; must not raise and must not block for long."""
+    """Receiver of events, on any thread; must not raise and must not block for long."""
 
     def emit(self, event: Event) -> None:
-        """Take one event."""
+        """Receive one event."""
 
 
 class Telemetry:
-    """Hands events to sinks. Thread-safe; one per manager, so that two managers never mix."""
+    """The events of one manager, passed to its sinks. Thread-safe."""
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks
@@ -58,7 +58,7 @@ class Telemetry:
 
     @contextmanager
     def span(self, name: str, /, **attributes: Any) -> Generator[dict[str, Any]]:
-        """Report the start and the end of a block; details may be added to the yielded dict on the way."""
+        """Report start and end of a block; details may be added to the yielded dict."""
         if not self._sinks:
             yield attributes
             return
@@ -84,7 +84,7 @@ class Telemetry:
 
 @final
 class LoggingSink:
-    """Writes events to a logger: failures as errors, the rest at `level`."""
+    """Sink that writes events to a logger: failures as errors, the rest at `level`."""
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
         self._logger = logger or logger_of("ckpt_core")
@@ -100,7 +100,7 @@ class LoggingSink:
 
 @final
 class InMemorySink:
-    """Keeps events in a list, for tests and notebooks."""
+    """Sink that keeps events in a list, for tests and notebooks."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -110,13 +110,13 @@ class InMemorySink:
         self.events.append(event)
 
     def finished(self, name: str) -> list[Event]:
-        """The finished spans and points of that name, oldest first."""
+        """List the finished spans and points of that name, oldest first."""
         return [e for e in self.events if e.name == name and e.phase in {"finished", "point"}]
 
 
 @final
 class JsonLinesSink:
-    """Appends one JSON object per event to a file, flushed by line so a killed run leaves its trace."""
+    """Sink that appends one JSON object per event to a file, flushed by line."""
 
     def __init__(self, path: str | Path) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Values that more than one layer speaks about, so that layers need not import each other for them."""
+"""Value types of several layers, which need not import each other for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ StateDict: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """One file of a checkpoint, as the manifest promises it.
+    """One file of a checkpoint, as listed in the manifest.
 
     `path` is POSIX-relative to the checkpoint directory; `checksum` is `<algorithm>:<hex>`.
     """
@@ -26,11 +26,11 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkEntry:
-    """One chunk: a contiguous run of bytes in a data file that holds one tensor shard or one byte entry.
+    """One chunk: the contiguous bytes of a tensor shard or byte entry in a data file.
 
-    `offset` and `size_bytes` delimit the whole torch zip; `payload_offset` is where the raw tensor bytes
-    start in the file (None for byte entries). `key` is DCP's flattened name; `shard_offsets` is where the
-    shard starts in the global tensor.
+    `offset` and `size_bytes` delimit the whole torch zip; `payload_offset` is the start of the raw tensor
+    bytes in the file (None for byte entries). `key` is DCP's flattened name; `shard_offsets` is the start of
+    the shard in the global tensor.
 
     `crc32` is of the payload, for byte entries of the whole entry. `block_crcs` are the CRC-32s of every
     `block_bytes` of a payload that is larger than that, so that a part of it can be verified; else empty.
@@ -51,12 +51,12 @@ class ChunkEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
-    """The unbroken line of saves that a checkpoint belongs to, and what that line goes on from.
+    """The unbroken line of saves of a checkpoint, and the lines that it continues.
 
     Attributes:
-        id: hex digits; "" for what was written before checkpoints had a lineage.
+        id: hex digits; "" for checkpoints written before lineages existed.
         number: one more than that of any lineage begun before it in the same root; 0 if `id` is "".
-        ancestry: (id of a lineage, highest step of it that this one goes on from), nearest first.
+        ancestry: (id of a lineage, highest step of it that this one continues), nearest first.
     """
 
     id: str = ""
@@ -64,11 +64,11 @@ class Lineage:
     ancestry: tuple[tuple[str, int], ...] = ()
 
     def includes(self, lineage: Lineage, step: int) -> bool:
-        """Whether a checkpoint of another lineage, or of this one, is among what this one goes on from."""
+        """Return whether this lineage includes or continues a checkpoint of `lineage`."""
         return step <= self.limits().get(lineage.id, -1)
 
     def limits(self) -> dict[str, float]:
-        """Lineage id -> highest step that counts: of this one, and of each that it goes on from."""
+        """Map this lineage, and each that it continues, to the highest step that counts."""
         limits: dict[str, float] = {}
         for ancestor, last in self.ancestry:
             limits[ancestor] = max(last, limits.get(ancestor, last))
@@ -87,16 +87,16 @@ class CheckpointInfo:
         size_bytes: of its files.
         world_size: ranks that saved it.
         metrics: numbers given with the save.
-        pinned: why it is protected from pruning; None if it is not.
-        damaged: what a verification found wrong with it; None if it is not marked as damaged. A checkpoint
-            that nobody has verified is not marked.
-        bad: why it must not be trained on, in the words of whoever marked it; None if it is not marked.
+        pinned: reason of its protection from pruning; None if it is not pinned.
+        damaged: problem that a verification found; None if it is not marked as damaged. A checkpoint that was
+            never verified is not marked.
+        bad: reason not to train on it, in the words of its marker; None if it is not marked.
         lineage: the line of saves that it belongs to.
-        abandoned: whether the root's present lineage does not go on from it: training began afresh, or went
+        abandoned: whether the root's present lineage does not continue it: training began afresh, or went
             back to an earlier checkpoint.
         save_id: of the save that wrote it.
-        manifest_sha256: SHA-256 of its `manifest.json`, hexadecimal: what names its content, as firmly as the
-            checksums in the manifest do.
+        manifest_sha256: SHA-256 of its `manifest.json`, hexadecimal; it identifies its content as firmly as
+            the checksums in the manifest do.
     """
 
     step: int
@@ -115,7 +115,7 @@ class CheckpointInfo:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing speaks against going on from it: it is marked neither as damaged nor as bad."""
+        """Whether it may be resumed: it is marked neither as damaged nor as bad."""
         return self.damaged is None and self.bad is None
 
 
@@ -129,16 +129,16 @@ class CapturedState:
         per_rank: item -> value, one per rank, never merged (RNG, data position).
         shared: item -> value, the same on every rank that has it; the lowest rank's is written.
         alike: the items of `shared` whose values are compared, as they must not differ between ranks.
-        groups: (part, path) of lists of parameter groups that the source finds again by the names in them, so
+        groups: (part, path) of lists of parameter groups that the source identifies by the names in them, so
             that ranks may have different ones.
         files: name -> content, extra files of a host framework; when ranks name the same file, the lowest
             rank's is written.
-        local: (part, DCP's flattened key) -> live tensor that is also in `sharded`, of a kind that nothing
-            keeps equal over ranks (module buffers such as batch-norm statistics). The lowest rank's value is
-            the checkpoint's; ranks whose value differs keep theirs beside it, for an exact resume.
+        local: (part, DCP's flattened key) -> live tensor, also in `sharded`, that is rank-local (module
+            buffers such as batch-norm statistics). The lowest rank's value is the checkpoint's; ranks whose
+            value differs save theirs, too, for an exact resume.
         stable: live tensors in `sharded` that change only in a step of one of `optimizers`, so that they may
             be copied while forward and backward run.
-        optimizers: torch optimizers; their steps wait for copies that are not done.
+        optimizers: torch optimizers; their steps wait for pending copies.
     """
 
     sharded: Mapping[str, StateDict] = field(default_factory=dict[str, StateDict])
@@ -154,7 +154,7 @@ class CapturedState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """What a checkpoint says about one tensor: global shape and dtype (torch's name, e.g. `bfloat16`)."""
+    """A saved tensor: global shape and dtype (torch's name, e.g. `bfloat16`)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -166,7 +166,7 @@ SavedEntries: TypeAlias = Mapping[tuple[str | int, ...], "SavedTensor | None"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedState:
-    """What a checkpoint holds, as seen by one rank before anything large is read.
+    """The content of a checkpoint, for one rank, without large data.
 
     Attributes:
         sharded: DCP part directory -> leaves.
@@ -175,10 +175,10 @@ class SavedState:
         world_size: number of ranks that saved; None for a directory written by stock DCP.
         step: the step saved; None for a directory written by stock DCP.
         name: the checkpoint's directory name under its root.
-        strict: whether everything wanted must fit; else what does not is left as it is.
-        include: patterns of what is wanted, see `wants`; everything if empty.
+        strict: whether every selected entry must fit; else entries that do not are skipped.
+        include: patterns of selected entries, see `wants`; everything if empty.
         partial: whether it holds more than this rank has, because other ranks have the rest.
-        left: what was left as it is because it does not fit, in words, after a load that was not strict.
+        left: descriptions of the entries skipped, because they do not fit, by a load that was not strict.
     """
 
     sharded: Mapping[str, SavedEntries]
@@ -193,17 +193,17 @@ class SavedState:
     left: Sequence[str] = ()
 
     def wants(self, path: tuple[str | int, ...]) -> bool:
-        """Whether the live entry at `path` is to be loaded."""
+        """Return whether to load the live entry at `path`."""
         return matches_any(path, self.include)
 
 
 def matches_any(path: tuple[str | int, ...], patterns: Collection[str], used: set[str] | None = None) -> bool:
-    """Whether the dotted name of `path` matches one of the patterns, as by `fnmatch`, or there is none.
+    """Return whether a dotted path matches a pattern by `fnmatch`, if there are any.
 
     Args:
         path: of an entry.
         patterns: the patterns.
-        used: those that match are added here.
+        used: matching patterns are added here.
     """
     if not patterns:
         return True

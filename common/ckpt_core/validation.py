@@ -1,6 +1,6 @@
-"""Checks of options, shared by everything a user constructs.
+"""Checks of options and arguments of users.
 
-Each check returns what is wrong as a phrase, or None, so that one error can list every offender.
+Each check returns the problem as a phrase, or None, so that one error can list every offender.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def require(owner: str, *problems: str | None) -> None:
 
 
 def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> str | None:
-    """Problem of a value that must be a whole number, not a boolean, and in a range."""
+    """Check a whole number, not a boolean, against a range."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
         return (
             None if maximum is None or value <= maximum else f"{name} must be at most {maximum}, not {value}"
@@ -37,7 +37,7 @@ def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) 
 
 
 def plain_integer(value: Any) -> Any:
-    """The int that a NumPy integer or an integer tensor of one element stands for; others as they are."""
+    """Convert an integer of NumPy or in a tensor to an int; return others unchanged."""
     if isinstance(value, bool):
         return value
     try:
@@ -47,12 +47,12 @@ def plain_integer(value: Any) -> Any:
 
 
 def mapping(name: str, value: Any) -> str | None:
-    """Problem of a value that must be a mapping."""
+    """Check that a value is a mapping."""
     return None if isinstance(value, Mapping) else f"{name} must be a mapping, not {value!r:.80}"
 
 
 def integers(name: str, values: Any, *, minimum: int) -> str | None:
-    """Problem of a collection of whole numbers that must not be empty."""
+    """Check a non-empty collection of whole numbers."""
     if not isinstance(values, Collection) or isinstance(values, str | bytes) or not values:
         return f"{name} must be a non-empty list of whole numbers, not {values!r}"
     wrong = [value for value in values if integer(name, value, minimum=minimum)]
@@ -60,19 +60,19 @@ def integers(name: str, values: Any, *, minimum: int) -> str | None:
 
 
 def positive(name: str, value: Any) -> str | None:
-    """Problem of a value that must be a finite number above zero, not a boolean."""
+    """Check a finite number above zero, not a boolean."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
         return None
     return f"{name} must be a finite number above 0, not {value!r}"
 
 
 def text(name: str, value: Any) -> str | None:
-    """Problem of a value that must be a non-empty string."""
+    """Check a non-empty string."""
     return None if isinstance(value, str) and value else f"{name} must be a non-empty string, not {value!r}"
 
 
 def location(name: str, value: Any) -> str | None:
-    """Problem of a value that must be a path or URL."""
+    """Check that a value is a path or URL."""
     plain = value.__fspath__() if hasattr(type(value), "__fspath__") else value
     if isinstance(plain, str) and plain:
         return None
@@ -80,20 +80,20 @@ def location(name: str, value: Any) -> str | None:
 
 
 def function(name: str, value: Any) -> str | None:
-    """Problem of a value that must be callable, or say where to import such a one from."""
+    """Check that a value is callable, or the name of a function to import."""
     module, _, attribute = value.partition(":") if isinstance(value, str) else ("", "", "")
     if callable(value) or (module and attribute):
         return None
     # Anything but a name may be a secret that was meant for the function.
-    told = repr(value) if isinstance(value, str) else type(value).__name__
-    return f'{name} must be a function or "package.module:function", not {told}'
+    shown = repr(value) if isinstance(value, str) else type(value).__name__
+    return f'{name} must be a function or "package.module:function", not {shown}'
 
 
 def imported(owner: str, named: Callable[..., T] | str) -> Callable[..., T]:
-    """The function that a name such as "package.module:function" stands for; a function is its own.
+    """Import a function by a name such as "package.module:function".
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such function.
     """
     if not isinstance(named, str):
         return named
@@ -110,19 +110,19 @@ def imported(owner: str, named: Callable[..., T] | str) -> Callable[..., T]:
 
 
 def boolean(name: str, value: Any) -> str | None:
-    """Problem of a value that must be True or False."""
+    """Check that a value is True or False."""
     return None if isinstance(value, bool) else f"{name} must be true or false, not {value!r}"
 
 
 def one_of(name: str, value: Any, allowed: Collection[str]) -> str | None:
-    """Problem of a value that must be one of a few words."""
+    """Check that a value is one of a few words."""
     if isinstance(value, str) and value in allowed:
         return None
     return f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}"
 
 
 def instances(name: str, values: Any, kind: type) -> str | None:
-    """Problem of a tuple that must not be empty and hold only instances of `kind`."""
+    """Check a non-empty tuple of instances of `kind`."""
     if not isinstance(values, tuple) or not values:
         return f"{name} must be a non-empty tuple of {kind.__name__}, not {values!r}"
     wrong = [value for value in values if not isinstance(value, kind)]

@@ -232,7 +232,7 @@ def test_what_crashes_left_goes_before_any_checkpoint(disk):
     disk.write_bytes(".trash-0123abcd-step-000000009/__0_0.distcp", bytes(SIZE))
     sink = InMemorySink()
     with checkpoints:
-        checkpoints._telemetry._sinks = (sink,)
+        checkpoints._pruner._telemetry._sinks = (sink,)
         saved(checkpoints, 3)
     assert [event.attributes.get("reason") for event in sink.finished("prune.remove")] == [None]
     assert steps(disk) == [2, 3]

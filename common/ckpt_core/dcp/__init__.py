@@ -11,7 +11,6 @@ from ckpt_core.dcp._plan import Decision, Part, Task, decide
 from ckpt_core.dcp._rank_names import GroupNames, held_by_this_rank, kept_name
 from ckpt_core.dcp._reader import (
     SafeLoadPlanner,
-    ShardReader,
     check_stock,
     load_plain,
     load_value,
@@ -37,7 +36,6 @@ __all__ = [
     "Part",
     "Replicas",
     "SafeLoadPlanner",
-    "ShardReader",
     "ShardSpec",
     "ShardWriter",
     "Task",

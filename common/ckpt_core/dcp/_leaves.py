@@ -57,8 +57,8 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
         return "not initialised and has no shape; run the model once on a batch before saving"
     if _dispatch_of(tensor) is not _dispatch_of(torch.Tensor):
         return (
-            f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor with a storage of its own "
-            "kind, which the checkpoint format cannot hold; save the plain tensors that it is made of"
+            f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor with its own kind of "
+            "storage, which the checkpoint format cannot hold; save the plain tensors that it is made of"
         )
     return None
 

@@ -118,7 +118,7 @@ class Selection:
         if idle:
             raise ConfigError(
                 f"{place}: nothing in the checkpoint is called {', '.join(map(repr, idle))}; "
-                "`ckpt show` lists what is there. Nothing was loaded"
+                "`ckpt show` lists its entries. Nothing was loaded"
             )
         return found
 

@@ -41,7 +41,7 @@ class SignalCounter:
         for name in sorted(names):
             number = signal.Signals[name]
             previous = signal.signal(number, self._note)
-            # None is a handler that C code installed, which Python cannot put back.
+            # None is a handler that C code installed, which Python cannot restore.
             self._previous[number] = signal.SIG_DFL if previous is None else previous
 
     def count(self, names: Collection[str]) -> int:

@@ -73,8 +73,8 @@ class Ancestry:
             _logger.log(
                 logging.INFO if self._on_purpose else logging.WARNING,
                 "starting afresh in %s, which holds %d checkpoint(s) of an earlier run, up to step %d: they "
-                'are abandoned from the commit of step %d on, and stay, or with abandoned="prune" are '
-                "removed one by one. To continue from them instead, stop, and resume the newest before the "
+                "are abandoned from the commit of step %d on, and stay, or are removed one by one with "
+                'abandoned="prune". To continue from them instead, stop, and resume the newest before the '
                 "first save",
                 self._url,
                 len(self._known),

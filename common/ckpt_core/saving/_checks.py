@@ -45,7 +45,7 @@ class LoadNotes:
         pickles = () if self._allow_pickle else self._new(_pickles(state, plans, staged))
         if pickles:
             _logger.warning(
-                "%s: what is saved as %s can be rebuilt only by pickle, which could run any code: load it "
+                "%s: values saved as %s can be rebuilt only by pickle, which could run any code: load it "
                 "with CheckpointManager(..., allow_pickle=True), or keep plain values instead",
                 url,
                 _listed(pickles),

@@ -188,7 +188,7 @@ class InFlightSaves:
         """Return whether a new save may start; wait for the oldest if so configured.
 
         Raises:
-            SaveError: the oldest save has failed, and errors are to be raised.
+            SaveError: the oldest save has failed, and `on_error` is `raise`.
         """
         if self._options.back_pressure != "wait" and self._full():
             self._pending = self._options.back_pressure == "coalesce"
@@ -228,7 +228,7 @@ class InFlightSaves:
         """Wait for every save in flight and its prune, and deliver the first failure.
 
         Raises:
-            SaveError: a save failed, and errors are to be raised. If several did, the next call raises the
+            SaveError: a save failed, and `on_error` is `raise`. If several did, the next call raises the
                 next error.
         """
         if self._task is not None:

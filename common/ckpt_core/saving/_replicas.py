@@ -113,7 +113,7 @@ class Judge:
         if described is not None and self.policy == "refuse":
             raise DivergenceError(
                 f"step {step} was not saved: {described}. If they should be equal, the training has gone "
-                "wrong: look for what is not synchronised. "
+                "wrong: look for values that are not synchronised. "
                 f"{OWN_NAMES}. Or choose on_divergence='warn' (the lowest rank's values are saved) or "
                 "'keep-each' (every rank's own are)",
                 step=step,

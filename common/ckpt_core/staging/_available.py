@@ -51,7 +51,7 @@ def _of_machine(proc: Path) -> FreeMemory | None:
 
 
 def _of_cgroups(proc: Path, cgroups: Path) -> Generator[FreeMemory | None]:
-    """Yield the limits of this process's groups; containers may see the outermost only."""
+    """Yield the limits of this process's groups, of which containers may see one only."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":

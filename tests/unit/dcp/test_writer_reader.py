@@ -13,12 +13,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt_core.dcp import SafeLoadPlanner, ShardReader, ShardWriter
+from ckpt_core.dcp import SafeLoadPlanner, ShardWriter
 from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.formats.chunks import ChunkTable, encode_table
 from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
 from ckpt_core.types import ChunkEntry
+from tests.unit.dcp.shard_reader import ShardReader
 from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
