@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-import zlib
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Final, Protocol, TypeAlias, final
+
+# The polynomial of zip and zlib with SIMD: 7 to 8 times as fast as zlib's on the machines measured.
+from isal import isal_zlib
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 CRC32: Final = "crc32"
 SHA256: Final = "sha256"
-
-try:
-    # The same polynomial with SIMD: 7 to 8 times as fast as zlib's on the machines measured.
-    from isal.isal_zlib import crc32 as _fast_crc32
-except ImportError:  # no wheel for this platform
-    _fast_crc32 = zlib.crc32
 
 _TEXT = re.compile(r"[a-z][a-z0-9_-]{0,31}:[0-9a-f]{2,128}")
 
@@ -55,7 +50,7 @@ def crc32(data: Bytes, start: int = 0) -> int:
 
     `start` is the CRC-32 of the bytes before `data`.
     """
-    return _fast_crc32(data, start)
+    return isal_zlib.crc32(data, start)
 
 
 @final
@@ -118,33 +113,7 @@ def combine_crc32(first: int, second: int, second_bytes: int) -> int:
     Threads that each write a range of a file can so compute the checksum of the file without reading it
     again.
     """
-    return _multiply(_power_of_x(8 * second_bytes), first) ^ second if first else second
-
-
-_POLYNOMIAL: Final = 0xEDB88320
-_ONE: Final = 1 << 31
-
-
-def _multiply(a: int, b: int) -> int:
-    """Multiply two polynomials over GF(2) modulo CRC32's, bit-reflected as in zlib."""
-    product = 0
-    while a:
-        if a & _ONE:
-            product ^= b
-        a = (a << 1) & 0xFFFFFFFF
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
-
-
-@lru_cache(maxsize=4096)
-def _power_of_x(exponent: int) -> int:
-    result, square = _ONE, _ONE >> 1
-    while exponent:
-        if exponent & 1:
-            result = _multiply(square, result)
-        square = _multiply(square, square)
-        exponent >>= 1
-    return result
+    return isal_zlib.crc32_combine(first, second, second_bytes)
 
 
 __all__ = [
