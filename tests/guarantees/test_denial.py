@@ -227,7 +227,7 @@ def test_a_checkpoint_under_another_steps_name_is_told_and_counts_for_nothing(ma
     assert [info.step for info in Catalog(storage).committed()] == [1, 3]
     assert "is of step 1, under the name of another step" in caplog.text
     assert [failure.path for failure in verify(storage, TWO)] == ["COMMITTED"]
-    with pytest.raises(CorruptCheckpointError, match="call the directory step-000000001"):
+    with pytest.raises(CorruptCheckpointError, match="rename the directory to step-000000001"):
         Catalog(storage).find(step=2)
     assert verify(storage, ONE) == verify(storage, "step-000000003") == []
 

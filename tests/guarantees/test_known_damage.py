@@ -98,7 +98,7 @@ def test_what_a_lying_device_kept_of_the_newest_save_costs_no_older_one(tmp_path
         manager.wait()
         assert device.lied
         assert (steps(root), damaged(root)) == ([1, 2], [2])
-        assert "what is older is kept in its place" in caplog.text
+        assert "older checkpoints are kept in its place" in caplog.text
         manager.save(3, state_of(3))
         manager.wait()
         assert steps(root) == [2, 3]

@@ -22,7 +22,7 @@ from threading import local
 from typing import Any, Final, Self, final
 
 from ckpt_core.storage.local import _rename
-from ckpt_core.storage.local._paths import Place
+from ckpt_core.storage.local._paths import PathAt
 from ckpt_core.testing import Fault, Operation
 from ckpt_core.testing._script import Script
 from tests.support.watched_file import open_watched
@@ -237,7 +237,7 @@ class SystemCalls:
             return real(file, mode, *rest, **options)
         return open_watched(self, key, file, mode, *rest, **options)
 
-    def _renameat2(self, real: Any, source: Place, target: Place, flags: int) -> int:
+    def _renameat2(self, real: Any, source: PathAt, target: PathAt, flags: int) -> int:
         first, second = (
             self.watches(source.name, source.directory),
             self.watches(target.name, target.directory),

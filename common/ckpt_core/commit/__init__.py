@@ -1,6 +1,6 @@
-"""How checkpoints become true, are found, verified and removed: manifest, marker, catalog, lease.
+"""Commit protocol, catalog, verification and removal of checkpoints; the lease.
 
-The one rule of the whole suite lives here: no `COMMITTED`, no checkpoint. Nothing in this package needs
+The one rule of the whole suite is enforced here: no `COMMITTED`, no checkpoint. Nothing in this package needs
 torch, so that listing and verifying stay fast.
 """
 

@@ -1,4 +1,4 @@
-"""Which checkpoints there are: read from the markers alone, so that nothing else can be mistaken for one."""
+"""The checkpoints of a root, listed from their markers alone."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Man
 from ckpt_core.commit._marks import (
     Mark,
     Marks,
-    is_well,
     known_marks,
     locked,
     marks_to_change,
+    note_readable,
     problem_of,
     read_pins,
     replace_marks,
     replace_pins,
     warn_once,
 )
-from ckpt_core.commit._occupant import holds_torn_save
+from ckpt_core.commit._occupant import holds_torn_save, is_link
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,
@@ -59,14 +59,15 @@ _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What is in a root.
+    """The result of one listing of a root.
 
     Attributes:
-        committed: what is committed and of the present lineage, oldest step first.
-        unreadable: name -> error; a marker that cannot be read says that something was committed, not what.
-        abandoned: what is committed and not of the present lineage, oldest step first.
-        lineage: the present one.
-        size: how many directories hold a marker.
+        committed: committed checkpoints of the present lineage, oldest step first.
+        unreadable: name -> error of each directory whose marker cannot be read: something was committed, its
+            step is unknown.
+        abandoned: committed checkpoints of other lineages, oldest step first.
+        lineage: the present lineage.
+        size: the number of directories with a marker.
     """
 
     committed: list[CheckpointInfo]
@@ -77,7 +78,7 @@ class Survey:
 
     @property
     def everything(self) -> list[CheckpointInfo]:
-        """What is committed, whatever its lineage, oldest step first."""
+        """All committed checkpoints, abandoned ones included, oldest step first."""
         if not self.abandoned:
             return list(self.committed)
         return on_present_line([*self.committed, *self.abandoned], self.lineage)
@@ -87,19 +88,21 @@ class Survey:
 class Catalog:
     """The checkpoints of one root.
 
-    Holds no state of its own: every call reads the storage anew, from any thread of any process. Pins and
-    marks are read, changed and replaced under a lock, so that processes that change them at the same moment
-    lose nothing of each other's; where storage cannot lock, such as object stores, the last one wins.
+    Stateless: every call reads the storage again, from any thread of any process. Pins and marks are read,
+    changed and replaced under a lock, so that concurrent changes of several processes lose nothing. Where
+    storage cannot lock, such as object stores, the last writer wins.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     def committed(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
-        """The committed checkpoints of the present lineage, or `abandoned` ones, too; oldest step first.
+        """List the committed checkpoints of the present lineage, oldest step first.
 
-        Any directory with a readable marker counts, whatever its name; the step is what the marker says.
-        A directory whose marker cannot be read is left out, with a warning in the log.
+        With `abandoned`, those of other lineages, too.
+
+        Any directory with a readable marker counts, whatever its name; its step is that in the marker. A
+        directory with an unreadable marker is left out, and a warning is logged.
         """
         survey = self.survey()
         for name, error in survey.unreadable.items():
@@ -107,10 +110,10 @@ class Catalog:
         return survey.everything if abandoned else survey.committed
 
     def survey(self) -> Survey:
-        """Every committed checkpoint, and every directory whose marker cannot be read.
+        """List every committed checkpoint and every directory with an unreadable marker.
 
-        The job that owns the root may commit and prune meanwhile; then it is listed again, lest the old one
-        be gone and the new one not be seen.
+        The job that owns the root may commit and prune meanwhile. Then the root is listed again: one listing
+        could miss both the pruned checkpoint and the new one.
         """
 
         def read(name: str) -> CheckpointInfo:
@@ -124,23 +127,23 @@ class Catalog:
         return survey_of(self._storage, countable_names(self._storage), read)
 
     def latest(self) -> CheckpointInfo | None:
-        """The committed checkpoint with the highest step of the present lineage that is not marked, or None.
+        """Return the newest unmarked checkpoint of the present lineage, or None.
 
-        If all are marked, it is the highest that is damaged, not bad: such a mark may be wrong.
+        If all are marked, return the newest that is damaged but not bad: a mark of damage may be wrong.
         """
         infos = [info for info in self.committed() if info.bad is None]
         usable = [info for info in infos if info.damaged is None]
         return max(usable or infos[-1:], key=lambda info: info.step, default=None)
 
     def find(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
-        """The committed checkpoint of that step, or the one of that name.
+        """Return the committed checkpoint of a step, or of a name.
 
-        Of several of one step it is the newest of the present lineage that is not marked, else the newest of
-        the present lineage, and an abandoned one only if the present lineage does not have that step.
-        By its name, a link to one is found, too.
+        If several have the step, the newest unmarked one of the present lineage is preferred, then the newest
+        of the present lineage. An abandoned one is returned only if the present lineage lacks the step. A
+        name may also be that of a link to a checkpoint.
 
         Raises:
-            CheckpointNotFoundError: there is none; the message names those that are there.
+            CheckpointNotFoundError: there is none; the message lists the existing steps.
             CorruptCheckpointError: its marker is damaged.
             IncompatibleCheckpointError: it was written by a newer version.
         """
@@ -152,27 +155,29 @@ class Catalog:
         ]
         if found:
             return max(found, key=_preferred)
-        if name is not None and _leads_elsewhere(self._storage, name):
+        if name is not None and is_link(self._storage, name):
             return self.marker(name).info(name)
         expected = step_name(step or 0) if name is None else name
         if expected in survey.unreadable:
-            raise _placed(f"{self._storage.url}/{expected}", survey.unreadable[expected])
+            raise _located(f"{self._storage.url}/{expected}", survey.unreadable[expected])
         wanted = f"step {step}" if name is None else f"checkpoint {name!r}"
         if None not in {step, name}:
             wanted += f" of step {step}"
         there = ", ".join(str(info.step) for info in survey.committed) or "none"
-        left = ", ".join(str(info.step) for info in survey.abandoned)
+        abandoned = ", ".join(str(info.step) for info in survey.abandoned)
         raise CheckpointNotFoundError(
             f"no committed {wanted} in {self._storage.url}; committed steps there: {there}"
-            + (f"; abandoned: {left}" if left else "")
+            + (f"; abandoned: {abandoned}" if abandoned else "")
         )
 
     def marker(self, name: str) -> Marker:
-        """The commit marker of directory `name`; under the name of a torn or damaged directory, none counts.
+        """Read the commit marker of directory `name`.
+
+        Directories with the name of a torn or damaged save never count as committed.
 
         Raises:
             CheckpointNotFoundError: `name` is not committed.
-            CorruptCheckpointError: the marker is malformed, or that of another step than the name says.
+            CorruptCheckpointError: the marker is malformed, or its step differs from that in the name.
             IncompatibleCheckpointError: the marker was written by a newer version.
         """
         try:
@@ -186,18 +191,18 @@ class Catalog:
         marker, step = Marker.from_bytes(content), parse_step_name(name)
         if step not in {None, marker.step}:
             problem = (
-                f"is of step {marker.step}, under the name of another step: a copy, or it was renamed; if it "
-                f"is wanted, call the directory {step_name(marker.step)}, where nothing has that name"
+                f"is of step {marker.step}, under the name of another step: a copy or a renamed directory; "
+                f"to use it, rename the directory to {step_name(marker.step)} if that name is free"
             )
             raise _corrupt(f"{self._storage.url}/{name}", MARKER, problem)
         return marker
 
     def manifest(self, name: str, *, sha256: str | None = None) -> Manifest:
-        """The manifest of directory `name`, the one that was committed; errors as by `read_manifest`."""
+        """Read the manifest of directory `name`; errors as by `read_manifest`."""
         return _committed_manifest(self._storage, name, sha256)[1]
 
     def torn(self) -> list[str]:
-        """Directories of saves and prunes that did not end: being written just now, or left by a crash."""
+        """List directories of unfinished saves and prunes: running, or left by a crash."""
         in_place = not self._storage.supports_rename
         return [
             name
@@ -206,11 +211,14 @@ class Catalog:
         ]
 
     def quarantined(self) -> list[str]:
-        """Directories of damaged checkpoints that were moved aside; nobody but a person deletes them."""
+        """List directories of damaged checkpoints that were moved aside.
+
+        Only a user deletes them.
+        """
         return [name for name in _directories(self._storage) if is_corrupt(name)]
 
     def pins(self) -> dict[int, str]:
-        """Step -> reason, for every step protected from pruning.
+        """Return step -> reason for every step protected from pruning.
 
         Raises:
             CorruptCheckpointError: the file of pins cannot be read.
@@ -230,7 +238,7 @@ class Catalog:
             replace_pins(self._storage, self.pins() | {step: reason})
 
     def unpin(self, step: int) -> None:
-        """Take a pin away; harmless where there is none.
+        """Remove a pin; harmless where there is none.
 
         Raises:
             CorruptCheckpointError: the file of pins cannot be read.
@@ -244,7 +252,7 @@ class Catalog:
                 replace_pins(self._storage, pins)
 
     def known_damage(self, name: str) -> str | None:
-        """What a mark says is wrong with checkpoint `name`; None if it is not marked.
+        """Return the problem that a damage mark records for `name`, or None.
 
         Raises:
             CheckpointNotFoundError: `name` is not committed.
@@ -254,28 +262,28 @@ class Catalog:
         return problem_of(known_marks(self._storage).damaged, name, self.marker(name).save_id)
 
     def mark_damaged(self, name: str, problem: str) -> None:
-        """Tell everyone to come that checkpoint `name` did not verify, and why, in words.
+        """Record for all later readers that checkpoint `name` did not verify, and why.
 
-        The mark is of the checkpoint that has the name now: one that takes its place is not marked. The
-        caller owns the root (see `Lease`). Marks of checkpoints that are gone are dropped on the way.
+        The mark applies to the checkpoint that has the name now, not to a later one of the same name. The
+        caller owns the root (see `Lease`). Marks of deleted checkpoints are dropped.
 
         Raises:
             CheckpointNotFoundError: `name` is not committed.
-            CorruptCheckpointError: its marker is malformed; it counts for nobody, so no mark is needed.
+            CorruptCheckpointError: its marker is malformed: it does not count, so that no mark is needed.
             IncompatibleCheckpointError: its marker, or the file of marks, was written by a newer version.
             OSError: the mark could not be written.
         """
         _mark(self._storage, self, name, problem, bad=False)
 
     def mark_bad(self, name: str, reason: str) -> None:
-        """Tell everyone to come that checkpoint `name` is whole but must not be trained on, and why.
+        """Record for all later readers that checkpoint `name` must not be trained on.
 
-        Errors and the rest as by `mark_damaged`.
+        Its bytes are whole. Errors and the rest as by `mark_damaged`.
         """
         _mark(self._storage, self, name, reason, bad=True)
 
     def unmark(self, name: str, *, bad: bool = False) -> None:
-        """Take a mark of damage away, or that of a `bad` one; harmless where there is none.
+        """Remove a mark of damage, or a `bad` one; harmless where there is none.
 
         Raises:
             IncompatibleCheckpointError: the file of marks was written by a newer version.
@@ -286,16 +294,16 @@ class Catalog:
         with locked(self._storage, DAMAGED):
             marks = marks_to_change(self._storage)
             rest = {other: mark for other, mark in _of_kind(marks, bad=bad).items() if other != name}
-            replace_marks(self._storage, _in_force(self, _with_kind(marks, rest, bad=bad)))
+            replace_marks(self._storage, _current_marks(self, _with_kind(marks, rest, bad=bad)))
 
 
 def read_manifest(storage: Storage, name: str, *, sha256: str | None = None) -> bytes:
-    """Read the manifest of a committed checkpoint, the bytes that were committed.
+    """Read the manifest of a committed checkpoint, exactly as committed.
 
     Args:
         storage: the root.
         name: of the checkpoint's directory.
-        sha256: its digest, if only one manifest will do.
+        sha256: the digest that the manifest must have; None for any.
 
     Raises:
         CheckpointNotFoundError: `name` is not committed.
@@ -318,16 +326,16 @@ def _committed_manifest(storage: Storage, name: str, sha256: str | None) -> tupl
         raise _corrupt(place, MANIFEST, f"its SHA-256 is {marker.manifest_sha256}, not {sha256}")
     manifest = Manifest.from_bytes(content)
     if not marker.is_of(manifest):
-        raise _corrupt(place, MARKER, f"says what {MANIFEST} does not: it is the marker of another save")
+        raise _corrupt(place, MARKER, f"disagrees with {MANIFEST}: it is the marker of another save")
     return content, manifest
 
 
 def _mark(storage: Storage, catalog: Catalog, name: str, problem: str, *, bad: bool) -> None:
     mark = Mark.of(catalog.marker(name), problem, found=time.time())
-    if mark.says_as_much_as(_of_kind(marks_to_change(storage), bad=bad).get(name)):
+    if mark.repeats(_of_kind(marks_to_change(storage), bad=bad).get(name)):
         return
     with locked(storage, DAMAGED):
-        marks = _in_force(catalog, marks_to_change(storage))
+        marks = _current_marks(catalog, marks_to_change(storage))
         of_kind = {**_of_kind(marks, bad=bad), name: mark}
         replace_marks(storage, _with_kind(marks, of_kind, bad=bad))
 
@@ -345,30 +353,25 @@ def _preferred(info: CheckpointInfo) -> tuple[bool, bool, int, float, str]:
 
 
 def _directories(storage: Storage) -> list[str]:
-    """The directories of the root; a link is the user's other name for something, and never counts."""
+    """List the directories of the root, without links, which never count."""
     return [entry.name for entry in storage.list("") if entry.is_directory and not entry.is_link]
 
 
-def _leads_elsewhere(storage: Storage, name: str) -> bool:
-    entry = storage.entry(name)
-    return entry is not None and entry.is_link
-
-
 def countable_names(storage: Storage) -> list[str]:
-    """The directories of a root that are checkpoints if they hold a marker."""
+    """List the directories that are checkpoints if they hold a marker."""
     return [name for name in _directories(storage) if can_count(name)]
 
 
 def survey_of(storage: Storage, names: Sequence[str], read: Callable[[str], CheckpointInfo]) -> Survey:
-    """The survey of these directories.
+    """Build the survey of these directories.
 
     Args:
         storage: the root.
-        names: of directories.
-        read: tells what the marker in a directory says; errors as by `Catalog.marker`.
+        names: the directories.
+        read: reads the marker of a directory; errors as by `Catalog.marker`.
     """
     pins, marks = _pins_or_none(storage), known_marks(storage)
-    said = pins != {} or bool(marks.damaged or marks.bad)
+    has_remarks = pins != {} or bool(marks.damaged or marks.bad)
     committed: list[CheckpointInfo] = []
     unreadable: dict[str, CheckpointError | OSError] = {}
     for name in names:
@@ -379,14 +382,14 @@ def survey_of(storage: Storage, names: Sequence[str], read: Callable[[str], Chec
         except (CheckpointError, OSError) as error:
             unreadable[name] = error
         else:
-            if not said:
+            if not has_remarks:
                 committed.append(info)
                 continue
             pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step)
             damaged, bad = (problem_of(kind, name, info.save_id) for kind in (marks.damaged, marks.bad))
             plain = pinned is None and damaged is None and bad is None
             committed.append(info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad))
-    others = [lineage for name in unreadable if (lineage := _told_by_manifest(storage, name)) is not None]
+    others = [lineage for name in unreadable if (lineage := _lineage_in_manifest(storage, name)) is not None]
     present = present_lineage(committed, others)
     judged = on_present_line(_without_replaced(committed), present)
     return Survey(
@@ -398,8 +401,8 @@ def survey_of(storage: Storage, names: Sequence[str], read: Callable[[str], Chec
     )
 
 
-def _told_by_manifest(storage: Storage, name: str) -> Lineage | None:
-    """The lineage of a checkpoint whose marker cannot be read, if its manifest can be."""
+def _lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
+    """Return the lineage in the manifest of a checkpoint with an unreadable marker."""
     try:
         return Manifest.from_bytes(read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)).lineage
     except (CheckpointError, OSError):
@@ -407,7 +410,7 @@ def _told_by_manifest(storage: Storage, name: str) -> Lineage | None:
 
 
 def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Leave out what was set aside for a checkpoint that has its name by now."""
+    """Leave out checkpoints that were set aside and whose successor has the name."""
     names = {info.name for info in committed}
     return [info for info in committed if set_aside(info.name) not in names]
 
@@ -432,30 +435,30 @@ def _pins_or_none(storage: Storage) -> dict[int, str] | None:
         problem = "; ".join(failure.problem for failure in error.failures)
         warn_once(storage, PINS, problem, so_that="no checkpoint is pruned until it is repaired or deleted")
         return None
-    is_well(storage, PINS)
+    note_readable(storage, PINS)
     return pins
 
 
-def _in_force(catalog: Catalog, marks: Marks) -> Marks:
-    """The marks whose checkpoints are still there, as far as that can be told."""
+def _current_marks(catalog: Catalog, marks: Marks) -> Marks:
+    """Keep the marks of checkpoints that exist, or whose marker cannot be read."""
     damaged, bad = (
-        {name: mark for name, mark in of_kind.items() if _may_mean(catalog, name, mark)}
+        {name: mark for name, mark in of_kind.items() if _may_apply(catalog, name, mark)}
         for of_kind in (marks.damaged, marks.bad)
     )
     return Marks(damaged=damaged, bad=bad)
 
 
-def _may_mean(catalog: Catalog, name: str, mark: Mark) -> bool:
+def _may_apply(catalog: Catalog, name: str, mark: Mark) -> bool:
     try:
-        return mark.means(catalog.marker(name).save_id)
+        return mark.applies_to(catalog.marker(name).save_id)
     except CheckpointNotFoundError:
         return False
     except (CheckpointError, OSError):
         return True
 
 
-def _placed(place: str, error: CheckpointError | OSError) -> CheckpointError | OSError:
-    """The error, saying where it was met."""
+def _located(place: str, error: CheckpointError | OSError) -> CheckpointError | OSError:
+    """Add the place to the error."""
     if isinstance(error, CorruptCheckpointError):
         return CorruptCheckpointError(f"{place}: {error}", failures=error.failures)
     if isinstance(error, IncompatibleCheckpointError | ArchivedError):
@@ -464,5 +467,8 @@ def _placed(place: str, error: CheckpointError | OSError) -> CheckpointError | O
 
 
 def can_count(name: str) -> bool:
-    """Whether a directory of that name is a checkpoint if it holds a marker: not one on its way in or out."""
+    """Return whether a directory of that name is a checkpoint if it holds a marker.
+
+    False for names of saves in flight, of trash, and of directories moved aside.
+    """
     return not (is_incomplete(name) or is_trash(name) or is_corrupt(name) or is_replaced(name))

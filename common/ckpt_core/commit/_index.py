@@ -1,6 +1,7 @@
-"""DCP's `.metadata`, read without torch and without trust, and whether a load would believe it.
+"""A reader of DCP's `.metadata` without torch, safe for hostile files.
 
-Whatever class the pickle names becomes an inert placeholder, so that nothing in it can run.
+Every class in the pickle is replaced by an inert placeholder, so that no code of it can run. `index_failures`
+tells whether a load would accept the result.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NUMBER: Final = re.compile(r"(?:u?int|b?float|complex)(\d+)\w*")
 
 
 class _Placeholder(dict[Any, Any]):
-    """Stands for any object of a pickle: takes every argument and item, keeps its fields, does nothing."""
+    """A stand-in for any object of a pickle: keeps fields, ignores all else."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -53,14 +54,14 @@ class _Placeholder(dict[Any, Any]):
             self.__dict__["fields"] = state  # of `TensorProperties`
 
     def append(self, _: Any) -> None:
-        """Take an item, as a list would."""
+        """Ignore an item, in place of a list."""
 
     def extend(self, _: Any) -> None:
-        """Take items, as a list would."""
+        """Ignore items, in place of a list."""
 
 
 class _Dtype(NamedTuple):
-    """Stands for a dtype of torch."""
+    """A stand-in for a dtype of torch."""
 
     name: str
     itemsize: int
@@ -74,15 +75,15 @@ class _Dtype(NamedTuple):
 
 
 def _size(lengths: Row) -> tuple[int, ...]:
-    """Stands for `torch.Size`."""
+    """Build a shape, in place of `torch.Size`."""
     if not {int}.issuperset(map(type, lengths)):
         raise TypeError("a shape that is not of integers")
     return tuple(lengths)
 
 
 @final
-class _Inert(pickle.Unpickler):  # noqa: S301 - nothing it names is ever looked up
-    """Reads the structure of a pickle; no class is imported and no function called, whatever it names."""
+class _Inert(pickle.Unpickler):  # noqa: S301 - no name in it is ever looked up
+    """An unpickler that reads the structure only: it imports and calls nothing."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module == "torch":
@@ -94,14 +95,17 @@ class _Inert(pickle.Unpickler):  # noqa: S301 - nothing it names is ever looked 
 
 
 def read_index(content: bytes) -> Any:
-    """What `.metadata` says, with placeholders for DCP's objects; raises one of `BROKEN_PICKLE`."""
+    """Read a `.metadata`, with placeholders for DCP's objects.
+
+    Raises one of `BROKEN_PICKLE`.
+    """
     return _Inert(io.BytesIO(sanitize_pickle(content))).load()
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """A tensor as `.metadata` describes it: DCP's flattened name, global shape, dtype by torch's name."""
+    """A tensor in `.metadata`: DCP's flattened name, global shape, torch's dtype name."""
 
     name: str
     shape: tuple[int, ...]
@@ -110,15 +114,15 @@ class TensorEntry:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 def list_tensors(content: bytes, source: str) -> list[TensorEntry]:
-    """Every tensor that a `.metadata` names, in its order.
+    """List every tensor of a `.metadata`, in its order.
 
     Raises:
-        CorruptCheckpointError: it is not what DCP writes.
+        CorruptCheckpointError: DCP does not write such a file.
     """
     try:
         found = {
@@ -139,7 +143,7 @@ def list_tensors(content: bytes, source: str) -> list[TensorEntry]:
 
 
 def index_failures(path: str, sizes: Mapping[str, int], read: Callable[[str], bytes]) -> list[FileFailure]:
-    """What a load would call impossible in a `.metadata` of ours, or between it and the chunk tables.
+    """List why a load would refuse our `.metadata`, alone or beside the chunk tables.
 
     Args:
         path: of `.metadata`.
@@ -203,14 +207,14 @@ class _Key:
 @final
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """As much of `Metadata` as tells whether it is possible, with the types that it should have."""
+    """The part of `Metadata` that the checks need, with verified types."""
 
     state_dict_metadata: Mapping[str, _Tensor | None]
     storage_data: Mapping[_Key, _Place]
 
     @classmethod
     def of(cls, found: Any) -> _Index:
-        """Take what `read_index` gave; raises one of `BROKEN_PICKLE` for other types than DCP's."""
+        """Convert the result of `read_index`; raises one of `BROKEN_PICKLE` for bad types."""
         return cls(
             state_dict_metadata={
                 _typed(key, str): _tensor(entry) for key, entry in found.state_dict_metadata.items()
@@ -251,13 +255,17 @@ _Rows = Mapping[tuple[str, str, tuple[int, ...] | None], tuple[int, int]]
 
 
 def _table_failures(part: str, index: _Index, read: Callable[[str], bytes]) -> list[FileFailure]:
-    """The first entry that no chunk table has where `.metadata` says that it is."""
+    """Find the first entry of `.metadata` that differs from the chunk tables."""
     tables: dict[str, _Rows] = {}
     for key, place in index.storage_data.items():
         path = part + place.relative_path
         rank = data_rank(path)
         if rank is None:
-            return [FileFailure(path=path, problem=f"holds {key.fqn!r:.200}, and no rank has written it")]
+            return [
+                FileFailure(
+                    path=path, problem=f"holds {key.fqn!r:.200}, but no rank writes a file of that name"
+                )
+            ]
         name = chunks_name(rank)
         try:
             if name not in tables:
@@ -267,7 +275,7 @@ def _table_failures(part: str, index: _Index, read: Callable[[str], bytes]) -> l
         except FileNotFoundError:
             return [FileFailure(path=name, problem="missing")]
         if tables[name].get((path, key.fqn, key.offset)) != (place.offset, place.length):
-            return [FileFailure(path=path, problem=f"{key.fqn!r:.200} is not where {name} has it")]
+            return [FileFailure(path=path, problem=f"{key.fqn!r:.200} is at another place than {name} says")]
     return []
 
 

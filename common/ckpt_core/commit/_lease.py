@@ -1,4 +1,4 @@
-"""Who may write to a root: one job at a time, and a job that has lost the root stops before it does harm."""
+"""The lease of a root: one job writes at a time; a replaced one is fenced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _MAX_BYTES: Final = 1 << 16
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
-    """Who owns a root, as `writer.json` tells it; one with a name of its own tells no host or process."""
+    """The owner of a root, as recorded in `writer.json`.
+
+    With `job_name` set, host and process are empty.
+    """
 
     id: str
     job: str
@@ -38,20 +41,23 @@ class Owner:
 
     @classmethod
     def here(cls, job: str, *, discreet: bool = False) -> Owner:
-        """This process, under a fresh id; `discreet` leaves out on which host, and as which process."""
+        """Describe this process, under a fresh id; `discreet` omits host and process."""
         host, pid = ("", 0) if discreet else (socket.gethostname(), os.getpid())
         return cls(id=secrets.token_hex(8), job=job, host=host, pid=pid, started=time.time())
 
     @classmethod
     def of(cls, storage: Storage) -> Owner | None:
-        """The owner that took the root last and has not given it back, alive or dead; None if unknown."""
+        """Read the owner that took the root last and has not released it, dead or alive.
+
+        None if unknown.
+        """
         try:
             content = read_small(storage, WRITER, _MAX_BYTES)
         except (FileNotFoundError, CorruptCheckpointError):
             return None
         try:
             owner = cls(**json.loads(content))
-            str(owner)  # what cannot be shown was not written by us
+            str(owner)  # a value that cannot be shown was not written by us
         except (ValueError, LookupError, TypeError, OverflowError, OSError, RecursionError):
             return None
         return owner
@@ -61,9 +67,9 @@ class Owner:
 class Lease:
     """The right to write to a root.
 
-    Where the storage can lock, a second live job is refused. Everywhere, the newest job's id stands in
-    `writer.json`, and `check`, called before each commit, stops a job that another has replaced: that is the
-    fence on object stores, and on network filesystems without locks. Any thread may call any method.
+    Where the storage can lock, a second live job is refused. Everywhere, `writer.json` holds the id of the
+    newest job, and `check`, called before each commit, stops a job that another has replaced. On object
+    stores, and on network filesystems without locks, that is the only fence. Any thread may call any method.
     """
 
     def __init__(self, storage: Storage, owner: Owner, lock: Lock) -> None:
@@ -73,15 +79,15 @@ class Lease:
 
     @classmethod
     def acquire(cls, storage: Storage, job: str, *, discreet: bool = False) -> Lease:
-        """Take the root for this process; `job` is what people will be shown if they are refused.
+        """Take the root for this process.
 
         Args:
             storage: the root.
-            job: what to call this process.
-            discreet: whether people are not shown on which host it runs, and as which process.
+            job: name of this process, shown to a job that is refused.
+            discreet: whether to hide the host and the process id.
 
         Raises:
-            RootBusyError: another live job holds it; the message says which, and what to do.
+            RootBusyError: another live job holds it; the message names the job and what to do.
         """
         lock = storage.try_lock(WRITER)
         if lock is None:
@@ -94,12 +100,12 @@ class Lease:
             raise
         return cls(storage, owner, lock)
 
-    def still_mine(self) -> bool:
-        """Whether no other job has taken the root since."""
+    def is_held(self) -> bool:
+        """Return whether no other job has taken the root since."""
         return Owner.of(self._storage) == self.owner
 
     def check(self) -> None:
-        """Refuse to go on after another job has taken the root.
+        """Raise if another job has taken the root.
 
         Raises:
             RootBusyError: another job has taken it, or the claim has been removed.
@@ -110,16 +116,16 @@ class Lease:
         taker = "its claim was removed" if holder is None else f"it was taken over by {holder}"
         raise RootBusyError(
             f"{self._storage.url} no longer belongs to this job: {taker}; this job stopped saving. "
-            "If this is the job that should go on, stop the other one and restart this one"
+            "If this is the job that should continue, stop the other one and restart this one"
         )
 
     def release(self) -> None:
-        """Give the root back; harmless when repeated, or after another job has taken it."""
+        """Release the root; harmless when repeated, or after another job has taken it."""
         try:
-            if self.still_mine():
+            if self.is_held():
                 self._storage.delete(WRITER)
         except OSError as error:
-            # Nobody is harmed: the next job overwrites the claim.
+            # Harmless: the next job overwrites the claim.
             _logger.warning("could not remove %s/%s: %s", self._storage.url, WRITER, error)
         finally:
             self._lock.release()
@@ -136,10 +142,10 @@ def _busy(storage: Storage) -> str:
     if owner is not None and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
         return (
             f"{storage.url} is held by {owner.job} in this very process, since "
-            f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(owner.started))}: let it end first"
+            f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(owner.started))}: wait until it ends"
         )
     pid = storage.lock_holder(WRITER)
     who = "another live process" if owner is None else str(owner)
     if pid is not None and (owner is None or owner.pid != pid):
-        who += f"; the kernel names pid {pid} as the one that holds {WRITER}.lock"
+        who += f"; the kernel names pid {pid} as the holder of {WRITER}.lock"
     return f"{storage.url} is being written by {who}: wait until it ends, stop it, or save to another root"

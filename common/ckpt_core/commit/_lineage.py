@@ -1,8 +1,9 @@
-"""Which checkpoints belong to the run as it is now, and which were abandoned when it went another way.
+"""Lineages: the checkpoints of the present run, and those that it abandoned.
 
-A lineage is an unbroken line of saves. Going on from the newest checkpoint goes on with its lineage; starting
-afresh, or going back and saving, begins a new one, which records what it goes on from. The lineage with the
-highest number is the present one: numbers decide, because clocks are not to be trusted.
+A lineage is an unbroken line of saves. A save that continues from the newest checkpoint continues its
+lineage. A fresh start, or a save after a return to an older checkpoint, begins a new one, which records its
+ancestry. The lineage with the highest number is the present one: numbers decide, because clocks cannot be
+trusted.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from ckpt_core.formats import codec
 from ckpt_core.types import CheckpointInfo, Lineage
 
 MAX_ANCESTORS: Final = 1000
-"""What is further back counts as abandoned; with as many a marker is still read in no time."""
+"""Older ancestors count as abandoned. The bound keeps markers fast to read."""
 
 _last_begun = attrgetter("lineage.number", "created", "lineage.id")
 _ID: Final = re.compile(r"[0-9a-f]{8,32}")
 
 
 def on_present_line(infos: Sequence[CheckpointInfo], present: Lineage | None = None) -> list[CheckpointInfo]:
-    """The same checkpoints, each knowing whether the present lineage goes on from it; oldest step first.
+    """Return the checkpoints with `abandoned` set, oldest step first.
 
-    Of one step, what is abandoned comes first and what was begun last comes last.
+    Within one step, abandoned ones come first, and the lineage begun last comes last.
     """
     present = present_lineage(infos) if present is None else present
     limits = present.limits()
@@ -40,12 +41,14 @@ def on_present_line(infos: Sequence[CheckpointInfo], present: Lineage | None = N
 
 
 def present_lineage(infos: Sequence[CheckpointInfo], others: Sequence[Lineage] = ()) -> Lineage:
-    """The lineage begun last; of several of one number, which only a fault makes, the one saved to last.
+    """Return the lineage with the highest number.
+
+    If a fault gave several the same number, the one saved to last.
 
     Args:
         infos: every committed checkpoint of the root.
-        others: of checkpoints whose markers cannot be read: to take an older run for the present one because
-            the newest checkpoint is damaged would resume what was abandoned.
+        others: lineages of checkpoints whose markers cannot be read: if the newest checkpoint is damaged, an
+            older run must not count as the present one, or a resume would continue what was abandoned.
     """
     found = [(lineage.number, 0.0, lineage.id, lineage) for lineage in others]
     if infos:
@@ -57,20 +60,20 @@ def present_lineage(infos: Sequence[CheckpointInfo], others: Sequence[Lineage] =
 def next_lineage(
     infos: Sequence[CheckpointInfo], present: Lineage, origin: CheckpointInfo | None, step: int
 ) -> tuple[Lineage, bool]:
-    """The lineage of a save of `step` whose state goes on from `origin`, and whether it is a new one.
+    """Return the lineage of a save continuing from `origin`, and whether it is new.
 
     Args:
         infos: every committed checkpoint of the root.
         present: the root's present lineage.
-        origin: the checkpoint that the state was loaded from; None if it was loaded from none of this root.
-        step: of the save. One before that of its origin leaves behind what lies between them.
+        origin: the checkpoint that the state was loaded from; None if from none of this root.
+        step: of the save. If it is before that of its origin, the checkpoints between them are abandoned.
     """
     new = Lineage(id=secrets.token_hex(4), number=present.number + 1)
     if origin is None:
         return new, True
     line = [info for info in on_present_line(infos, present) if not info.abandoned]
-    goes_on = bool(line) and is_same(line[-1], origin) and step >= origin.step
-    if goes_on and origin.lineage == present and present.number:
+    continues = bool(line) and is_same(line[-1], origin) and step >= origin.step
+    if continues and origin.lineage == present and present.number:
         return present, False
     last = origin.step if step >= origin.step else step - 1
     older = ((origin.lineage.id, last), *((each, min(end, last)) for each, end in origin.lineage.ancestry))
@@ -79,16 +82,16 @@ def next_lineage(
         for each, end in older[:MAX_ANCESTORS]
         if any(info.lineage.id == each and info.step <= end for info in infos)
     )
-    return replace(new, ancestry=ancestry), not goes_on
+    return replace(new, ancestry=ancestry), not continues
 
 
 def is_same(one: CheckpointInfo, other: CheckpointInfo) -> bool:
-    """Whether both are the same checkpoint, and not one that took its place."""
+    """Return whether both are the same checkpoint, not one replaced by the other."""
     return (one.name, one.save_id, one.created) == (other.name, other.save_id, other.created)
 
 
 def to_fields(lineage: Lineage) -> dict[str, Any]:
-    """The fields of a manifest or marker; none for a checkpoint of no lineage."""
+    """Return the fields for a manifest or marker; none for a checkpoint of no lineage."""
     if not lineage.number:
         return {}
     ancestry = [[each, step] for each, step in lineage.ancestry]
@@ -96,7 +99,7 @@ def to_fields(lineage: Lineage) -> dict[str, Any]:
 
 
 def from_fields(fields: codec.Fields) -> Lineage:
-    """The lineage in the fields of a manifest or marker; ValueError for what is not right."""
+    """Read the lineage from a manifest or marker; ValueError for bad values."""
     found = fields.optional("lineage")
     if found is None:
         return Lineage()

@@ -1,9 +1,9 @@
-"""What a checkpoint promises: the manifest, and the marker that makes the promise binding.
+"""The manifest of a checkpoint, and the marker that commits it.
 
-The manifest lists every file with its checksum. The marker carries the manifest's digest and the
-few facts a listing needs, so that a run with a thousand checkpoints is listed without reading a manifest;
-its own checksum vouches for them, because retention and resume act on them without looking further.
-Both are read as hostile input: whatever they say about paths and sizes is checked before anyone acts on it.
+The manifest lists every file with its checksum. The marker holds the manifest's digest and the few facts that
+a listing needs, so that a run with a thousand checkpoints is listed without reading a manifest. A checksum of
+its own protects it, because retention and resume act on it alone. Both are read as hostile input: paths and
+sizes are checked before use.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _COLUMNS: Final = ("path", "size_bytes", "checksum")
 
 
 def to_columns(files: Sequence[FileEntry]) -> dict[str, list[Any]]:
-    """Columns of equal length."""
+    """Convert to columns of equal length."""
     return {name: list(map(attrgetter(name), files)) for name in _COLUMNS}
 
 
 def from_columns(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
-    """The files, each with a safe path and a sane size; ValueError for what is not right."""
+    """Build the files, with safe paths and sane sizes; ValueError for bad values."""
     check_columns(columns)
     return tuple(
         FileEntry(path=path, size_bytes=size, checksum=checksum)
@@ -40,7 +40,7 @@ def from_columns(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
 
 
 def check_columns(columns: dict[str, Any]) -> None:
-    """ValueError if one of the files is not right."""
+    """Raise ValueError if one of the files has a bad path, size or checksum."""
     lengths = {len(columns[name]) if type(columns.get(name)) is list else -1 for name in _COLUMNS}
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError("'files' should hold columns of equal length")
@@ -57,13 +57,13 @@ def check_columns(columns: dict[str, Any]) -> None:
 
 
 ItemKind: TypeAlias = Literal["sharded", "per_rank", "shared", "files"]
-"""How an item is kept: see `state`; "files" are those of a host framework, kept as they are."""
+"""How an item is stored: see `state`; "files" are files of a host framework, unchanged."""
 
 MAX_MARKER_BYTES: Final = 1 << 20
-"""More is no marker, and must not be read into memory by a listing."""
+"""A larger file is no marker, and must not be read into memory by a listing."""
 
 MAX_MANIFEST_BYTES: Final = 64 << 20
-"""Enough for 400,000 files; more is not read, and not written either."""
+"""Enough for 400,000 files; a larger manifest is neither read nor written."""
 
 _MARKER: Final = "the commit marker"
 _KINDS: Final = frozenset(get_args(ItemKind))
@@ -72,18 +72,18 @@ _KINDS: Final = frozenset(get_args(ItemKind))
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything a committed checkpoint promises.
+    """The full contents list of a committed checkpoint.
 
     Attributes:
         save_id: the id of the save that wrote it, also in the name of its working directory.
         created: Unix time in seconds.
-        items: item -> how it is kept.
-        metrics: numbers that retention may rank by; they may be NaN.
-        annotations: whatever the user wants to find again; plain JSON.
-        producer: name -> version of what wrote it (ckpt_suite, torch, python, framework).
+        items: item -> how it is stored.
+        metrics: numbers for `KeepBest`; they may be NaN.
+        annotations: data of the user; plain JSON.
+        producer: name -> version of the software that wrote it (ckpt_suite, torch, python, framework).
         files: every file of the directory but the manifest and the marker.
-        num_chunks: how many tensor shards and byte entries lie in those files; the chunk tables say where.
-        lineage: the line of saves that it belongs to.
+        num_chunks: number of tensor shards and byte entries in those files; the chunk tables locate them.
+        lineage: its line of saves.
     """
 
     save_id: str
@@ -105,10 +105,11 @@ class Manifest:
         return sum(entry.size_bytes for entry in self.files)
 
     def to_bytes(self) -> bytes:
-        """The content of `manifest.json`.
+        """Encode the content of `manifest.json`.
 
         Raises:
-            ConfigError: the annotations or metrics are not plain JSON values, or too many to be read again.
+            ConfigError: the annotations or metrics are not plain JSON values, or the manifest is too large to
+                be read.
         """
         content = codec.encode(
             {
@@ -129,7 +130,7 @@ class Manifest:
         if len(content) > MAX_MANIFEST_BYTES:
             raise ConfigError(
                 f"the manifest of step {self.step} would have {len(content)} bytes, more than the "
-                f"{MAX_MANIFEST_BYTES} that are read: keep annotations short, or save with fewer files"
+                f"limit of {MAX_MANIFEST_BYTES}: keep annotations short, or save with fewer files"
             )
         return content
 
@@ -139,14 +140,17 @@ class Manifest:
 
         Raises:
             IncompatibleCheckpointError: it was written by a newer version.
-            CorruptCheckpointError: it is malformed, or promises what no honest manifest does.
+            CorruptCheckpointError: it is malformed, or holds impossible values.
         """
         with codec.Fields.parse(content, source=MANIFEST) as fields:
             return cls._read(fields, from_columns(fields.get("files", dict)))
 
     @classmethod
     def check_bytes(cls, content: bytes) -> None:
-        """Whether `from_bytes` can read `content`, with the same errors, but without an object per file."""
+        """Check that `from_bytes` can read `content`, without an object per file.
+
+        Raises the same errors.
+        """
         with codec.Fields.parse(content, source=MANIFEST) as fields:
             check_columns(fields.get("files", dict))
             cls._read(fields, ())
@@ -172,7 +176,7 @@ class Manifest:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marker:
-    """The content of `COMMITTED`: the digest of the manifest, and what a listing shows."""
+    """The content of `COMMITTED`: the manifest's digest, and the facts of a listing."""
 
     manifest_sha256: str
     manifest_bytes: int
@@ -187,7 +191,7 @@ class Marker:
 
     @classmethod
     def of(cls, manifest: Manifest, content: bytes) -> Marker:
-        """The marker of a manifest whose bytes are `content`."""
+        """Build the marker of a manifest whose bytes are `content`."""
         return cls(
             manifest_sha256=hashlib.sha256(content).hexdigest(),
             manifest_bytes=len(content),
@@ -202,13 +206,13 @@ class Marker:
         )
 
     def matches(self, content: bytes) -> bool:
-        """Whether `content` is the manifest that was committed, to the bit."""
+        """Return whether `content` is the committed manifest, bit for bit."""
         if len(content) != self.manifest_bytes:
             return False
         return hashlib.sha256(content).hexdigest() == self.manifest_sha256
 
     def is_of(self, manifest: Manifest) -> bool:
-        """Whether it says of the checkpoint what its manifest says, so that a listing tells the truth."""
+        """Return whether the facts in the marker agree with its manifest."""
         return (
             self.save_id == manifest.save_id
             and self.step == manifest.step
@@ -227,7 +231,7 @@ class Marker:
         damaged: str | None = None,
         bad: str | None = None,
     ) -> CheckpointInfo:
-        """The checkpoint in directory `name`, as listings and retention policies see it."""
+        """Build the `CheckpointInfo` of directory `name`."""
         return CheckpointInfo(
             step=self.step,
             name=name,
@@ -244,10 +248,10 @@ class Marker:
         )
 
     def to_bytes(self) -> bytes:
-        """The content of `COMMITTED`.
+        """Encode the content of `COMMITTED`.
 
         Raises:
-            ConfigError: the metrics are too many to be read with every listing.
+            ConfigError: too many metrics for a file that every listing reads.
         """
         facts = codec.encode(
             {
@@ -276,10 +280,10 @@ class Marker:
             IncompatibleCheckpointError: it was written by a newer version.
             CorruptCheckpointError: it is malformed.
         """
-        # First, lest a flipped bit in the version number passes for a newer format.
-        vouched = codec.has_checksum(content, source=_MARKER)
+        # First: a flipped bit in the version number must not pass for a newer format.
+        has_checksum = codec.has_checksum(content, source=_MARKER)
         with codec.Fields.parse(content, source=_MARKER) as fields:
-            if not vouched:
+            if not has_checksum:
                 raise ValueError("it does not name its checksum")
             return cls(
                 format_version=fields.format_version,
@@ -298,5 +302,5 @@ class Marker:
 def _kinds(items: dict[str, str]) -> dict[str, ItemKind]:
     foreign = {name: kind for name, kind in items.items() if kind not in _KINDS}
     if foreign:
-        raise ValueError(f"items {foreign} are kept in no known way")
+        raise ValueError(f"items {foreign} are stored in an unknown way")
     return cast("dict[str, ItemKind]", items)

@@ -1,4 +1,4 @@
-"""Pins and damage marks: small files of the root, replaced by one process at a time."""
+"""Pins and damage marks: small files of the root, changed under a lock."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from ckpt_core.storage import Lock, Storage, read_small
 
 _logger = logger_of(__name__)
 
-_told: Final[WeakKeyDictionary[Storage, dict[str, str]]] = WeakKeyDictionary()
+_warned: Final[WeakKeyDictionary[Storage, dict[str, str]]] = WeakKeyDictionary()
 
 
 def warn_once(storage: Storage, key: str, problem: str, *, so_that: str) -> None:
-    """Log why a file of the root cannot be read, unless that was the last thing told of it.
+    """Log why a file of the root cannot be read, unless it was the last warning.
 
     Args:
-        storage: the root; one that is opened again is told of again.
-        key: of the file.
-        problem: what is wrong with its present content.
-        so_that: what comes of it, and what to do.
+        storage: the root; the same root opened again is warned of again.
+        key: the file.
+        problem: why its present content cannot be read.
+        so_that: the consequence, and what to do.
     """
-    told = _told.setdefault(storage, {})
-    if told.get(key) != problem:
-        told[key] = problem
+    warned = _warned.setdefault(storage, {})
+    if warned.get(key) != problem:
+        warned[key] = problem
         _logger.warning("%s/%s cannot be read, so that %s: %s", storage.url, key, so_that, problem)
 
 
-def is_well(storage: Storage, key: str) -> None:
-    """Note that a file can be read: should it be damaged once more, that is told again."""
-    _told.get(storage, {}).pop(key, None)
+def note_readable(storage: Storage, key: str) -> None:
+    """Note that a file can be read, so that later damage is logged again."""
+    _warned.get(storage, {}).pop(key, None)
 
 
 _PATIENCE_SECONDS: Final = 10.0
@@ -50,15 +50,15 @@ _PAUSE_SECONDS: Final = 0.01
 
 @contextmanager
 def locked(storage: Storage, key: str, *, patience_seconds: float = _PATIENCE_SECONDS) -> Generator[None]:
-    """Keep others from changing `key` meanwhile: what one reads and writes here, none writes in between.
+    """Exclude other processes and threads from changing `key` in this block.
 
-    Where storage cannot lock (object stores, some network filesystems) nobody is kept out: of two changes
-    at the same moment one may be lost, but never the file.
+    Where storage cannot lock (object stores, some network filesystems) nothing is excluded: of two concurrent
+    changes one may be lost, but the file stays readable.
 
     Raises:
-        TimeoutError: somebody else has been changing it for so long; that takes milliseconds.
+        TimeoutError: another process has held the lock for that long; a change takes milliseconds.
     """
-    lock = _claimed(storage, key, patience_seconds)
+    lock = _acquire(storage, key, patience_seconds)
     try:
         yield
     finally:
@@ -72,14 +72,14 @@ def _holder(storage: Storage, key: str) -> str:
     return "another process" if pid is None else f"another process (pid {pid})"
 
 
-def _claimed(storage: Storage, key: str, patience_seconds: float) -> Lock:
+def _acquire(storage: Storage, key: str, patience_seconds: float) -> Lock:
     deadline = time.monotonic() + patience_seconds
     while (lock := storage.try_lock(key)) is None:
         if time.monotonic() >= deadline:
             raise TimeoutError(
                 errno.ETIMEDOUT,
-                f"{_holder(storage, key)} has held the lock for {patience_seconds:g} s, which takes "
-                "milliseconds; is it stopped? End it, then try again",
+                f"{_holder(storage, key)} has held the lock for {patience_seconds:g} s; a change takes "
+                "milliseconds. If it is stopped, end it, then try again",
                 f"{storage.url}/{key}",
             )
         time.sleep(_PAUSE_SECONDS)
@@ -92,7 +92,7 @@ _REMEDY: Final = "no checkpoint is pruned until the file is repaired or deleted"
 
 
 def read_pins(storage: Storage) -> dict[int, str]:
-    """Step -> reason; empty if nothing was ever pinned.
+    """Return step -> reason; empty if nothing was ever pinned.
 
     Raises:
         CorruptCheckpointError: the file cannot be read.
@@ -111,10 +111,10 @@ def read_pins(storage: Storage) -> dict[int, str]:
 
 
 def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:
-    """Write all pins; a reader sees the old ones or the new ones.
+    """Write all pins; readers see the old ones or the new ones.
 
     Raises:
-        ConfigError: they would be too many to be read again.
+        ConfigError: the file would be too large to be read.
     """
     fields = {"pins": {str(step): pins[step] for step in sorted(pins)}}
     content = json.dumps(fields, indent=2).encode() + b"\n"
@@ -126,10 +126,10 @@ def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:
 MAX_MARKS: Final = 1000
 """Of either kind."""
 MAX_PROBLEM: Final = 400
-"""Characters; the rest is cut off."""
+"""In characters; the rest is dropped."""
 
 MAX_MARKS_BYTES: Final = 16 << 20
-"""As many marks as may be, with names and problems as long as may be, take less."""
+"""More than `MAX_MARKS` marks with names and problems of maximum length take."""
 
 _MAX_ID: Final = 64
 
@@ -137,11 +137,11 @@ _MAX_ID: Final = 64
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """What is wrong with one checkpoint.
+    """The problem of one checkpoint.
 
     Attributes:
-        save_id: of the save that wrote the checkpoint, so that another of its name is not meant.
-        problem: what is wrong, in words.
+        save_id: the save that wrote the checkpoint: a later one of the same name is not marked.
+        problem: the problem, in words.
         found: Unix time in seconds.
     """
 
@@ -151,29 +151,29 @@ class Mark:
 
     @classmethod
     def of(cls, marker: Marker, problem: str, *, found: float) -> Mark:
-        """The mark of the checkpoint with that marker."""
+        """Build the mark of the checkpoint with that marker."""
         return cls(save_id=marker.save_id[:_MAX_ID], problem=problem[:MAX_PROBLEM], found=found)
 
-    def means(self, save_id: str) -> bool:
-        """Whether the checkpoint that this save wrote is the one that was marked."""
+    def applies_to(self, save_id: str) -> bool:
+        """Return whether the mark applies to the checkpoint that this save wrote."""
         return self.save_id == save_id[:_MAX_ID]
 
-    def says_as_much_as(self, other: Mark | None) -> bool:
-        """Whether the other is of the same checkpoint, for the same reason."""
+    def repeats(self, other: Mark | None) -> bool:
+        """Return whether the other mark has the same checkpoint and problem."""
         return other is not None and (self.save_id, self.problem) == (other.save_id, other.problem)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """All marks of a root: name of a checkpoint -> its mark, of either kind."""
+    """All marks of a root, by name of the checkpoint."""
 
     damaged: Mapping[str, Mark] = field(default_factory=dict[str, Mark])
     bad: Mapping[str, Mark] = field(default_factory=dict[str, Mark])
 
 
 def read_marks(storage: Storage) -> Marks:
-    """The marks; none if nothing was ever marked.
+    """Read the marks; none if nothing was ever marked.
 
     Raises:
         CorruptCheckpointError: the file is malformed, or has changed since it was written.
@@ -184,28 +184,33 @@ def read_marks(storage: Storage) -> Marks:
         content = read_small(storage, DAMAGED, MAX_MARKS_BYTES)
     except FileNotFoundError:
         return Marks()
-    vouched = codec.has_checksum(content, source=DAMAGED)
+    has_checksum = codec.has_checksum(content, source=DAMAGED)
     with codec.Fields.parse(content, source=DAMAGED) as fields:
-        if not vouched:
+        if not has_checksum:
             raise ValueError("it does not name its checksum")
         bad = {} if fields.optional("bad") is None else fields.mapping("bad", dict)
         return Marks(damaged=_read(fields.mapping("checkpoints", dict)), bad=_read(bad))
 
 
 def known_marks(storage: Storage) -> Marks:
-    """The marks, for those who only look; if they cannot be read there are none, and the log says so."""
+    """Read the marks for a caller that changes nothing.
+
+    If they cannot be read, log a warning and return none.
+    """
     try:
         marks = read_marks(storage)
     except (CheckpointError, OSError) as error:
-        nothing = "nothing counts as damaged before it is verified again, and nothing as bad"
-        warn_once(storage, DAMAGED, str(error), so_that=nothing)
+        effect = "nothing counts as damaged before it is verified again, and nothing as bad"
+        warn_once(storage, DAMAGED, str(error), so_that=effect)
         return Marks()
-    is_well(storage, DAMAGED)
+    note_readable(storage, DAMAGED)
     return marks
 
 
 def marks_to_change(storage: Storage) -> Marks:
-    """The marks, for one who will write them: what is malformed is lost anyway, all else is an error.
+    """Read the marks for a caller that will replace them.
+
+    A malformed file counts as empty; any other failure is raised.
 
     Raises:
         IncompatibleCheckpointError: they were written by a newer version.
@@ -214,18 +219,18 @@ def marks_to_change(storage: Storage) -> Marks:
     try:
         return read_marks(storage)
     except CorruptCheckpointError as error:
-        _logger.warning("what was marked in %s is forgotten: %s", storage.url, error)
+        _logger.warning("%s: the damage marks cannot be read and are discarded: %s", storage.url, error)
         return Marks()
 
 
 def problem_of(marks: Mapping[str, Mark], name: str, save_id: str) -> str | None:
-    """What the marks say is wrong with the checkpoint of that name and save; None if it is not marked."""
+    """Return the problem recorded for that name and save, or None."""
     mark = marks.get(name)
-    return mark.problem if mark is not None and mark.means(save_id) else None
+    return mark.problem if mark is not None and mark.applies_to(save_id) else None
 
 
 def replace_marks(storage: Storage, marks: Marks) -> None:
-    """Write the marks, of too many the latest; a reader sees the old ones or the new ones."""
+    """Write the latest `MAX_MARKS` marks; readers see the old ones or the new ones."""
     fields = {"format_version": FORMAT_VERSION, "checkpoints": _latest(marks.damaged)}
     if marks.bad:
         fields["bad"] = _latest(marks.bad)

@@ -1,4 +1,4 @@
-"""The occupant of a name that a checkpoint is to have, and how it makes way without being destroyed."""
+"""Occupants of a checkpoint's name, and how they are moved aside unharmed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ckpt_core.names import (
 )
 from ckpt_core.storage import Storage, read_small
 
-# Training state as Accelerate, the Trainer, Lightning's sharded strategies and DeepSpeed write it: what makes
-# a directory one of their checkpoints. Weights alone do not: people put exported models beside ours.
+# Training state as Accelerate, the Trainer, Lightning's sharded strategies and DeepSpeed write it: these make
+# a directory one of their checkpoints. Weights alone do not: users put exported models beside ours.
 _TRAINING_STATE: Final = re.compile(
     r"optimizer(_\d+)?\.(bin|pt)|scheduler(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|rng_state(_\d+)?\.pth"
     r"|trainer_state\.json|meta\.pt|zero_to_fp32\.py|.*_(optim|model)_states\.pt"
@@ -33,11 +33,11 @@ _TRAINING_STATE: Final = re.compile(
 
 
 class Occupant(Enum):
-    """What a directory of a root is."""
+    """The kinds of directories in a root."""
 
     NOTHING = auto()
     COMMITTED = auto()
-    """A checkpoint that counts, also one of a newer version."""
+    """A committed checkpoint, also of a newer version."""
     UNREADABLE = auto()
     """A checkpoint of ours whose marker is damaged."""
     TORN = auto()
@@ -45,16 +45,16 @@ class Occupant(Enum):
     STOCK = auto()
     """A checkpoint that another program wrote."""
     FILES = auto()
-    """A directory in which there is nothing but files of the user's, or nothing at all."""
+    """A directory with the user's files only, or an empty one."""
     OTHER = auto()
-    """A file, a symbolic link, or a directory that this job may not look into."""
+    """A file, a symbolic link, or a directory without read permission."""
 
 
 def occupant(storage: Storage, name: str) -> Occupant:
-    """Tell what is under a name; on an object store, under a prefix.
+    """Classify the directory of a name; on an object store, the prefix.
 
     Raises:
-        OSError: storage is unwell.
+        OSError: storage failed.
     """
     if not storage.supports_rename:
         return content_of(storage, name)
@@ -70,22 +70,22 @@ def occupant(storage: Storage, name: str) -> Occupant:
 
 
 def content_of(storage: Storage, name: str) -> Occupant:
-    """Tell what is in a directory, or in one that a link leads to.
+    """Classify the content of a directory, or of one that a link leads to.
 
     Raises:
-        OSError: it is no directory, or storage is unwell.
+        OSError: it is no directory, or storage failed.
     """
     return _marked(storage, name) or _unmarked(storage, name)
 
 
 def is_link(storage: Storage, name: str) -> bool:
-    """Whether `name` is a symbolic link in the root."""
+    """Return whether `name` is a symbolic link in the root."""
     entry = storage.entry(name)
     return entry is not None and entry.is_link
 
 
 def holds_torn_save(storage: Storage, name: str) -> bool:
-    """Whether a directory without marker holds files of a save of ours."""
+    """Return whether a directory without marker holds files of a save of ours."""
     return _unmarked(storage, name) is Occupant.TORN
 
 
@@ -106,10 +106,10 @@ def _unmarked(storage: Storage, name: str) -> Occupant:
     if any(map(is_own_json, paths)) or (MANIFEST in paths and _has_manifest(storage, name)):
         return Occupant.TORN
     if SIGNATURE in paths and not storage.supports_rename:
-        return Occupant.TORN  # it came late, after what it was to sign had been cleared away
+        return Occupant.TORN  # a late upload: its checkpoint had been deleted already
     files = {path.rpartition("/")[2] for path in paths}
     if any(data_rank(file) is not None for file in files) and METADATA not in files:
-        # Nobody's checkpoint: DCP writes its index last. Ours is moved onto its name only when it is whole.
+        # Incomplete: DCP writes its index last, and ours gets its name only when it is whole.
         in_place = not storage.supports_rename and parse_step_name(name) is not None
         return Occupant.TORN if in_place else Occupant.STOCK
     if METADATA in files or any(map(_TRAINING_STATE.fullmatch, files)):
@@ -126,7 +126,7 @@ def _has_manifest(storage: Storage, name: str) -> bool:
 
 
 def _files(storage: Storage, directory: str, *, depth: int) -> Iterator[str]:
-    """Paths of what is no directory, so far down and no farther; links are not followed."""
+    """Yield the paths of files and links down to a depth; links are not followed."""
     for child in storage.list(directory):
         if not child.is_directory or child.is_link:
             yield child.name
@@ -136,11 +136,13 @@ def _files(storage: Storage, directory: str, *, depth: int) -> Iterator[str]:
 
 
 def quarantine(storage: Storage, name: str) -> str:
-    """Take a damaged checkpoint out of the way; the caller owns the root and has seen it fail to verify.
+    """Move a damaged checkpoint aside.
+
+    The caller owns the root and has verified the damage.
 
     Returns:
-        Where it is now: another name on POSIX; on an object store the same place, uncommitted, where the
-        save that needs the name will clear it.
+        Its place now: another name on POSIX; on an object store the same place, without marker, until the
+        next save of that name deletes it.
     """
     if not storage.supports_rename:
         storage.delete(f"{name}/{MARKER}")
@@ -149,16 +151,18 @@ def quarantine(storage: Storage, name: str) -> str:
 
 
 def set_aside(storage: Storage, name: str) -> str:
-    """Take what is not ours out of the way, as it is; POSIX only, and the caller owns the root.
+    """Move aside, unchanged, what another program or the user put under a name.
+
+    POSIX only; the caller owns the root.
 
     Returns:
-        Where it is now.
+        Its new name.
     """
     return _rename(storage, name, replaced_name(name, secrets.token_hex(4)))
 
 
 def replaced(storage: Storage) -> list[str]:
-    """What was not ours and had the name of a checkpoint: set aside, and left for a person."""
+    """List what `set_aside` moved; only a user deletes it."""
     return [entry.name for entry in storage.list("") if is_replaced(entry.name)]
 
 

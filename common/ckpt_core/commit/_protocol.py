@@ -1,4 +1,4 @@
-"""How a checkpoint becomes true.
+"""The commit protocol: how a save becomes a checkpoint.
 
 The one rule: no `COMMITTED`, no checkpoint. A crash at any point leaves either the old set of checkpoints or
 the new one, because exactly one operation, atomic on its storage, moves between them:
@@ -10,25 +10,25 @@ the new one, because exactly one operation, atomic on its storage, moves between
     4. rename onto `<name>`                  the checkpoint, or (power loss before 5) the torn directory of 3
     5. fsync the parent                      the checkpoint
 
-    Where `<name>` is a directory of the user's, 4 is: move the files into it one by one, fsync, then the
-    marker. After a crash on the way both directories are there, and the next run goes on (see `merge`). Where
-    a checkpoint is replaced, 4 exchanges the names; then what is not ours moves from the old one to the new
-    one, and the old one is deleted. What is neither makes way under another name (see `set_aside`).
+    If `<name>` is a directory of the user's, step 4 moves the files into it one by one, fsyncs, then moves
+    the marker. After a crash in between both directories exist, and the next run completes it (see `merge`).
+    If a checkpoint is replaced, step 4 exchanges the names; then the user's files move from the old one to
+    the new one, and the old one is deleted. Anything else is moved aside first (see `set_aside`).
 
     object store                             after a crash here, in the bucket is
-    1. clear what a torn save of ours left   nothing, or fewer leftovers without marker
+    1. delete objects of a torn save         nothing, or fewer objects without marker
     2. every rank uploads its objects        objects without marker, ignored by everyone
     3. manifest.json                         objects without marker
-    4. COMMITTED                             the checkpoint: a completed upload appears at once and whole
-    5. ask whose the root is                 the checkpoint; unless another job has taken the root
-                                             and cleared it away: then the marker goes too
+    4. COMMITTED                             the checkpoint: a completed upload appears atomically
+    5. check who owns the root               the checkpoint; if another job has taken the root and
+                                             deleted its objects, the marker is deleted, too
 
-On an object store an upload may arrive although its sender was told nothing, or is dead. No object takes the
-place of another there, and a marker of which it is not known whether it arrived is not given up: its objects
-stay, so that it tells the truth whenever it shows.
+On an object store an upload may arrive although its sender got no answer, or is dead. No object overwrites
+another there. If the outcome of the marker's upload is unknown, the data objects are kept, so that the
+checkpoint is complete should the marker appear later.
 
-Nothing that we did not write is ever overwritten or deleted on this path, and nothing that is committed but
-what is to be replaced, after the new one has its name.
+Files that we did not write are never overwritten or deleted on this path, nor is a committed checkpoint,
+except one that is being replaced, after the new one has its name.
 Any thread of the coordinator may call these, one save at a time per root.
 """
 
@@ -72,13 +72,16 @@ _logger = logger_of(__name__)
 
 _RESERVED: Final = frozenset({DAMAGED, PINS, WRITER, MANIFEST, MARKER, METADATA, SHARED})
 _LONGEST_NAME: Final = 200
-"""In bytes; most filesystems allow 255, of which the names in flight need some for themselves."""
+"""In bytes; most filesystems allow 255, and names of saves in flight are longer."""
 _MOST_ATTEMPTS: Final = 8
-"""So often somebody else may take the name between a look at it and the commit."""
+"""How often another process may take the name between the check and the commit."""
 
 
 def is_name(name: str) -> bool:
-    """Whether a checkpoint may be called `name`: one plain directory name, none of those we use ourselves."""
+    """Return whether a checkpoint may be called `name`.
+
+    It must be one plain directory name, and none that we use ourselves.
+    """
     plain = name not in {".", ".."} and all(char >= " " and char not in "/\x7f" for char in name)
     reserved = name.removesuffix(".lock") in _RESERVED or is_probe(name) or drafted(name) is not None
     return (
@@ -87,20 +90,20 @@ def is_name(name: str) -> bool:
 
 
 def working_name(storage: Storage, name: str, save_id: str) -> str:
-    """The directory that checkpoint `name` is written into: beside it, or in place on an object store.
+    """Return the directory that a save writes into.
 
-    `save_id` has 8 to 32 lower-case hex digits.
+    Beside `name`, or in place on an object store. `save_id` has 8 to 32 lower-case hex digits.
     """
     return incomplete_name(name, save_id) if storage.supports_rename else name
 
 
 def begin(storage: Storage, name: str, save_id: str, *, replace: bool = False) -> str:
-    """Prepare the directory that checkpoint `name` is written into, and return its name.
+    """Prepare the directory that checkpoint `name` is written into; return its name.
 
-    With `replace`, `name` may be committed; then `commit` must be told so too.
+    With `replace`, `name` may be committed; then `commit` needs `replace`, too.
 
     Raises:
-        CheckpointExistsError: `name` is committed, or nothing can make way for it; see `require_free`.
+        CheckpointExistsError: `name` is committed, or its occupant cannot be moved aside; see `require_free`.
         ConfigError: `name` cannot be the name of a checkpoint.
     """
     found = require_free(storage, name, replace=replace)
@@ -123,11 +126,11 @@ def begin(storage: Storage, name: str, save_id: str, *, replace: bool = False) -
 
 
 def require_free(storage: Storage, name: str, *, replace: bool = False) -> Occupant:
-    """Refuse a name that a save could not take, before anything is written; tell what has it now.
+    """Refuse a name that a save could not take; return its occupant.
 
-    Where things can be renamed, only a committed checkpoint that is not to be replaced is in the way. On an
-    object store nothing can make way for a checkpoint, so that what counts, and what another program wrote
-    under file names that ours has too, is refused.
+    With renames, only a committed checkpoint that is not to be replaced is refused. On an object store
+    nothing can be moved aside, so that any committed checkpoint is refused, and so is another program's
+    checkpoint with file names like ours.
 
     Raises:
         CheckpointExistsError: `name` is taken.
@@ -159,7 +162,7 @@ def commit(
     replace: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> CheckpointInfo:
-    """Make the files in `working` the checkpoint `name`, all or nothing.
+    """Turn the files in `working` into checkpoint `name`, all or nothing.
 
     Every rank must have finished and synced its files.
 
@@ -167,18 +170,18 @@ def commit(
         storage: the root.
         working: what `begin` returned.
         name: of the checkpoint.
-        manifest: what it holds.
-        replace: whether a committed checkpoint of that name changes places with the new one, so that at every
-            instant one of them has the name, and is then deleted.
-        check: raises if another job has taken the root (see `Lease.check`); asked where nothing else keeps
+        manifest: its contents list.
+        replace: whether to replace a committed checkpoint of that name: the two exchange places, so that one
+            of them has the name at every instant, and the old one is then deleted.
+        check: raises if another job has taken the root (see `Lease.check`); called where nothing else keeps
             that job from writing under the same name.
 
     Raises:
         CheckpointExistsError: `name` has been committed since `begin`; nothing there was touched.
-        SaveError: a file is missing or has another size than promised, or the manifest is not sound; or, with
-            `in_doubt`, all is in place and its name could not be made durable, or storage, an object store,
-            did not tell what became of the marker.
-        ConfigError: the manifest holds what JSON cannot.
+        SaveError: a file is missing or has another size than reported, or the manifest is not valid; or, with
+            `in_doubt`, all files are there, but the name could not be made durable, or an object store did
+            not report the outcome of the marker's upload.
+        ConfigError: the manifest holds values that JSON cannot.
         RootBusyError: from `check`; if the checkpoint was complete by then, it stays.
     """
     content, marker = _encode(manifest)
@@ -196,8 +199,8 @@ def commit(
         if storage.exists(f"{name}/{MARKER}"):
             _refuse(storage, name)
         raise CheckpointExistsError(
-            f"{storage.url}/{name} is occupied by what was not there when the save began ({error}); nothing "
-            "there was touched: look at it, then move or delete it"
+            f"{storage.url}/{name} was created by others since the save began ({error}); nothing there "
+            "was touched: inspect it, then move or delete it"
         ) from error
     return marker.info(name)
 
@@ -209,12 +212,12 @@ def _commit_in_place(
     try:
         storage.write_bytes(f"{name}/{MARKER}", marker)
     except (FileExistsError, PermissionError):
-        raise  # it was refused, for certain
+        raise  # it was certainly refused
     except OSError as error:
         raise SaveError(
-            f"step {manifest.step} may or may not be committed to {storage.url}/{name}: storage did not tell "
-            f"whether its marker arrived ({error}). It is whole if it shows, and was left; "
-            "see `ckpt ls` when storage is well again",
+            f"step {manifest.step} may or may not be committed to {storage.url}/{name}: storage did not "
+            f"report whether its marker arrived ({error}). Its files were kept, so it is whole if it is "
+            "committed; run `ckpt ls` when storage works again",
             step=manifest.step,
             phase="commit",
             in_doubt=True,
@@ -229,13 +232,13 @@ def _commit_in_place(
 
 
 def _withdraw_if_torn(storage: Storage, name: str, manifest: Manifest, marker: bytes) -> None:
-    """Take back a marker that came after another job had cleared away what it stands for."""
+    """Delete a marker that arrived after another job had deleted its objects."""
     try:
         torn = unlike(storage, name, manifest)
         if torn and read_small(storage, f"{name}/{MARKER}", MAX_MARKER_BYTES) == marker:
             storage.delete(f"{name}/{MARKER}")
     except (CheckpointError, OSError) as error:
-        _logger.warning("%s/%s may be torn, and could not be looked at: %s", storage.url, name, error)
+        _logger.warning("%s/%s may be torn, and could not be inspected: %s", storage.url, name, error)
 
 
 def _move_into_place(storage: Storage, working: str, name: str, manifest: Manifest, *, replace: bool) -> None:
@@ -243,7 +246,7 @@ def _move_into_place(storage: Storage, working: str, name: str, manifest: Manife
         storage.sync_directory(join(working, directory))
     found = Occupant.NOTHING
     for attempt in range(_MOST_ATTEMPTS):
-        # Only what is to be replaced is looked for beforehand: mostly nothing has the name.
+        # The name is checked first only for a replacement: mostly it is free.
         found = occupant(storage, name) if replace or attempt else Occupant.NOTHING
         try:
             found = _take_name(storage, working, name, manifest, found=found, replace=replace)
@@ -261,10 +264,10 @@ def _move_into_place(storage: Storage, working: str, name: str, manifest: Manife
 def _take_name(
     storage: Storage, working: str, name: str, manifest: Manifest, *, found: Occupant, replace: bool
 ) -> Occupant:
-    """Give the finished save its name, whatever has it now; returns what had it.
+    """Give the finished save its name; return the previous occupant.
 
     Raises:
-        FileExistsError: something else has taken it meanwhile.
+        FileExistsError: another process has taken the name meanwhile.
         CheckpointExistsError: it is committed.
     """
     if found is Occupant.COMMITTED and replace and not is_link(storage, name):
@@ -287,30 +290,33 @@ def _take_name(
 
 def _clear_away(storage: Storage, name: str, found: Occupant) -> None:
     if found in {Occupant.UNREADABLE, Occupant.TORN}:
-        what, moved = "a torn or damaged checkpoint", quarantine(storage, name)
+        kind, moved = "a torn or damaged checkpoint", quarantine(storage, name)
     else:
-        what = "another program's checkpoint" if found is Occupant.STOCK else "not a checkpoint of ours"
+        kind = "another program's checkpoint" if found is Occupant.STOCK else "not a checkpoint of ours"
         moved = set_aside(storage, name)
     _logger.warning(
-        "%s/%s was %s and stood in the way of a new checkpoint: it is %s/%s now",
+        "%s/%s was %s and stood in the way of a new checkpoint: it was moved to %s/%s",
         storage.url,
         name,
-        what,
+        kind,
         storage.url,
         moved,
     )
 
 
 def _make_name_durable(storage: Storage, name: str, manifest: Manifest, directory: str) -> None:
-    """Fsync what holds it. No second try after a failure: the kernel may tell of a lost page only once."""
+    """Fsync the directory that holds the name.
+
+    Not retried after a failure: the kernel may report a lost page only once.
+    """
     try:
         storage.sync_directory(directory)
     except OSError as error:
         text = f"{type(error).__name__}: {error}"
         raise SaveError(
             f"step {manifest.step} is complete in {storage.url}/{name}, but its name could not be made "
-            f"durable (phase commit): rank 0: {text}. It counts as long as it is there; a power cut may take "
-            "it back. Nothing older was removed; see to the storage, then save another step",
+            f"durable (phase commit): rank 0: {text}. It counts now, but a power cut may take it back. "
+            "Nothing older was removed; fix the storage, then save another step",
             step=manifest.step,
             phase="commit",
             failures={0: text},
@@ -319,10 +325,10 @@ def _make_name_durable(storage: Storage, name: str, manifest: Manifest, director
 
 
 def abandon(storage: Storage, working: str) -> None:
-    """Remove the directory of a save, as far as possible; never one that is committed, nor the user's files.
+    """Remove the directory of a save, but never a committed one or the user's files.
 
-    On an object store the marker may have arrived although its upload reported an error: then the
-    checkpoint is whole, and stays.
+    Failures are logged. On an object store the marker may have arrived although its upload reported an error:
+    then the checkpoint is whole, and stays.
     """
     try:
         if not storage.supports_rename:
@@ -336,7 +342,7 @@ def abandon(storage: Storage, working: str) -> None:
 
 
 def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
-    """The manifest's bytes and its marker, once it is known that both can be read back."""
+    """Encode the manifest and its marker, and check that both can be read back."""
     _refuse_unreadable(manifest)
     content = manifest.to_bytes()
     marker = Marker.of(manifest, content)
@@ -351,13 +357,13 @@ def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
 
 
 def _refuse_unreadable(manifest: Manifest) -> None:
-    """Refuse what no load would read into memory: see `read_small`."""
+    """Refuse small files that no load would read into memory: see `read_small`."""
     for entry in manifest.files:
         small = entry.size_bytes <= BIGGEST_SMALL_FILE or data_rank(entry.path) is not None
         if not small and is_own_file(entry.path):
             raise SaveError(
                 f"step {manifest.step} was not committed: {entry.path} has {entry.size_bytes} bytes, more "
-                f"than the {BIGGEST_SMALL_FILE} that a load reads of such a file: keep large values in "
+                f"than the {BIGGEST_SMALL_FILE} that a load accepts for such a file: keep large values in "
                 "tensors, which have files of their own",
                 step=manifest.step,
                 phase="commit",
@@ -365,13 +371,13 @@ def _refuse_unreadable(manifest: Manifest) -> None:
 
 
 def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
-    """Compare what the ranks say they wrote with what is there, at the price of one listing per directory."""
+    """Compare the reported sizes with storage, by one listing per directory."""
     problems = unlike(storage, working, manifest)
     if problems:
         raise SaveError(
             f"step {manifest.step} was not committed: of the files in {storage.url}/{working}, "
-            f"{len(problems)} are not what the ranks wrote, first {problems[0]}; check the storage for lost "
-            "writes and save again",
+            f"{len(problems)} differ from what the ranks wrote, first {problems[0]}; check the storage for "
+            "lost writes and save again",
             step=manifest.step,
             phase="commit",
         )

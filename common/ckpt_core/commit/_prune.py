@@ -1,4 +1,4 @@
-"""How a checkpoint ceases to be: what makes it one goes first, its bytes afterwards.
+"""Removal of checkpoints: first the marker or the name, then the bytes.
 
 A crash at any point leaves the old set of checkpoints or the new one, and at worst a torn directory that
 `collect_orphans` removes:
@@ -6,12 +6,12 @@ A crash at any point leaves the old set of checkpoints or the new one, and at wo
     POSIX                                    after a crash here, on disk is
     1. rename onto `.trash-<id>-<name>`      the checkpoint, or (power loss before 2 too) torn
     2. fsync the parent                      a torn directory; its marker does not count under that name
-    3. move what is not ours back, fsync     the user's files in both places; `collect_orphans` goes on
+    3. move the user's files back, fsync     the user's files in both places; `collect_orphans` continues
     4. delete it                             less of the torn directory, or nothing
 
     object store                             after a crash here, in the bucket is
     1. delete COMMITTED                      objects without marker, ignored by everyone
-    2. delete what else is ours              fewer of them, or nothing
+    2. delete our other objects              fewer of them, or nothing
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def without_others(storage: Storage, names: Iterable[str]) -> list[str]:
-    """Those of the names that are this user's own; of each of the others a warning says so, once."""
+    """Keep the names that this user owns; warn once of each other one."""
     own: list[str] = []
     for name in names:
         owner = storage.other_owner(name)
         if owner is None:
             own.append(name)
-        elif (storage.url, name) not in _told:
-            _told.add((storage.url, name))
+        elif (storage.url, name) not in _warned:
+            _warned.add((storage.url, name))
             _logger.warning(
-                "%s/%s was left by a crash, or looks so, and belongs to %s: it is not touched; its owner may "
-                "delete it",
+                "%s/%s was left by a crash, or looks so, and belongs to %s: it was not touched; its owner "
+                "may delete it",
                 storage.url,
                 name,
                 owner,
@@ -63,10 +63,10 @@ def without_others(storage: Storage, names: Iterable[str]) -> list[str]:
 
 
 def bring_back(storage: Storage) -> list[str]:
-    """Undo or finish a replacement that was cut short between its renames; the caller owns the root.
+    """Undo or finish an interrupted replacement; the caller owns the root.
 
-    Where a filesystem cannot exchange two directories in one step, the old checkpoint is set aside first. If
-    nothing took its name, it gets it back.
+    Where a filesystem cannot exchange two directories in one step, the old checkpoint is moved aside first.
+    If the new one did not get the name, the old one gets it back.
 
     Returns:
         Directories of old checkpoints whose name the new one has: no longer needed.
@@ -80,13 +80,17 @@ def bring_back(storage: Storage) -> list[str]:
         if original not in names:
             storage.rename(name, original)
             storage.sync_directory("")
-            _logger.warning("%s/%s: a replacement was cut short, the old one is back", storage.url, original)
+            _logger.warning(
+                "%s/%s: a replacement was interrupted; the old checkpoint has its name back",
+                storage.url,
+                original,
+            )
         elif storage.exists(f"{original}/{MARKER}"):
             superseded.append(name)
         else:
             _logger.warning(
-                "%s/%s is a checkpoint that was being replaced; what has its name now is none, so both are "
-                "left: move one of them",
+                "%s/%s is a checkpoint that was being replaced, and its name belongs to a directory without "
+                "marker: both were kept; move one of them",
                 storage.url,
                 name,
             )
@@ -94,19 +98,22 @@ def bring_back(storage: Storage) -> list[str]:
 
 
 def remove_drafts(storage: Storage) -> list[str]:
-    """Remove what a crash left of the replacement of a small file; the caller owns the root."""
+    """Remove leftovers of interrupted replacements of small files.
+
+    The caller owns the root.
+    """
     names = [entry.name for entry in storage.list("") if not entry.is_directory]
     removed = without_others(storage, [name for name in names if is_probe(name) or drafted(name) == WRITER])
     _remove(storage, removed)
     for key in (PINS, DAMAGED):
-        # Without listing anew under the lock, a draft of somebody who is writing just now might go.
+        # Listed again under the lock: without it, a draft that another process is writing could be deleted.
         if any(drafted(name) == key for name in names):
             removed += _remove_idle(storage, key)
     return removed
 
 
 def _remove_idle(storage: Storage, key: str) -> list[str]:
-    """Drafts of `key`, if nobody is changing it; else they wait for the next time."""
+    """Remove drafts of `key`, unless another process is changing it."""
     lock = storage.try_lock(key)
     if lock is None:
         return []
@@ -126,9 +133,9 @@ def _remove(storage: Storage, names: Iterable[str]) -> None:
 
 
 def remove(storage: Storage, info: CheckpointInfo) -> None:
-    """Remove a committed checkpoint, but not what others put beside its files; the caller owns the root.
+    """Remove a committed checkpoint, but not the user's files in it.
 
-    Where no manifest tells which files are ours, those go that have names that only we give.
+    The caller owns the root. Without a manifest, only files with names of ours are removed.
     """
     if storage.supports_rename and (has_manifest(storage, info.name) or is_link(storage, info.name)):
         _remove_directory(storage, info.name)
@@ -139,13 +146,12 @@ def remove(storage: Storage, info: CheckpointInfo) -> None:
 
 
 def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
-    """Remove what crashes left behind, but the directories in `keep`: those of saves in flight.
+    """Remove leftovers of crashes, except the directories in `keep`.
 
-    Only names that this package makes are touched, and only if this user owns them; files in them that are
-    not the checkpoint's are put back where they were. The caller owns the root (see `Lease`). A checkpoint
-    that was being replaced, and has lost its name to nobody, gets it back (see `bring_back`); a commit that
-    was cut short half-way is finished (see `finish_merge`). Uploads that were never completed go too, which
-    also keeps a job that was replaced from completing them.
+    `keep` names saves in flight. Only names that this package makes are touched, and only if this user owns
+    them; the user's files in them are moved back. The caller owns the root (see `Lease`). An interrupted
+    replacement is undone (see `bring_back`), and an interrupted commit is completed (see `finish_merge`).
+    Uploads that were never completed are aborted, so that a job that was replaced cannot complete them.
 
     Returns:
         The names removed, and those of the checkpoints that the uploads were for.
@@ -165,10 +171,10 @@ def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
 
 
 def _remove_directory(storage: Storage, name: str) -> None:
-    """Take the name away in one step, then delete.
+    """Rename the directory to a trash name in one step, then delete it.
 
-    A job that was replaced and does not know it yet may be about to commit this directory: it then finds no
-    directory, where it would else make a checkpoint of one that is half deleted.
+    A job that was replaced and has not noticed may be about to commit this directory. It then finds no
+    directory, and cannot commit one that is half deleted.
     """
     original = original_name(name)
     trash = trash_name(original, secrets.token_hex(4))

@@ -1,12 +1,12 @@
-"""The signature of a manifest: who wrote a checkpoint, beside what was written.
+"""Signatures of manifests: proof of who wrote a checkpoint.
 
-A manifest binds the content of every file only as firmly as the checksums in it do: those of a save with
-`checksum="sha256"` as firmly as the signature itself. How to sign is the user's affair; here a detached
-signature is written as the last file before manifest and marker, and shown to whoever is to judge it before
-anything else of the checkpoint is used.
+A manifest binds the content of every file only as firmly as its checksums do; those of a save with
+`checksum="sha256"` are as firm as the signature. The user's functions sign and judge. Here the detached
+signature is written as the last file before manifest and marker, and passed to the judging function before
+any other file of the checkpoint is used.
 
-The manifest cannot list its own signature. It is known by its name instead, and belongs to the checkpoint:
-wherever a manifest is moved, replaced or deleted, so is its signature.
+The manifest cannot list its own signature. The signature is known by its name and belongs to the checkpoint:
+it is moved, replaced and deleted together with the manifest.
 """
 
 from __future__ import annotations
@@ -31,50 +31,52 @@ from ckpt_core.storage import Storage, read_small
 Sign: TypeAlias = Callable[[bytes], bytes]
 
 MAX_SIGNATURE_BYTES: Final = 1 << 20
-"""More is no signature, and must not be read into memory."""
+"""A larger file is no signature, and must not be read into memory."""
 
 
 def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Sign) -> None:
-    """Sign a manifest that is about to be committed, and write the signature; on the coordinator.
+    """Sign a manifest before its commit and write the signature; on the coordinator.
 
     Args:
         storage: the root.
         working: the directory of the save.
-        manifest: what is signed: its bytes, as `commit` writes them.
-        sign: the user's function, given the bytes.
+        manifest: the manifest; its bytes, as `commit` writes them, are signed.
+        sign: the user's function, called with the bytes.
 
     Raises:
-        SaveError: it raised, or returned no signature.
+        SaveError: `sign` raised, or returned no signature.
         OSError: storage failed.
     """
     try:
         signature: Any = sign(manifest.to_bytes())
-    except Exception as error:  # a user's function: whatever it raises is told with the save that it failed
+    except Exception as error:  # a user's function: its error is reported with the failed save
         raise _unsigned(storage, manifest, f"sign_manifest raised {type(error).__name__}: {error}") from error
     if not isinstance(signature, bytes) or not 0 < len(signature) <= MAX_SIGNATURE_BYTES:
         what = f"{len(signature)} bytes" if isinstance(signature, bytes) else type(signature).__name__
-        told = f"sign_manifest returned {what}: it must return 1 to {MAX_SIGNATURE_BYTES} bytes"
-        raise _unsigned(storage, manifest, told)
+        problem = f"sign_manifest returned {what}: it must return 1 to {MAX_SIGNATURE_BYTES} bytes"
+        raise _unsigned(storage, manifest, problem)
     storage.write_bytes(f"{working}/{SIGNATURE}", signature)
 
 
 def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) -> str | None:
-    """Refuse a checkpoint that the user's function does not accept, before anything of it is used.
+    """Raise unless the user's function accepts the checkpoint's manifest.
+
+    Called before any other file of the checkpoint is used.
 
     Args:
         storage: the root.
         name: of the checkpoint's directory.
-        verify: the user's function; None to accept whatever there is.
+        verify: the user's function; None accepts every checkpoint.
 
     Returns:
-        SHA-256 of the manifest that was accepted, for whoever reads it again; None if nobody judges.
+        SHA-256 of the accepted manifest, so that later reads can require the same one; None without `verify`.
 
     Raises:
-        UntrustedCheckpointError: it was refused; so is what has no manifest of ours.
-        CheckpointNotFoundError: there is nothing.
+        UntrustedCheckpointError: it was refused, or has no manifest of ours.
+        CheckpointNotFoundError: the directory does not exist.
         CorruptCheckpointError: the manifest is not the one that was committed.
-        LoadError: the function could not tell.
-        OSError: storage is unwell.
+        LoadError: the function could not decide.
+        OSError: storage failed.
     """
     if verify is None:
         return None
@@ -84,16 +86,16 @@ def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) 
     except CheckpointNotFoundError:
         if not storage.list(name) and not storage.exists(name):
             raise
-        raise _refused(place, f"it has no manifest to be judged, for there is no {MARKER}") from None
+        raise _refused(place, f"it has no manifest to judge, because there is no {MARKER}") from None
     signature = _signature(storage, name, place)
     try:
         accepted: Any = verify(name, content, signature)
     except OSError as error:
         raise LoadError(
             f"verify_manifest could not judge {place}: {type(error).__name__}: {error}. No other checkpoint "
-            "was tried and nothing was loaded; see to what it asks, and try again"
+            "was tried and nothing was loaded; fix what verify_manifest depends on, and try again"
         ) from error
-    except Exception as error:  # a user's function: how it says that a signature is wrong is its own affair
+    except Exception as error:  # a user's function: it refuses by any other error
         raise _refused(place, f"verify_manifest raised {type(error).__name__}: {error}") from error
     if accepted is not True:
         raise _refused(place, f"verify_manifest returned {accepted!r:.80}, and not True")
@@ -106,10 +108,8 @@ def _signature(storage: Storage, name: str, place: str) -> bytes:
     except FileNotFoundError:
         return b""
     except CorruptCheckpointError as error:
-        told = "; ".join(map(str, error.failures))
-        raise _refused(
-            place, f"what has the name of its signature is too large, or no file of ours: {told}"
-        ) from error
+        problem = "; ".join(map(str, error.failures))
+        raise _refused(place, f"its signature file is too large, or no file of ours: {problem}") from error
 
 
 def _refused(place: str, why: str) -> UntrustedCheckpointError:
@@ -121,7 +121,7 @@ def _refused(place: str, why: str) -> UntrustedCheckpointError:
 def _unsigned(storage: Storage, manifest: Manifest, why: str) -> SaveError:
     return SaveError(
         f"step {manifest.step} was not committed to {storage.url}: its manifest could not be signed: {why}. "
-        "What was committed before is untouched; see to the key, and save again",
+        "Earlier checkpoints are untouched; fix the signing, and save again",
         step=manifest.step,
         phase="commit",
     )

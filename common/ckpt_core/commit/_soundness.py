@@ -1,4 +1,7 @@
-"""Which checkpoints are known to be whole, so that nothing older is deleted in favour of one that is not."""
+"""The checkpoints known to be whole, and the inventory that pruning relies on.
+
+Nothing older is deleted in favour of a checkpoint that is not whole.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ from ckpt_core.types import CheckpointInfo
 class Inventory:
     """The committed checkpoints of a root, for the one job that commits there.
 
-    A look at them takes one listing, the pins and the marks, however many there are: other processes may pin,
-    mark and delete meanwhile. What the owner did not write it reads when it first sees it.
+    A survey costs one listing, the pins and the marks, however many checkpoints there are, because other
+    processes may pin, mark and delete meanwhile. A checkpoint of another job is read when it is first seen.
 
     Concurrency: any thread.
     """
@@ -38,13 +41,13 @@ class Inventory:
         self._guard = threading.Lock()
         self._known: dict[str, CheckpointInfo] = {}
         self._foreign: set[str] = set()
-        self._weighed: set[str] = set()
+        self._size_checked: set[str] = set()
 
     def survey(self) -> Survey:
-        """What is in the root now; see `Catalog.survey`."""
+        """Return the present content of the root; see `Catalog.survey`."""
         children = self._storage.list("")
         with self._guard:
-            # Names that are known need no second look, which counts where there are thousands.
+            # Known names need no second check, which matters with thousands of them.
             names = [
                 child.name
                 for child in children
@@ -54,33 +57,33 @@ class Inventory:
             ]
             self._known = known = {name: self._known[name] for name in names if name in self._known}
             self._foreign.intersection_update(names)
-            self._weighed.intersection_update(names)
+            self._size_checked.intersection_update(names)
         return survey_of(self._storage, names, lambda name: known.get(name) or self._read(name))
 
     def history(self) -> list[CheckpointInfo]:
-        """Every committed checkpoint, abandoned ones, too, oldest step first, as retention may count them.
+        """Return every committed checkpoint for retention, oldest first.
 
-        On an object store the marker of a job that was replaced may arrive after the objects that it stands
-        for were cleared away. Such a checkpoint must not be why another is pruned: it is said to be damaged.
+        On an object store the marker of a job that was replaced may arrive after its objects were deleted.
+        Such a checkpoint must not cause another to be pruned, so it is reported as damaged.
         """
         infos = self.survey().everything
-        return infos if self._storage.supports_rename else [self._as_found(info) for info in infos]
+        return infos if self._storage.supports_rename else [self._with_size_checked(info) for info in infos]
 
     def add(self, info: CheckpointInfo) -> None:
-        """This job has committed it."""
+        """Add a checkpoint that this job has committed."""
         with self._guard:
             self._known[info.name] = replace(info, pinned=None, damaged=None, bad=None)
             self._foreign.discard(info.name)
-            self._weighed.add(info.name)
+            self._size_checked.add(info.name)
 
     def forget(self, name: str) -> None:
-        """It is no checkpoint any more; a directory with files of the user's may have stayed."""
+        """Remove a checkpoint; its directory may remain, with files of the user's."""
         with self._guard:
             self._known.pop(name, None)
-            self._weighed.discard(name)
+            self._size_checked.discard(name)
 
     def still_there(self, info: CheckpointInfo) -> bool:
-        """Whether its name leads to that checkpoint still; this is asked of storage."""
+        """Ask storage whether the name still leads to that checkpoint."""
         try:
             same = is_same(self._catalog.marker(info.name).info(info.name), info)
         except (CheckpointNotFoundError, CheckpointError):
@@ -105,16 +108,16 @@ class Inventory:
         with self._guard:
             return self._known.setdefault(name, info)
 
-    def _as_found(self, info: CheckpointInfo) -> CheckpointInfo:
+    def _with_size_checked(self, info: CheckpointInfo) -> CheckpointInfo:
         with self._guard:
-            weighed = info.name in self._weighed
-        if weighed or info.damaged is not None:
+            checked = info.name in self._size_checked
+        if checked or info.damaged is not None:
             return info
         found = _bytes_below(self._storage, info.name)
         if found < info.size_bytes:
             return replace(info, damaged=f"only {found} of {info.size_bytes} bytes are there")
         with self._guard:
-            self._weighed.add(info.name)
+            self._size_checked.add(info.name)
         return info
 
 
@@ -136,13 +139,13 @@ _Key: TypeAlias = tuple[str, str, float]
 
 @final
 class Soundness:
-    """What this process has verified, to the last byte, and what it has found damaged.
+    """The checkpoints that this process has verified in full or found damaged.
 
     Concurrency: `droppable` on one thread at a time, the others on any.
 
     Args:
         storage: the root.
-        mark: told the name of what is damaged, and what is wrong with it.
+        mark: called with the name of a damaged checkpoint and the problem.
     """
 
     def __init__(self, storage: Storage, mark: Callable[[str, str], None]) -> None:
@@ -153,16 +156,16 @@ class Soundness:
         self._shares_done: dict[_Key, int] = {}
 
     def vouch(self, info: CheckpointInfo) -> None:
-        """It has been verified, or is to be taken for whole."""
+        """Record that a checkpoint is whole: verified, or written by this job."""
         self._whole.add(_key(info))
         self._damaged.pop(_key(info), None)
 
     def learn(self, info: CheckpointInfo, problem: str) -> None:
-        """It was verified elsewhere: mark it if there is a problem, else take a mark away.
+        """Record the result of a verification elsewhere, and set or remove the mark.
 
         Raises:
             CheckpointError: the marks were written by a newer version.
-            OSError: the marks cannot be written; what was found is known to this process all the same.
+            OSError: the marks cannot be written; this process remembers the result all the same.
         """
         catalog = Catalog(self._storage)
         if not problem:
@@ -171,7 +174,7 @@ class Soundness:
                 catalog.unmark(info.name)
             return
         self._distrust(info, problem)
-        with suppress(CheckpointNotFoundError, CorruptCheckpointError):  # then it counts for nobody as it is
+        with suppress(CheckpointNotFoundError, CorruptCheckpointError):  # then it does not count anyway
             catalog.mark_damaged(info.name, problem)
 
     def _distrust(self, info: CheckpointInfo, problem: str) -> None:
@@ -185,20 +188,21 @@ class Soundness:
         *,
         go_on: Callable[[], bool] = lambda: True,
     ) -> Sequence[CheckpointInfo]:
-        """What may be deleted of what `choose` would delete: nothing, if nothing that stays is whole.
+        """Return the deletions of `choose` that leave a whole checkpoint, or none.
 
-        If none that stays and is of the present lineage is known to be whole, the newest of them are verified
-        until one is. What is damaged is marked and counts for nothing, so that `choose` is asked again.
+        If no remaining checkpoint of the present lineage is known to be whole, the newest ones are verified
+        until one is. A damaged one is marked and no longer counts, so that `choose` is called again.
 
         Args:
             inventory: of the root.
-            choose: what should go of a history; it must not count what is marked.
-            go_on: asked from time to time while much is being read; if not, all stays for now.
+            choose: selects what to delete from a history; it must not count marked checkpoints.
+            go_on: called from time to time during long verifications; if it returns False, nothing is deleted
+                for now.
         """
         while True:
             history = inventory.history()
             if self._damaged:
-                history = [self._judged(info) for info in history]
+                history = [self._with_known_damage(info) for info in history]
             drop = choose(history)
             names = {info.name for info in drop}
             stays = [
@@ -211,41 +215,41 @@ class Soundness:
                 return drop
             if not stays:
                 return ()
-            # What has been read in part before comes first: else one that is always overtaken is never whole.
+            # A partly verified one comes first: otherwise newer ones could keep it from ever being completed.
             candidate = max(stays, key=lambda info: (_key(info) in self._shares_done, info.step))
             if self._is_whole(candidate, go_on) is None:
                 _logger.warning(
-                    "%s/%s could not be verified in the time there was: nothing older is removed for now",
+                    "%s/%s could not be verified in the time available: nothing older is removed for now",
                     self._storage.url,
                     candidate.name,
                 )
                 return ()
 
-    def _judged(self, info: CheckpointInfo) -> CheckpointInfo:
-        """The checkpoint with what is known of it, also if the mark could not be written."""
+    def _with_known_damage(self, info: CheckpointInfo) -> CheckpointInfo:
+        """Add the problem that this process knows, also if the mark could not be written."""
         problem = self._damaged.get(_key(info))
         return info if problem is None or info.damaged is not None else replace(info, damaged=problem)
 
     def _is_whole(self, info: CheckpointInfo, go_on: Callable[[], bool]) -> bool | None:
-        """Whether it verifies; None if it was not allowed to end. What does not is marked."""
+        """Verify a checkpoint and mark it if damaged; None if `go_on` stopped it."""
         try:
             files = Catalog(self._storage).manifest(info.name).files
         except (CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError) as error:
-            return self._tell(info, str(error))
+            return self._report_damage(info, str(error))
         shares = max(1 + info.size_bytes // _MOST_AT_ONCE, min(_STOPS, 1 + info.size_bytes // _LEAST_AT_ONCE))
-        for place in range(self._shares_done.pop(_key(info), 0), shares):
-            failures = verify(self._storage, info.name, paths=share(files, place, shares))
+        for index in range(self._shares_done.pop(_key(info), 0), shares):
+            failures = verify(self._storage, info.name, paths=share(files, index, shares))
             if failures:
-                return self._tell(info, "; ".join(map(str, failures[:5])))
-            if place + 1 < shares and not go_on():
-                self._shares_done[_key(info)] = place + 1
+                return self._report_damage(info, "; ".join(map(str, failures[:5])))
+            if index + 1 < shares and not go_on():
+                self._shares_done[_key(info)] = index + 1
                 return None
         self.vouch(info)
         return True
 
-    def _tell(self, info: CheckpointInfo, problem: str) -> bool:
+    def _report_damage(self, info: CheckpointInfo, problem: str) -> bool:
         _logger.error(
-            "%s/%s is damaged (%s): it is marked, and what is older is kept in its place",
+            "%s/%s is damaged (%s): it was marked, and older checkpoints are kept in its place",
             self._storage.url,
             info.name,
             problem,

@@ -1,7 +1,7 @@
-"""Verification of what stock DCP wrote: no manifest, but every chunk is a zip, and zips carry CRC32s.
+"""Verification of stock DCP checkpoints by the CRC32s inside their zips.
 
-torch computes these checksums on every save and never looks at them again. Where the chunks lie stands in
-`.metadata`, a pickle, which is read without torch and without trust.
+They have no manifest, but every chunk is a zip, and torch writes a CRC32 for each record, which it never
+verifies. `.metadata`, a pickle, tells where the chunks are; it is read without torch and safely.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt_core.storage import Storage, read_small
 
 
 def zip_problem(stream: IO[bytes], offset: int, size: int) -> str | None:
-    """Read the zip at `offset` through and say what is wrong with it, or None."""
+    """Read the zip at `offset` through; return the problem, or None."""
 
     def read_at(place: int, count: int) -> bytes:
         stream.seek(offset + place)
@@ -38,10 +38,10 @@ def zip_problem(stream: IO[bytes], offset: int, size: int) -> str | None:
 
 
 def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
-    """Verify every DCP directory at or below `name` against the CRC32s inside its files.
+    """Verify every DCP directory at or below `name` against its CRC32s.
 
     Returns:
-        What is wrong, file by file; empty if nothing is.
+        The problems, file by file; empty if there are none.
 
     Raises:
         CheckpointNotFoundError: there is no DCP data at or below `name`.
@@ -59,7 +59,7 @@ def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
 
 
 def stock_parts(storage: Storage, directory: str) -> Iterator[str]:
-    """The directories at or below this one that hold DCP's data."""
+    """Yield the directories at or below this one that hold DCP's data."""
     children = storage.list(directory)
     files = [child.name for child in children if not child.is_directory]
     if METADATA in files or any(file.endswith(DATA_SUFFIX) for file in files):
@@ -96,7 +96,7 @@ class _Chunk:
 
 
 def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str | None:
-    """What is wrong with one data file, or None; of several damaged chunks the first is named."""
+    """Verify one data file; return the problem of the first damaged chunk, or None."""
     try:
         size = storage.size(key)
         end = max(chunk.offset + chunk.size_bytes for chunk in chunks)
@@ -117,13 +117,13 @@ def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str |
 
 
 def _read_chunks(content: bytes) -> Mapping[str, Sequence[_Chunk]]:
-    """File -> its chunks in the order of the file; anything unexpected raises one of `BROKEN_PICKLE`."""
+    """Return file -> its chunks in file order; raises one of `BROKEN_PICKLE`."""
     chunks: defaultdict[str, list[_Chunk]] = defaultdict(list)
     for index, where in read_index(content).storage_data.items():
         path, offset, size = where.relative_path, where.offset, where.length
         if not (type(path) is str and type(offset) is type(size) is int):
             raise TypeError(f"the place of chunk {index.fqn!r} is not a path, an offset and a length")
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or min(offset, size) < 0:
-            raise ValueError(f"chunk {index.fqn!r} lies outside the checkpoint, in {path!r}")
+            raise ValueError(f"chunk {index.fqn!r} is outside the checkpoint, in {path!r}")
         chunks[path].append(_Chunk(key=index.fqn, offset=offset, size_bytes=size))
     return {path: sorted(chunks[path], key=lambda chunk: chunk.offset) for path in sorted(chunks)}

@@ -1,9 +1,8 @@
-"""Files in checkpoint directories that are not ours: carried along, worked around, never deleted.
+"""The user's files in checkpoint directories: kept and moved, never deleted.
 
-Ours are the files that the manifest lists, the manifest, its signature and the marker. Whatever else is
-there belongs to the user, whenever it came. It is moved by renames only, links as links, and no file takes
-another's place: where both have the same name, the user's is kept beside ours under a name that `beside_name`
-makes.
+Our files are those that the manifest lists, the manifest, its signature and the marker. All others belong to
+the user, whenever they were added. They are moved by renames only, links as links, and no file overwrites
+another: if both have the same name, the user's file is kept beside ours under a name from `beside_name`.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from ckpt_core.storage import Storage, read_small
 
 
 def join(directory: str, name: str) -> str:
-    """`directory/name`, where either may be empty."""
+    """Join `directory` and `name` by a slash; either may be empty."""
     return f"{directory}/{name}" if directory and name else directory or name
 
 
 def directories_of(manifest: Manifest) -> list[str]:
-    """Every directory that holds a file or a directory of the manifest, "" for the checkpoint's own."""
+    """List every directory of the manifest's files; "" is the checkpoint's own."""
     holders = {entry.path.rpartition("/")[0] for entry in manifest.files}
     parents = {str(parent) for holder in holders for parent in PurePosixPath(holder).parents}
     return sorted({""} | holders | (parents - {"."}))
 
 
 def unlike(storage: Storage, directory: str, manifest: Manifest) -> list[str]:
-    """Name the files that are not as the manifest says, by their sizes, each with what is there.
+    """List files whose size differs from the manifest, with their size in storage.
 
-    At the price of one listing per directory; other files do not matter.
+    One listing per directory; files that the manifest does not list are ignored.
     """
     sizes = {
         join(inner, child.name): child.size_bytes
@@ -57,7 +56,7 @@ def unlike(storage: Storage, directory: str, manifest: Manifest) -> list[str]:
         if not child.is_directory
     }
     suspects = [entry for entry in manifest.files if sizes.get(entry.path) != entry.size_bytes]
-    # By their names: a listing may not show yet what is there.
+    # By their names: a listing may not show new objects yet.
     found = {entry.path: _size(storage, f"{directory}/{entry.path}") for entry in suspects}
     return [
         f"{entry.path} has {'no' if found[entry.path] is None else found[entry.path]} bytes, "
@@ -77,17 +76,17 @@ def _size(storage: Storage, key: str) -> int | None:
 _logger = logger_of(__name__)
 
 _DELETING_THREADS: Final = 8
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def merge(storage: Storage, working: str, name: str, manifest: Manifest) -> None:
-    """Move a finished save file by file into a directory of the user's, the marker last.
+    """Move a finished save file by file into the user's directory, the marker last.
 
-    The directory stays what it was, with all that is in it: jobs may have it open, or work in it. After a
-    crash on the way `finish_merge` goes on. POSIX only.
+    The directory keeps its identity and its content: jobs may have it open, or work in it. After a crash
+    `finish_merge` continues. POSIX only.
 
     Raises:
-        OSError: it cannot be done; what had been moved was moved back, as far as possible.
+        OSError: it failed; the files moved so far were moved back, as far as possible.
     """
     directories = directories_of(manifest)
     moved: list[str] = []
@@ -102,21 +101,21 @@ def merge(storage: Storage, working: str, name: str, manifest: Manifest) -> None
         storage.rename(f"{working}/{MARKER}", f"{name}/{MARKER}")
     except OSError:
         for path in reversed(moved):
-            with suppress(OSError):  # the first error is the one to tell
+            with suppress(OSError):  # the first error is the one to raise
                 storage.rename(f"{name}/{path}", f"{working}/{path}")
         raise
 
 
 def finish_merge(storage: Storage, working: str, name: str) -> bool:
-    """Go on with a `merge` that a crash cut short, if that is what `working` is left from.
+    """Finish a `merge` that a crash interrupted, if `working` is left from one.
 
     Returns:
         Whether `name` is a checkpoint now.
     """
-    manifest = _of_cut_merge(storage, working, name)
+    manifest = _interrupted_merge(storage, working, name)
     if manifest is None:
         return False
-    _logger.warning("%s/%s: a crash cut its commit short, which is finished now", storage.url, name)
+    _logger.warning("%s/%s: a crash interrupted its commit, which is finished now", storage.url, name)
     merge(storage, working, name, manifest)
     storage.sync_directory(name)
     storage.delete(working)
@@ -125,7 +124,7 @@ def finish_merge(storage: Storage, working: str, name: str) -> bool:
 
 
 def retire(storage: Storage, directory: str, name: str) -> None:
-    """Delete a directory that was checkpoint `name`, or was to be; what is not ours in it goes to `name`."""
+    """Delete the directory of checkpoint `name`; move the user's files to `name`."""
     entry = storage.entry(directory)
     if entry is not None and entry.is_directory and not entry.is_link:
         manifest = _manifest(storage, directory)
@@ -136,38 +135,38 @@ def retire(storage: Storage, directory: str, name: str) -> None:
 
 
 def delete_in_place(storage: Storage, name: str) -> None:
-    """Delete what is ours of a directory or prefix that holds no marker any more, and nothing else."""
+    """Delete our files, and only ours, in a directory or prefix without marker."""
     own = own_paths(storage, name)
     paths = list(_walk(storage, name))
     if own.issuperset(paths) and all(map(is_own_file, paths)):
-        storage.delete(name)  # all at once, which costs an object store the fewest requests
+        storage.delete(name)  # in one call, which costs an object store the fewest requests
         return
     mine = [path for path in paths if path in own]
-    # What tells which files are ours goes last, for a deletion that is cut short to be gone on with.
+    # The lists of our files go last, so that an interrupted deletion can be completed.
     lists = [path for path in mine if path == MANIFEST or is_own_json(path)]
     for part in (sorted(set(mine) - set(lists)), lists):
         run_all(lambda path: storage.delete(f"{name}/{path}"), part, _DELETING_THREADS, name="ckpt-delete")
     if len(mine) < len(paths):
-        _tell_kept(storage.url, name)
+        _warn_kept(storage.url, name)
     for inner in sorted({path.rpartition("/")[0] for path in mine}, reverse=True):
         if not storage.list(join(name, inner)):
             storage.delete(join(name, inner))
 
 
 def strangers(storage: Storage, name: str) -> list[str]:
-    """List what in a committed checkpoint its manifest does not name; nobody reads, moves or deletes it.
+    """List the user's files in a committed checkpoint: those outside its manifest.
 
     Returns:
-        Paths in the checkpoint: of a directory of the user's only its top, of a link itself.
+        Paths in the checkpoint; a directory tree or a link counts as one path.
 
     Raises:
-        CheckpointError: the manifest cannot be read, so that nobody can tell.
+        CheckpointError: the manifest cannot be read, so that ownership is unknown.
     """
     return _strangers(storage, name, Catalog(storage).manifest(name))
 
 
 def own_paths(storage: Storage, name: str) -> frozenset[str]:
-    """The files of a checkpoint or a torn save that are ours, as far as its lists and their names tell."""
+    """Return our files in a checkpoint or a torn save, by its lists and their names."""
     manifest = _manifest(storage, name)
     if manifest is not None:
         return _listed(manifest)
@@ -177,7 +176,7 @@ def own_paths(storage: Storage, name: str) -> frozenset[str]:
 
 
 def has_manifest(storage: Storage, directory: str) -> bool:
-    """Whether a manifest says which files of a directory are ours."""
+    """Return whether a manifest lists our files in a directory."""
     return _manifest(storage, directory) is not None
 
 
@@ -193,7 +192,7 @@ def _manifest(storage: Storage, directory: str) -> Manifest | None:
 
 
 def _strangers(storage: Storage, directory: str, manifest: Manifest) -> list[str]:
-    """What in a directory is not ours; of a tree of the user's only its top, and of a link itself."""
+    """List the user's files; a directory tree or a link counts as one path."""
     directories, listed = directories_of(manifest), _listed(manifest)
     reached, found = {""}, list[str]()
     for inner in directories:  # sorted: what holds a directory comes before it
@@ -207,13 +206,13 @@ def _strangers(storage: Storage, directory: str, manifest: Manifest) -> list[str
 
 
 def _carry(storage: Storage, directory: str, name: str, strangers: Sequence[str]) -> None:
-    """Move the user's files from a directory that is to be deleted to where they were found."""
+    """Move the user's files from a directory about to be deleted to `name`."""
     there = storage.entry(name)
     if there is not None and (there.is_link or not there.is_directory):
         name, there = replaced_name(name, secrets.token_hex(4)), None
     if there is None:
         storage.make_directory(name)
-        _tell_kept(storage.url, name)
+        _warn_kept(storage.url, name)
     holders = {path.rpartition("/")[0] for path in strangers}
     for inner in sorted(filter(None, holders)):
         _make_directory(storage, name, inner)
@@ -223,7 +222,10 @@ def _carry(storage: Storage, directory: str, name: str, strangers: Sequence[str]
         except FileExistsError:
             beside = _beside_path(path)
             _logger.warning(
-                "%s/%s has a file of its own where yours was; yours is %s now", storage.url, name, beside
+                "%s/%s has a file of its own where yours was; yours was renamed to %s",
+                storage.url,
+                name,
+                beside,
             )
             storage.rename(f"{directory}/{path}", f"{name}/{beside}")
     for inner in holders:
@@ -231,7 +233,7 @@ def _carry(storage: Storage, directory: str, name: str, strangers: Sequence[str]
 
 
 def _make_directory(storage: Storage, name: str, inner: str) -> None:
-    """Make a directory that the checkpoint needs, also where a file or link of the user's has its name."""
+    """Create a directory of the checkpoint; move aside a file or link in its place."""
     parent, _, last = f"{name}/{inner}".rpartition("/")
     found = next((child for child in storage.list(parent) if child.name == last), None)
     if found is not None and (found.is_link or not found.is_directory):
@@ -253,7 +255,7 @@ def _move_over(storage: Storage, source: str, name: str, path: str) -> None:
 def _move_beside(storage: Storage, name: str, path: str) -> None:
     beside = _beside_path(path)
     _logger.warning(
-        "%s/%s/%s was there before the checkpoint, which has a file of that name; yours is %s now",
+        "%s/%s/%s was there before the checkpoint, which has a file of that name; yours was renamed to %s",
         storage.url,
         name,
         path,
@@ -270,15 +272,18 @@ def _beside_path(path: str) -> str:
 
 
 def _to_move(storage: Storage, working: str, manifest: Manifest) -> list[str]:
-    """What of a finished save has not been moved yet, but the marker; the manifest last."""
+    """List the files still to be moved, without the marker; the manifest last."""
     there = set(_walk(storage, working))
     return [
         path for path in (*(entry.path for entry in manifest.files), SIGNATURE, MANIFEST) if path in there
     ]
 
 
-def _of_cut_merge(storage: Storage, working: str, name: str) -> Manifest | None:
-    """The manifest of a merge that was begun and not finished, if all its files are in one place or both."""
+def _interrupted_merge(storage: Storage, working: str, name: str) -> Manifest | None:
+    """Return the manifest of an interrupted merge, None if there was none.
+
+    All its files must be in one place or the other.
+    """
     if not storage.exists(f"{working}/{MARKER}") or storage.exists(f"{name}/{MARKER}"):
         return None
     try:
@@ -288,16 +293,16 @@ def _of_cut_merge(storage: Storage, working: str, name: str) -> Manifest | None:
         manifest = Manifest.from_bytes(content)
     except (FileNotFoundError, CheckpointError):
         return None
-    left = set(_to_move(storage, working, manifest))
-    files = tuple(entry for entry in manifest.files if entry.path not in left)
-    begun = bool(files) or MANIFEST not in left
+    remaining = set(_to_move(storage, working, manifest))
+    files = tuple(entry for entry in manifest.files if entry.path not in remaining)
+    begun = bool(files) or MANIFEST not in remaining
     if not begun or not marker.matches(content):
         return None
     return None if unlike(storage, name, replace(manifest, files=files)) else manifest
 
 
 def _walk(storage: Storage, directory: str, inner: str = "") -> Iterator[str]:
-    """Paths of all that is no directory; links are not followed."""
+    """Yield the paths of files and links below a directory; links are not followed."""
     for child in storage.list(join(directory, inner)):
         path = join(inner, child.name)
         if child.is_directory and not child.is_link:
@@ -307,7 +312,7 @@ def _walk(storage: Storage, directory: str, inner: str = "") -> Iterator[str]:
 
 
 def _beside(storage: Storage, key: str) -> Collection[str]:
-    """The small files of the host's that a rank lists in its chunk table; see `encode_table`."""
+    """Return the host's small files in a rank's chunk table; see `encode_table`."""
     try:
         table: Any = json.loads(read_small(storage, key))
         paths = table["beside"]
@@ -316,14 +321,14 @@ def _beside(storage: Storage, key: str) -> Collection[str]:
     return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else ()
 
 
-def _tell_kept(url: str, name: str) -> None:
-    """Once for each root: where a callback puts files into every checkpoint, this comes with every prune."""
-    if url in _told:
+def _warn_kept(url: str, name: str) -> None:
+    """Warn once per root: a callback may add files to every checkpoint."""
+    if url in _warned:
         return
-    _told.add(url)
+    _warned.add(url)
     _logger.warning(
-        "%s/%s was pruned; the files in it that are not of the checkpoint were kept, and so they are from "
-        "now on: move or delete them if you do not need them",
+        "%s/%s was pruned; files in it that do not belong to the checkpoint were kept, as they will be from "
+        "now on (logged once per root): move or delete them if you do not need them",
         url,
         name,
     )

@@ -1,4 +1,4 @@
-"""What lies at a place besides committed checkpoints: for those who look for a checkpoint and find none."""
+"""Advice for a root without checkpoints: what is stored there instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_core.storage import Storage, StorageEntry
 
 _MOST_DIRECTORIES: Final = 256
 _MOST_CHILDREN: Final = 16
-"""So many directories are looked into, for on an object store each costs a request."""
+"""Limits of the search: on an object store each directory costs a request."""
 _SHOWN: Final = 4
 _ZIP: Final = b"PK\x03\x04"
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin")
@@ -22,12 +22,12 @@ _TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What a root holds that does not count as a checkpoint.
+    """The content of a root that does not count as a checkpoint.
 
     Attributes:
         is_checkpoint: whether the root itself is a committed checkpoint.
         is_stock: whether the root itself is a directory that stock DCP wrote.
-        unmarked: directories of checkpoints of ours that have no commit marker.
+        unmarked: directories of checkpoints of ours without commit marker.
         stock: directories that stock DCP wrote.
         runs: directories that hold committed checkpoints of their own.
         links: symbolic links to directories.
@@ -41,7 +41,7 @@ class Surroundings:
     links: Sequence[str] = ()
 
     def advice(self, url: str) -> list[str]:
-        """What a person should know who finds no checkpoint at `url`, a line each."""
+        """Return advice for a user who finds no checkpoint at `url`, a line each."""
         lines: list[str] = []
         if self.is_checkpoint:
             lines.append(_is_itself(url, "a committed checkpoint"))
@@ -57,7 +57,7 @@ class Surroundings:
         if self.unmarked:
             lines.append(
                 f"{_some(self.unmarked)} there have no {MARKER}: torn, or the marker was lost; they do not "
-                "count, and make way for a new save of their name"
+                "count, and a new save of the same name takes their place"
             )
         if self.links:
             lines.append(
@@ -68,16 +68,16 @@ class Surroundings:
 
 
 def look_around(storage: Storage, *, known: Collection[str] = ()) -> Surroundings:
-    """Look at the root and into the directories below it, but those that are `known` to be committed.
+    """Inspect the root and the directories in it, except the `known` checkpoints.
 
     Raises:
         NotADirectoryError: the root is a file.
-        OSError: storage is unwell.
+        OSError: storage failed.
     """
     entries = storage.list("")
     files = _file_names(entries)
     found: dict[str, list[str]] = {"unmarked": [], "stock": [], "runs": []}
-    # Steps have names that sort by age: the newest are of interest.
+    # Names of steps sort by age: the newest matter.
     links = [entry.name for entry in entries if entry.is_link and entry.is_directory]
     for name in sorted(set(_directory_names(entries)) - {*known, *links}, reverse=True)[:_MOST_DIRECTORIES]:
         kind = _kind(storage, name) if can_count(name) else None
@@ -92,7 +92,7 @@ def look_around(storage: Storage, *, known: Collection[str] = ()) -> Surrounding
 
 
 def describe(storage: Storage, name: str) -> str:
-    """What lies at `name` instead of a checkpoint, in words; "" if there is nothing to tell."""
+    """Describe in words what is at `name` instead of a checkpoint; "" if nothing is."""
     parent, _, last = name.rpartition("/")
     entry = next((entry for entry in storage.list(parent) if entry.name == last), None)
     if entry is None:
@@ -100,7 +100,7 @@ def describe(storage: Storage, name: str) -> str:
     if not entry.is_directory:
         return f"{last} is {_describe_file(storage, name)}"
     if not can_count(last):
-        return f"{last} is a checkpoint that was not finished, or is on its way out; it never counts"
+        return f"{last} is a checkpoint that was not finished, or is being deleted; it never counts"
     return f"{last} is {_describe_directory(storage, name)}"
 
 
@@ -115,7 +115,7 @@ def refuse_as_root(storage: Storage) -> None:
 
 
 def file_as_root(url: str) -> ConfigError:
-    """The error for a root that is a file."""
+    """Build the error for a root that is a file."""
     return ConfigError(f"{url} is no directory, as the root of a run must be, but {_file_kind(b'', url)}")
 
 
@@ -138,8 +138,8 @@ def _describe_directory(storage: Storage, name: str) -> str:
     kind = _kind(storage, name)
     if kind == "unmarked":
         return (
-            f"a checkpoint without its {MARKER}: torn, or the marker was lost; without it nobody can tell "
-            "that it is whole"
+            f"a checkpoint without its {MARKER}: torn, or the marker was lost; without it there is no "
+            "proof that it is whole"
         )
     if kind == "runs":
         return "a root of checkpoints: give it as the root"

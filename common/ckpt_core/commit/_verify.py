@@ -1,4 +1,4 @@
-"""Whether the bytes on storage are those that were committed."""
+"""Verification of a checkpoint's bytes against its manifest."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.types import ChunkEntry, FileEntry
 
 _MOST_NAMED: Final = 8
-_READ_BYTES: Final = 8 << 20
+_BLOCK_BYTES: Final = 8 << 20
 
 
 def damage_in(storage: Storage, name: str, manifest: Manifest, entry: FileEntry) -> str:
-    """What is damaged in a file whose checksum is wrong, in words; "" if that cannot be told.
+    """Describe the damage in a file whose checksum is wrong; "" if unknown.
 
     Raises:
-        OSError: storage is unwell.
+        OSError: storage failed.
     """
     chunks = _chunks(storage, name, manifest, entry)
     if chunks is None:
@@ -41,16 +41,16 @@ def damage_in(storage: Storage, name: str, manifest: Manifest, entry: FileEntry)
     with storage.open(f"{name}/{entry.path}") as stream:
         damaged = [found for chunk in chunks if (found := _damaged_range(stream, chunk)) is not None]
     if not damaged and crc32_value(entry.checksum) is None:
-        return "; every value in it has its CRC-32, so the damage lies between them, or was made on purpose"
+        return "; every value in it has its CRC-32, so the damage is between them, or was made on purpose"
     if not damaged:
-        return "; every value in it is intact, the damage lies between them"
+        return "; every value in it is intact, the damage is between them"
     named = [f"{key} (bytes {start} to {end})" for key, start, end in damaged[:_MOST_NAMED]]
     more = len(damaged) - len(named)
     return "; damaged: " + ", ".join(named) + (f" and {more} more" if more else "")
 
 
 def _chunks(storage: Storage, name: str, manifest: Manifest, entry: FileEntry) -> FileChunks | None:
-    """What the chunk table says of the file; None if there is no table, or it is not what was committed."""
+    """Return the chunks of the file; None without an intact chunk table."""
     rank = data_rank(entry.path)
     path = None if rank is None else chunks_name(rank)
     table = next((each for each in manifest.files if each.path == path), None)
@@ -67,7 +67,7 @@ def _chunks(storage: Storage, name: str, manifest: Manifest, entry: FileEntry) -
 
 
 def _damaged_range(stream: IO[bytes], chunk: ChunkEntry) -> tuple[str, int, int] | None:
-    """The key of the chunk, and from where to where in the file it is damaged as far as checksums tell."""
+    """Return key, start and end of the damage in a chunk, as far as checksums tell."""
     start, size = chunk.offset, chunk.size_bytes
     if chunk.payload_offset is not None and chunk.payload_bytes is not None:
         start, size = chunk.payload_offset, chunk.payload_bytes
@@ -75,9 +75,9 @@ def _damaged_range(stream: IO[bytes], chunk: ChunkEntry) -> tuple[str, int, int]
     if not chunk.block_crcs:
         return None if _crc(stream, size) == chunk.crc32 else (chunk.key, start, start + size)
     wrong = [
-        place
-        for place, expected in enumerate(chunk.block_crcs)
-        if _crc(stream, min(chunk.block_bytes, size - place * chunk.block_bytes)) != expected
+        index
+        for index, expected in enumerate(chunk.block_crcs)
+        if _crc(stream, min(chunk.block_bytes, size - index * chunk.block_bytes)) != expected
     ]
     if not wrong:
         return None
@@ -93,17 +93,16 @@ def _crc(stream: IO[bytes], size: int) -> int:
 
 
 def _blocks_of(stream: IO[bytes], size: int) -> Iterator[bytes]:
-    while size and (block := stream.read(min(size, _READ_BYTES))):
+    while size and (block := stream.read(min(size, _BLOCK_BYTES))):
         size -= len(block)
         yield block
 
 
-_BLOCK_BYTES: Final = 8 << 20
 _THREADS: Final = 4
 
 
-def _nobody(_: int) -> None:
-    """Nobody watches."""
+def _ignore(_: int) -> None:
+    """Ignore progress."""
 
 
 def verify(
@@ -111,27 +110,27 @@ def verify(
     name: str,
     *,
     paths: Collection[str] | None = None,
-    seen: Callable[[int], None] = _nobody,
+    seen: Callable[[int], None] = _ignore,
     sha256: str | None = None,
 ) -> list[FileFailure]:
-    """Read a checkpoint back and compare it with its manifest: marker, manifest, then every file.
+    """Read a checkpoint back and compare it with its marker and manifest.
 
-    If every file is as it was written, what DCP's metadata says of them must be possible: a load would refuse
-    it otherwise.
+    If every file is as committed, DCP's metadata is checked for consistency, too: a load would refuse it
+    otherwise.
 
     Args:
         storage: the root.
         name: the checkpoint's directory.
-        paths: verify only these files, such as one rank's `share`; all if None.
-        seen: told how many bytes more have been compared, from several threads at once.
-        sha256: of the manifest, if only one will do; see `read_manifest`.
+        paths: verify only these files, such as one rank's `share`; None for all.
+        seen: called with the number of bytes compared since the last call, from several threads.
+        sha256: digest that the manifest must have, or None; see `read_manifest`.
 
     Returns:
-        What is wrong, in the order of the manifest; empty if nothing is.
+        The problems, in the order of the manifest; empty if there are none.
 
     Raises:
         ConfigError: one of `paths` is not in the manifest.
-        OSError: storage is unwell; that says nothing about the checkpoint.
+        OSError: storage failed; that says nothing about the checkpoint.
     """
     catalog = Catalog(storage)
     try:
@@ -144,7 +143,7 @@ def verify(
         return [FileFailure(path=MANIFEST, problem=str(error))]
     failures = _failures(storage, name, paths, seen, sha256=sha256)
     if failures and not _leads_to(catalog, name, marker):
-        return [FileFailure(path=MARKER, problem="missing: it was pruned or replaced while it was verified")]
+        return [FileFailure(path=MARKER, problem="missing: it was pruned or replaced during verification")]
     return failures
 
 
@@ -178,13 +177,13 @@ def _failures(
         for entry in entries
         if entry.path in problems
     ]
-    return failures or _impossible(storage, name, manifest, entries)
+    return failures or _metadata_failures(storage, name, manifest, entries)
 
 
-def _impossible(
+def _metadata_failures(
     storage: Storage, name: str, manifest: Manifest, entries: Sequence[FileEntry]
 ) -> list[FileFailure]:
-    """What a load would refuse although every byte is as it was written."""
+    """List why a load would refuse the metadata although every byte is as committed."""
     sizes = {entry.path: entry.size_bytes for entry in manifest.files}
     failures: list[FileFailure] = []
     for entry in entries:
@@ -192,13 +191,13 @@ def _impossible(
             continue
         try:
             failures += index_failures(entry.path, sizes, lambda path: read_small(storage, f"{name}/{path}"))
-        except FileNotFoundError:  # it was there a moment ago: a prune has been quicker
+        except FileNotFoundError:  # verified a moment ago: pruned since
             failures.append(FileFailure(path=entry.path, problem="missing"))
     return failures
 
 
 def _leads_to(catalog: Catalog, name: str, marker: Marker) -> bool:
-    """Whether the name still leads to the checkpoint with that marker."""
+    """Return whether the name still leads to the checkpoint with that marker."""
     try:
         return catalog.marker(name) == marker
     except CheckpointNotFoundError:
@@ -208,9 +207,9 @@ def _leads_to(catalog: Catalog, name: str, marker: Marker) -> bool:
 
 
 def share(files: Sequence[FileEntry], rank: int, world_size: int) -> list[str]:
-    """The paths that one of `world_size` ranks should verify, so that all read about as many bytes.
+    """Return the paths that one of `world_size` ranks verifies, balanced by bytes.
 
-    Every rank computes the same split, and every file falls to exactly one of them.
+    Every rank computes the same split, and every file belongs to exactly one rank.
     """
     loads = [(0, candidate) for candidate in range(world_size)]
     mine = []
@@ -234,7 +233,7 @@ def _selected(manifest: Manifest, paths: Collection[str] | None) -> Sequence[Fil
 def _problem(
     storage: Storage, name: str, manifest: Manifest, entry: FileEntry, *, seen: Callable[[int], None]
 ) -> str | None:
-    """What is wrong with one file, or None."""
+    """Verify one file; return its problem, or None."""
     key = f"{name}/{entry.path}"
     try:
         size = storage.size(key)
@@ -252,7 +251,7 @@ def _problem(
     except (ValueError, ForeignFileError) as error:
         return f"cannot be verified: {error}"
     except OSError as error:
-        # A block that the device cannot read is lost; any other error may be gone at the next try.
+        # A block that the device cannot read is lost; any other error may be temporary.
         if error.errno != errno.EIO:
             raise
         return f"cannot be read: {error}"

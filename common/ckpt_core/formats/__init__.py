@@ -1,1 +1,4 @@
-"""Formats of files and their checks, without torch: checksums, chunk tables, plain values, pickles, zips."""
+"""File formats and their checks, without torch.
+
+Checksums, chunk tables, plain values, pickles, zips.
+"""

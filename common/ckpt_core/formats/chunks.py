@@ -1,9 +1,9 @@
-"""The chunk table of a rank: where every chunk lies in its data files, and the checksums of their bytes.
+"""The chunk table of a rank: location and checksums of the chunks it wrote.
 
-Each rank writes its own, as a file like any other, so that nothing per tensor travels to the coordinator.
-What stays from save to save, which is all but the checksums, is encoded once per layout and kept as bytes;
-the checksums follow as hex digits of little-endian 32-bit numbers, so that a save makes no object per chunk.
-The table is read as hostile input: what it says is checked before anyone acts on it.
+Each rank writes its own, as a file like any other, so that nothing per tensor travels to the coordinator. All
+columns but the checksums stay the same from save to save; they are encoded once per layout and kept as bytes.
+The checksums follow as hex digits of little-endian 32-bit numbers, so that a save makes no object per chunk.
+The table is read as hostile input: it is checked before use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt_core.names import FORMAT_VERSION
 from ckpt_core.types import ChunkEntry
 
 BLOCK_BYTES: Final = 1 << 20
-"""Payloads larger than this have a checksum for every block of this size, so that a part can be verified."""
+"""Payloads larger than this have a checksum per block of this size, so that a part can be verified."""
 
 _INT: Final = frozenset({int})
 _TEXT: Final = frozenset({str})
@@ -39,7 +39,7 @@ _COLUMNS: Final = {
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkColumns:
-    """Where the chunks of one data file lie, in the order of the file; `ChunkEntry` says what is what."""
+    """Columns of the chunks of one data file, in file order; see `ChunkEntry`."""
 
     key: Sequence[str]
     shard_offsets: Sequence[Sequence[int] | None]
@@ -50,20 +50,20 @@ class ChunkColumns:
     dtype: Sequence[str | None]
 
     def encode(self) -> bytes:
-        """The columns as they stand in the table; to be kept for as long as the layout stays."""
+        """Encode the columns for the table; reusable while the layout is unchanged."""
         return _encode({name: getattr(self, name) for name in _COLUMNS})
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableEntry:
-    """What the table says of one data file.
+    """The entry of one data file in the table.
 
     Attributes:
         path: POSIX-relative to the checkpoint directory.
         size_bytes: of the whole file.
-        num_chunks: how many the columns have.
-        columns: what `ChunkColumns.encode` gave.
+        num_chunks: the number of chunks in the columns.
+        columns: the result of `ChunkColumns.encode`.
         crcs: one CRC-32 per chunk, little-endian uint32.
         block_crcs: CRC-32s of the blocks of payloads larger than `BLOCK_BYTES`, chunk after chunk, likewise.
     """
@@ -76,7 +76,7 @@ class TableEntry:
     block_crcs: bytes = b""
 
     def encode(self) -> bytes:
-        """This entry as it stands in the table."""
+        """Encode this entry for the table."""
         return b'{"path":%b,"size_bytes":%d,"chunks":%b,"crc32":"%b","block_crc32":"%b"}' % (
             _encode(self.path),
             self.size_bytes,
@@ -87,12 +87,12 @@ class TableEntry:
 
 
 def encode_table(entries: Iterable[TableEntry], *, beside: Collection[str] = ()) -> bytes:
-    """The content of a chunk table.
+    """Encode a chunk table.
 
     Args:
         entries: the data files.
-        beside: paths of the rank's other files whose names do not tell that they are ours. Written before
-            them, the table tells whose they are if the save does not end, where nothing else does.
+        beside: paths of the rank's other files whose names are not recognisable as ours. The table is written
+            before them, so that it identifies them if the save does not finish.
     """
     files = b",".join(entry.encode() for entry in entries)
     others = b',"beside":%b' % _encode(sorted(beside)) if beside else b""
@@ -107,7 +107,7 @@ def encode_table(entries: Iterable[TableEntry], *, beside: Collection[str] = ())
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileChunks:
-    """The chunks of one data file, in the order of the file; each is made when it is asked for."""
+    """The chunks of one data file, in file order; each is built on access."""
 
     path: str
     size_bytes: int
@@ -143,17 +143,17 @@ class FileChunks:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkTable:
-    """A chunk table that has been read: path of a data file -> its chunks."""
+    """A decoded chunk table: path of a data file -> its chunks."""
 
     files: Mapping[str, FileChunks]
 
     @classmethod
     def from_bytes(cls, content: bytes, *, source: str) -> ChunkTable:
-        """Read the content of the table that is called `source` in errors.
+        """Read a table; `source` names it in errors.
 
         Raises:
             IncompatibleCheckpointError: it was written by a newer version.
-            CorruptCheckpointError: it is malformed, or says what no honest table does.
+            CorruptCheckpointError: it is malformed, or holds impossible values.
         """
         with Fields.parse(content, source=source) as fields:
             block_bytes = fields.count("block_bytes", least=1)
@@ -170,7 +170,7 @@ class ChunkTable:
 def _file(fields: Fields, block_bytes: int) -> FileChunks:
     size = fields.count("size_bytes")
     columns = _columns(fields.get("chunks", dict))
-    _check_places(columns, size)
+    _check_ranges(columns, size)
     num_blocks = [_num_blocks(payload, block_bytes) for payload in columns.payload_bytes]
     return FileChunks(
         path=fields.get("path", str),
@@ -202,23 +202,21 @@ def _columns(columns: dict[str, Any]) -> ChunkColumns:
     return ChunkColumns(**{name: columns[name] for name in _COLUMNS})
 
 
-def _check_places(columns: ChunkColumns, file_bytes: int) -> None:
-    """Whether chunks lie inside their file, and payloads inside their chunks."""
-    places = zip(
+def _check_ranges(columns: ChunkColumns, file_bytes: int) -> None:
+    """Check that chunks are inside their file, and payloads inside their chunks."""
+    ranges = zip(
         columns.offset, columns.size_bytes, columns.payload_offset, columns.payload_bytes, strict=True
     )
-    for place, (offset, size, payload_offset, payload_bytes) in enumerate(places):
+    for index, (offset, size, payload_offset, payload_bytes) in enumerate(ranges):
         end = offset + size
         if not 0 <= offset <= end <= file_bytes:
-            raise ValueError(f"the chunk of {columns.key[place]!r:.80} does not lie inside its file")
+            raise ValueError(f"the chunk of {columns.key[index]!r:.80} is not inside its file")
         if payload_offset is None and payload_bytes is None:
             continue
         if payload_offset is None or payload_bytes is None:
-            raise ValueError(
-                f"of the payload of {columns.key[place]!r:.80} only one of place and size is given"
-            )
+            raise ValueError(f"the payload of {columns.key[index]!r:.80} has only one of offset and size")
         if not offset <= payload_offset <= payload_offset + payload_bytes <= end:
-            raise ValueError(f"the payload of {columns.key[place]!r:.80} does not lie inside its chunk")
+            raise ValueError(f"the payload of {columns.key[index]!r:.80} is not inside its chunk")
     for shard_offsets in filter(None, columns.shard_offsets):
         count(min(shard_offsets), "shard_offsets")
         count(max(shard_offsets), "shard_offsets")

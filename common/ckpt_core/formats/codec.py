@@ -1,4 +1,4 @@
-"""Strict JSON in and out: what is written reads everywhere, what is read is believed only after a check."""
+"""Strict JSON: portable when written, checked when read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATH: Final = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """Compact JSON, the same bytes for the same fields.
+    """Encode as compact JSON, the same bytes for the same fields.
 
     Raises:
         ConfigError: a value is not plain JSON.
@@ -41,15 +41,15 @@ def encode(fields: Mapping[str, Any]) -> bytes:
 
 
 def add_checksum(content: bytes) -> bytes:
-    """An encoded object with one more field, last: the checksum of what it was without."""
+    """Add the checksum of an encoded object as its last field."""
     return b"".join((content[:-1], _CHECKSUM, checksum(content).encode(), b'"}'))
 
 
 def has_checksum(content: bytes, *, source: str) -> bool:
-    """Whether the object names its checksum; a wrong one is damage, whatever else the content says.
+    """Return whether the object holds its checksum; raise if it is wrong.
 
     Raises:
-        CorruptCheckpointError: the content is not what `add_checksum` made.
+        CorruptCheckpointError: the checksum does not match the content.
     """
     body, found, rest = content.rpartition(_CHECKSUM)
     if found and rest != checksum(body + b"}").encode() + b'"}':
@@ -58,14 +58,14 @@ def has_checksum(content: bytes, *, source: str) -> bool:
 
 
 def corrupt(source: str, problem: str) -> CorruptCheckpointError:
-    """The error for a file that is not as it was written."""
+    """Build the error for a file that differs from what was written."""
     return CorruptCheckpointError(
         f"{source} {problem}", failures=(FileFailure(path=source, problem=problem),)
     )
 
 
 def numbers(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Numbers as JSON knows them; NaN and infinities, which it does not know, become text.
+    """Convert numbers for JSON; NaN and infinities become text.
 
     A loss that diverged must not keep a checkpoint from being written.
     """
@@ -74,7 +74,7 @@ def numbers(values: Mapping[str, float]) -> dict[str, float | str]:
 
 @final
 class Fields:
-    """The fields of a JSON object of unknown origin; every getter raises ValueError for what is not right."""
+    """The fields of an untrusted JSON object; getters raise ValueError for bad values."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
@@ -82,7 +82,7 @@ class Fields:
     @classmethod
     @contextmanager
     def parse(cls, content: bytes, *, source: str) -> Generator[Fields]:
-        """Read one object; whatever turns out wrong with it inside the block becomes one of our errors.
+        """Read one object; turn errors inside the block into ours.
 
         Raises:
             IncompatibleCheckpointError: it was written by a newer version.
@@ -97,7 +97,7 @@ class Fields:
 
     @property
     def format_version(self) -> int:
-        """The version of the format that the object says it is in."""
+        """The format version that the object states."""
         return self.count("format_version", least=1)
 
     def _check_version(self, source: str) -> None:
@@ -108,43 +108,43 @@ class Fields:
             )
 
     def get(self, name: str, kind: type[T]) -> T:
-        """A field of exactly that type."""
+        """Return a field of exactly that type."""
         value = self._fields.get(name)
         if type(value) is not kind:
             raise ValueError(f"{name!r} should be {kind.__name__}, not {type(value).__name__}")
         return value
 
     def optional(self, name: str) -> Fields | None:
-        """A field that is a JSON object, or is not there."""
+        """Return a field that is a JSON object, None if absent."""
         return Fields(self.get(name, dict)) if name in self._fields else None
 
     def count(self, name: str, *, least: int = 0) -> int:
-        """A field that is an integer of sane size."""
+        """Return a field that is an integer of sane size."""
         return count(self._fields.get(name), name, least=least)
 
     def number(self, name: str) -> float:
-        """A field that is a finite number."""
+        """Return a field that is a finite number."""
         value: Any = self._fields.get(name)
         if type(value) not in {int, float} or not math.isfinite(value):
             raise ValueError(f"{name!r} should be a finite number, not {value!r:.80}")
         return float(value)
 
     def objects(self, name: str) -> list[Fields]:
-        """A field that is a list of JSON objects."""
+        """Return a field that is a list of JSON objects."""
         values = self.get(name, list)
         if not {dict}.issuperset(map(type, values)):
             raise ValueError(f"{name!r} should hold only objects")
         return [Fields(value) for value in values]
 
     def mapping(self, name: str, kind: type[T]) -> dict[str, T]:
-        """A field that maps text to values of exactly that type."""
+        """Return a field that maps text to values of exactly that type."""
         values = self.get(name, dict)
         if any(type(value) is not kind for value in values.values()):
             raise ValueError(f"{name!r} should hold only {kind.__name__} values")
         return values
 
     def numbers(self, name: str) -> dict[str, float]:
-        """A field as `numbers` encodes it."""
+        """Return a field that `numbers` encoded."""
         values = self.get(name, dict)
         if any(type(value) not in {int, float, str} for value in values.values()):
             raise ValueError(f"{name!r} should hold only numbers")
@@ -152,19 +152,19 @@ class Fields:
 
 
 def count(value: object, name: str, *, least: int = 0) -> int:
-    """`value` if it is an integer between `least` and `MAX_COUNT`, else ValueError."""
+    """Return `value` if it is an integer from `least` to `MAX_COUNT`, else ValueError."""
     if type(value) is not int or not least <= value <= MAX_COUNT:
         raise ValueError(f"{name!r} should be an integer from {least} to 2**53, not {value!r:.80}")
     return value
 
 
 def relative_paths(values: Sequence[Any]) -> Sequence[str]:
-    """`values` if all are paths that stay inside the checkpoint directory on every platform and storage.
+    """Return `values` if all are safe relative paths on every platform and storage.
 
-    They are looked at as a whole first: a checkpoint of a large run has tens of thousands of files.
+    They are checked together first: a checkpoint of a large run has tens of thousands of files.
 
     Raises:
-        ValueError: one is not, or is the name of the manifest or the marker.
+        ValueError: one leads out of the checkpoint directory, or is the name of the manifest or the marker.
     """
     if {str}.issuperset(map(type, values)) and all(map(_PATH.fullmatch, values)):
         longest = max(map(len, map(str.encode, values)), default=0)

@@ -1,7 +1,7 @@
-"""Whether what `.metadata` says can be true of the files beside it, before anyone acts on it.
+"""Consistency of `.metadata` with the files beside it.
 
-A save asks before it commits, a load before it reads, and a verification; the last without torch, so that
-nothing here needs DCP's classes: whatever has their attributes will do.
+Checked by a save before it commits, by a load before it reads, and by a verification. The last works without
+torch, so that nothing here needs DCP's classes: any object with their attributes will do.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MOST_PAIRS: Final = 20_000_000
 _Metadata: TypeAlias = Any
 _Tensor: TypeAlias = Any
 _Chunk: TypeAlias = Any
-_Place: TypeAlias = Any
+_Entry: TypeAlias = Any
 
-_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Place]
+_Entries: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Entry]
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -36,32 +36,32 @@ class _ImpossibleError(ValueError):
 def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) -> None:
     """Check that metadata describes whole tensors in files that can hold them.
 
-    Every entry lies inside its file; every tensor's chunks lie inside its shape and cover each element of
-    it exactly once; every chunk has a place, large enough for it, and every place has a chunk.
+    Every entry is inside its file; every tensor's chunks are inside its shape and cover each element exactly
+    once; every chunk has a large enough entry, and every entry has a chunk.
 
     Args:
-        metadata: as `load_metadata` gave it.
+        metadata: the result of `load_metadata`.
         path: of `.metadata`, for errors.
         sizes: relative path of a data file, as in `metadata` -> its size in bytes; FileNotFoundError if
             there is none.
 
     Raises:
-        CorruptCheckpointError: something is impossible; the message says what, and of which entry.
+        CorruptCheckpointError: something is impossible; the message names the entry.
     """
-    places: _Places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    entries: _Entries = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
     try:
-        _check_files(places, sizes)
+        _check_files(entries, sizes)
         num_chunks = 0
         for key, entry in metadata.state_dict_metadata.items():
             if _is_tensor(entry):
-                num_chunks += _check_tensor(key, entry, places)
-            elif (key, None) not in places:
+                num_chunks += _check_tensor(key, entry, entries)
+            elif (key, None) not in entries:
                 raise _ImpossibleError(f"{key!r:.200} is nowhere")
             else:
                 num_chunks += 1
-        if num_chunks != len(places):
+        if num_chunks != len(entries):
             raise _ImpossibleError(
-                f"{_unexplained(metadata, places)!r:.200} has a place but is not described"
+                f"{_unexplained(metadata, entries)!r:.200} has a place but is not described"
             )
     except _ImpossibleError as error:
         failure = FileFailure(path=path, problem=f"says what cannot be: {error}")
@@ -72,9 +72,9 @@ def _is_tensor(entry: object) -> bool:
     return hasattr(entry, "chunks")
 
 
-def _check_files(places: _Places, sizes: Callable[[str], int]) -> None:
+def _check_files(entries: _Entries, sizes: Callable[[str], int]) -> None:
     ends: defaultdict[str, int] = defaultdict(int)
-    for info in places.values():
+    for info in entries.values():
         end = info.offset + info.length
         if end > ends[info.relative_path]:
             ends[info.relative_path] = end
@@ -86,23 +86,23 @@ def _check_files(places: _Places, sizes: Callable[[str], int]) -> None:
         if end > size:
             key = next(
                 key
-                for (key, _), info in places.items()
+                for (key, _), info in entries.items()
                 if info.relative_path == file and info.offset + info.length == end
             )
             raise _ImpossibleError(f"{key!r:.200} ends at byte {end} of {file!r}, which has {size}")
 
 
-def _unexplained(metadata: _Metadata, places: _Places) -> str:
+def _unexplained(metadata: _Metadata, entries: _Entries) -> str:
     described = {
         (key, None if chunk is None else chunk.offsets)
         for key, entry in metadata.state_dict_metadata.items()
         for chunk in (entry.chunks if _is_tensor(entry) else [None])
     }
-    return next(key for key, offset in places if (key, offset) not in described)
+    return next(key for key, offset in entries if (key, offset) not in described)
 
 
-def _check_tensor(key: str, entry: _Tensor, places: _Places) -> int:
-    """Check one tensor; how many places it accounts for."""
+def _check_tensor(key: str, entry: _Tensor, entries: _Entries) -> int:
+    """Check one tensor; return the number of its entries."""
     shape, itemsize = entry.size, entry.properties.dtype.itemsize
     if len(shape) > MAX_DIMS or any(not 0 <= length <= MAX_COUNT for length in shape):
         raise _ImpossibleError(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
@@ -111,7 +111,7 @@ def _check_tensor(key: str, entry: _Tensor, places: _Places) -> int:
     volume = 0
     for chunk in entry.chunks:
         own = _volume(key, chunk, shape)
-        info = places.get((key, chunk.offsets))
+        info = entries.get((key, chunk.offsets))
         if info is None:
             raise _ImpossibleError(f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} is nowhere")
         if own * itemsize > info.length and not info.transform_descriptors:
@@ -128,12 +128,12 @@ def _check_tensor(key: str, entry: _Tensor, places: _Places) -> int:
         raise _ImpossibleError(f"the chunks of {key!r:.200} have {volume} of its {prod(shape)} elements")
     if len(boxes) > 1:
         _check_disjoint(key, boxes)
-    # Of several ranks without elements of a tensor each may describe the same empty chunk.
+    # Several ranks without elements of a tensor may each describe the same empty chunk.
     return len(boxes) + len(empty.difference(map(itemgetter(0), boxes)))
 
 
 def _volume(key: str, chunk: _Chunk, shape: Sequence[int]) -> int:
-    """Number of elements; they must lie inside the tensor."""
+    """Return the number of elements of a chunk; it must be inside the tensor."""
     offsets: tuple[int, ...] = chunk.offsets
     lengths: tuple[int, ...] = chunk.sizes
     if not len(offsets) == len(lengths) == len(shape):
@@ -159,7 +159,7 @@ def _check_disjoint(key: str, boxes: Sequence[_Box]) -> None:
         active = [other for other in active if other[0][0] + other[1][0] > start]
         pairs += len(active)
         if pairs > _MOST_PAIRS:
-            raise _ImpossibleError(f"{key!r:.200} is cut up so irregularly that nobody can check it")
+            raise _ImpossibleError(f"{key!r:.200} has too many irregular chunks to check for overlap")
         for other in active:
             if _overlap(box, other):
                 raise _ImpossibleError(
@@ -169,7 +169,10 @@ def _check_disjoint(key: str, boxes: Sequence[_Box]) -> None:
 
 
 def _is_grid(boxes: Sequence[_Box]) -> bool:
-    """Whether the chunks are different cells of one grid, and so lie apart; nearly all shardings do."""
+    """Return whether the chunks are distinct cells of one grid, and so disjoint.
+
+    Nearly all shardings are.
+    """
     if len({offsets for offsets, _ in boxes}) != len(boxes):
         return False
     for dim in range(len(boxes[0][0])):

@@ -1,10 +1,10 @@
-"""Pickles of strangers, made fit to be unpickled: what they name is the unpickler's care, the rest is here.
+"""Untrusted pickles, made safe to unpickle.
 
-An allow-list of classes stops code. It does not stop a pickle that nests tuples a million deep and uses
-the outermost as a key, which overflows the C stack while it is hashed, or one that shares them so that the
-hash takes for ever, or one that writes memo number 2**31, for which the memo is allocated. `sanitize_pickle`
-lets through only the opcodes that pickles of plain data consist of, checks every length, and makes each tuple
-pass through the unpickler's `persistent_load`, which decides what stands for it.
+An allow-list of classes, which the unpickler enforces, stops code. It does not stop a pickle that nests
+tuples a million deep and uses the outermost as a key, which overflows the C stack while it is hashed, or one
+that shares them so that hashing never ends, or one that writes memo number 2**31, for which the memo is
+allocated. `sanitize_pickle` passes only the opcodes of plain data, checks every length, and routes each tuple
+through the unpickler's `persistent_load`, which returns its stand-in.
 """
 
 from __future__ import annotations
@@ -40,22 +40,24 @@ class PickleError(ValueError):
 
 @final
 class Row(tuple[Any, ...]):
-    """Stands for every tuple in a pickle; as a key it is refused, as no honest pickle of ours has one."""
+    """A stand-in for every tuple in a pickle; refused as a key, as ours have none."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
 
 
 def sanitize_pickle(content: bytes, *, persistent_ids: bool = False) -> bytes:
-    """The same pickle, for an unpickler whose `persistent_load` gets every tuple and returns its stand-in.
+    """Rewrite a pickle so that `persistent_load` gets every tuple.
+
+    The unpickler's `persistent_load` returns the stand-in of a tuple.
 
     Args:
         content: a pickle of protocol 2 or later.
-        persistent_ids: whether it may hold persistent ids; they come to `persistent_load` too, as what
-            stands for a tuple there.
+        persistent_ids: whether it may hold persistent ids; these reach `persistent_load`, too, as the
+            stand-in of a tuple.
 
     Raises:
-        PickleError: it is cut short, or holds what no pickle of plain data holds.
+        PickleError: it is cut short, or holds opcodes that pickles of plain data do not have.
     """
     match = (_RUN_PERSISTENT if persistent_ids else _RUN).match
     pieces: list[bytes] = []
@@ -67,7 +69,7 @@ def sanitize_pickle(content: bytes, *, persistent_ids: bool = False) -> bytes:
         if op in _TUPLES:
             pieces += (content[start : end + 1], _THROUGH_HOOK)
             start = position = end + 1
-            # A tuple around a stand-in cannot be hashed either: the arguments of a call, mostly.
+            # A tuple around a stand-in, mostly the arguments of a call, cannot be hashed either.
             if content.startswith(b"\x94\x85", start):
                 position += 2
         elif op == _STOP:
@@ -75,36 +77,36 @@ def sanitize_pickle(content: bytes, *, persistent_ids: bool = False) -> bytes:
             return b"".join(pieces)
         else:
             position = _end_of(content, end, op)
-            if op == _FRAME:  # its length is no longer true, and nobody needs it
+            if op == _FRAME:  # its length is no longer true, and not needed
                 pieces.append(content[start:end])
                 start = position
 
 
-def _end_of(content: bytes, place: int, op: bytes) -> int:
-    """Where the instruction at `place` ends."""
+def _end_of(content: bytes, start: int, op: bytes) -> int:
+    """Return the end of the instruction at `start`."""
     if not op:
         raise PickleError("it ends too early")
     if op in _SIZED:
-        after = place + 1 + _SIZED[op]
-        end = after + int.from_bytes(content[place + 1 : after], "little")
+        after = start + 1 + _SIZED[op]
+        end = after + int.from_bytes(content[start + 1 : after], "little")
     elif op == _GLOBAL:
-        lines = _LINES.match(content, place + 1)
+        lines = _LINES.match(content, start + 1)
         end = len(content) + 1 if lines is None else lines.end()
     elif op == _FRAME:
-        end = place + 9
+        end = start + 9
     elif op == _LONG_BINPUT:
-        end = place + 5
-        if int.from_bytes(content[place + 1 : end], "little") > len(content):
-            raise PickleError(f"an absurd memo number at byte {place}")
+        end = start + 5
+        if int.from_bytes(content[start + 1 : end], "little") > len(content):
+            raise PickleError(f"an absurd memo number at byte {start}")
     else:
-        raise PickleError(f"opcode {op!r} at byte {place}, which no pickle of plain data has")
+        raise PickleError(f"opcode {op!r} at byte {start}, which no pickle of plain data has")
     if end > len(content):
         raise PickleError("it ends too early")
     return end
 
 
 class Sealed(type):
-    """The class of stand-ins: a pickle can set attributes of any class that it reaches, but not of these."""
+    """The metaclass of stand-ins: a pickle cannot set attributes of their classes."""
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise UnsafeCheckpointError(
@@ -113,8 +115,8 @@ class Sealed(type):
 
 
 class Ordered(metaclass=Sealed):
-    """Stands for `OrderedDict`, which pickles make empty and fill afterwards."""
+    """A stand-in for `OrderedDict`, which pickles create empty and fill afterwards."""
 
     def __new__(cls) -> Any:
-        """An empty one; a copy of another would cost what nobody has paid for."""
+        """Return an empty one: copying an argument would bypass the size budget."""
         return OrderedDict()

@@ -1,8 +1,8 @@
-"""The zip archives that `torch.save` writes: where their records lie and what their checksums are.
+"""The zip archives of `torch.save`: locations and checksums of their records.
 
-Only what torch writes is understood: stored records, no comments on them, a directory right before the end.
-Every field that torch's own reader (miniz) believes is checked, so that both see the same archive: one
-flipped bit there makes a chunk unreadable, or (the attribute "directory") makes it load as garbage.
+Only torch's form is accepted: stored records without comments, a directory right before the end. Every field
+that torch's own reader (miniz) trusts is checked, so that both see the same archive: one flipped bit there
+makes a chunk unreadable, or (the attribute "directory") makes it load as garbage.
 
 Source of the structures: PKWARE APPNOTE 6.3.x, sections 4.3.7 (local header), 4.3.12 (central directory),
 4.3.14 to 4.3.16 (end records, zip64), 4.5.3 (zip64 extra field).
@@ -22,9 +22,9 @@ ReadAt: TypeAlias = Callable[[int, int], bytes]
 """(offset from the start of the zip, size) -> the bytes; fewer only where the zip ends."""
 
 TAIL_BYTES: Final = 1024
-"""The end of a zip that torch writes around one tensor is within this many bytes."""
+"""The most bytes that torch writes after the payload of a zip of one tensor."""
 HEAD_BYTES: Final = 1024
-"""Its start, up to the payload, likewise."""
+"""The most bytes before the payload."""
 
 _BLOCK_BYTES: Final = 8 << 20
 _LONGEST_COMMENT: Final = 0xFFFF
@@ -42,13 +42,13 @@ _DIRECTORY_ATTRIBUTE: Final = 0x10
 
 
 class ZipError(ValueError):
-    """The bytes are not a whole zip as torch writes it."""
+    """The bytes are not a complete zip as torch writes it."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record as the directory describes it; offsets count from the start of the zip."""
+    """A record of the directory; offsets count from the start of the zip."""
 
     name: str
     size_bytes: int
@@ -59,12 +59,12 @@ class Record:
 @final
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The records of a zip, by name, in their order in the directory.
+    """The records of a zip, by name, in the order of its directory.
 
     Attributes:
-        root: what all names begin with, before a slash.
+        root: the common prefix of all names, before a slash.
         records: name -> record.
-        start: where the directory begins and the room for records ends.
+        start: the start of the directory, which is the end of the records.
     """
 
     root: str
@@ -73,28 +73,28 @@ class Directory:
 
     @property
     def has_checksums(self) -> bool:
-        """False if torch's CRC32 was switched off when it was written."""
+        """False if torch wrote the zip with CRC32 disabled."""
         return any(record.crc32 for record in self.records.values())
 
     def find(self, name: str) -> Record | None:
-        """The record of that name below the root."""
+        """Return the record of that name below the root."""
         return self.records.get(f"{self.root}/{name}")
 
     def inner_name(self, record: Record) -> str:
-        """Name of a record below the root."""
+        """Return the name of a record below the root."""
         return record.name.removeprefix(f"{self.root}/")
 
     def is_intact(self, record: Record, content: bytes) -> bool:
-        """Whether these are the bytes of the record, as far as checksums tell."""
+        """Return whether `content` is that of the record, as far as checksums tell."""
         same_size = len(content) == record.size_bytes
         return same_size and (crc32(content) == record.crc32 or not self.has_checksums)
 
 
 def read_directory(read_at: ReadAt, size_bytes: int) -> Directory:
-    """Read the directory of the zip of that size, which is its last part.
+    """Read the directory at the end of a zip of that size.
 
     Raises:
-        ZipError: it has none, or one that torch would not have written.
+        ZipError: it has none, or not one that torch writes.
     """
     try:
         return _read_directory(read_at, size_bytes)
@@ -103,10 +103,10 @@ def read_directory(read_at: ReadAt, size_bytes: int) -> Directory:
 
 
 def payload_offset(read_at: ReadAt, directory: Directory, record: Record) -> int:
-    """Where the bytes of a record begin, by its local header.
+    """Return the offset of a record's bytes, from its local header.
 
     Raises:
-        ZipError: the header is not the record's, or there is no room for its bytes.
+        ZipError: the header is not the record's, or its bytes do not fit.
     """
     name = record.name.encode()
     header = read_at(record.header, _LOCAL.size + len(name))
@@ -118,7 +118,7 @@ def payload_offset(read_at: ReadAt, directory: Directory, record: Record) -> int
     if not plain or name_bytes != len(name) or header[_LOCAL.size :] != name:
         raise ZipError(f"the header of {record.name!r:.80} is damaged")
     if start + record.size_bytes > directory.start:
-        raise ZipError(f"{record.name!r:.80} does not lie inside it")
+        raise ZipError(f"{record.name!r:.80} is not inside it")
     return start
 
 
@@ -134,7 +134,7 @@ def _read_directory(read_at: ReadAt, size_bytes: int) -> Directory:
     origin = size_bytes - len(tail)
 
     def read(offset: int, size: int) -> bytes:
-        """From the tail where it reaches."""
+        """Read, from the tail where possible."""
         if offset >= origin:
             return tail[offset - origin : offset - origin + size]
         return read_at(offset, size)
@@ -154,7 +154,10 @@ def _find_end(tail: bytes) -> int:
 
 
 def _end_records(read: ReadAt, end_at: int, size_bytes: int) -> tuple[int, int, int]:
-    """Number of records, and start and size of the directory, on which all end records must agree."""
+    """Return number of records, start and size of the directory.
+
+    All end records must agree.
+    """
     _, *disks, on_disk, total, size, start, comment = _END.unpack(read(end_at, _END.size))
     directory_end = end_at
     wide_at = end_at - _LOCATOR.size - _END64.size
@@ -178,7 +181,7 @@ def _end_records(read: ReadAt, end_at: int, size_bytes: int) -> tuple[int, int, 
 
 
 def _wide_end(read: ReadAt, wide_at: int) -> tuple[int, int, int]:
-    """Number of records, and size and start of the directory, by the 64-bit end record."""
+    """Return number of records, size and start, from the 64-bit end record."""
     locator = _LOCATOR.unpack(read(wide_at + _END64.size, _LOCATOR.size))
     signature, length, _, _, *disks, on_disk, total, size, start = _END64.unpack(read(wide_at, _END64.size))
     ours = (signature, length, *disks) == (b"PK\6\6", _END64.size - 12, 0, 0) and on_disk == total
@@ -193,7 +196,7 @@ def _records(content: bytes, expected: int, directory_start: int) -> dict[str, R
     while position < len(content):
         record, position = _record(content, position)
         if record.header + _LOCAL.size + record.size_bytes > directory_start:
-            raise ZipError(f"{record.name!r:.80} does not lie inside it")
+            raise ZipError(f"{record.name!r:.80} is not inside it")
         records[record.name] = record
         seen.add(record.name.lower())  # torch looks names up without regard to case
     if position != len(content) or not len(seen) == len(records) == expected:
@@ -202,7 +205,7 @@ def _records(content: bytes, expected: int, directory_start: int) -> dict[str, R
 
 
 def _record(content: bytes, position: int) -> tuple[Record, int]:
-    """The record of the directory at `position`, and where the next one begins."""
+    """Return the record of the directory at `position`, and the position of the next."""
     (signature, _, _, flags, method, _, _, crc, packed, size, name_bytes, extra_bytes, comment_bytes, disk,
      _, attributes, header) = _CENTRAL.unpack_from(content, position)  # fmt: skip
     name_at = position + _CENTRAL.size
@@ -221,7 +224,7 @@ def _record(content: bytes, position: int) -> tuple[Record, int]:
 
 
 def _wide(extra: bytes, narrow: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Fill in those of a record's fields that stand in its zip64 field."""
+    """Fill in the fields of a record that are in its zip64 field."""
     position = length = 0
     while position < len(extra):
         kind, length = _EXTRA.unpack_from(extra, position)
@@ -250,15 +253,15 @@ def _damaged() -> ZipError:
 
 
 def verify_records(read_at: ReadAt, directory: Directory) -> None:
-    """Read every record through and compare it with its checksum, in bounded memory.
+    """Read every record and compare it with its checksum, in bounded memory.
 
     Raises:
-        ZipError: one differs, records lie over one another, or a header is damaged.
+        ZipError: one differs, records overlap, or a header is damaged.
     """
     end = 0
     for record in sorted(directory.records.values(), key=lambda record: record.header):
         if record.header < end:
-            raise ZipError(f"{record.name!r:.80} lies over another record")
+            raise ZipError(f"{record.name!r:.80} overlaps another record")
         start = payload_offset(read_at, directory, record)
         end = start + record.size_bytes
         crc = 0

@@ -1,4 +1,4 @@
-"""Options as a frozen value, and how to read it and its policies from a mapping, YAML or TOML.
+"""Options as a frozen value, read from a mapping, YAML or TOML.
 
 A policy is written as a mapping whose entries are joined by "or"; `any`, `all_of` and `not` nest:
 

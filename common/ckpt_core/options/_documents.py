@@ -1,6 +1,6 @@
-"""Text of a person's into plain values; an error says where the fault is, and never what is written there.
+"""Parsing of option files; errors name positions, never the content.
 
-What is written there may be a password: of the document only places are named.
+The content may be a password.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ckpt_core.errors import ConfigError
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value that YAML text stands for.
+    """Parse YAML text.
 
     Args:
         text: the document.
-        where: what people call the place that it is from.
+        where: the origin of the text, for messages.
 
     Raises:
         ConfigError: it is not YAML, or PyYAML is not installed.
@@ -40,10 +40,10 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """The mapping that a `.toml`, `.yaml` or `.yml` file holds; an empty one if it holds nothing.
+    """Read the mapping in a `.toml`, `.yaml` or `.yml` file; empty for an empty file.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: it cannot be read, or holds no mapping.
     """
     if path.suffix not in _PARSERS:
         raise ConfigError(f"{path}: options are read from {', '.join(_PARSERS)} files only")
@@ -65,10 +65,10 @@ def _parse_toml(text: str, where: str) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # Of its message only the place: it may name what it met there.
+        # Only the position of its message: the rest may quote the content.
         _, found, place = str(error).rpartition("(at ")
-        told = f" at {place.rstrip(')')}" if found else ""
-        raise ConfigError(f"{where}: cannot read the options: not TOML{told}") from None
+        position = f" at {place.rstrip(')')}" if found else ""
+        raise ConfigError(f"{where}: cannot read the options: not TOML{position}") from None
 
 
 _PARSERS: Final[Mapping[str, Callable[[str, str], Any]]] = {

@@ -1,4 +1,4 @@
-"""The options of a manager as one frozen value, and how to read them from a file."""
+"""The options of a manager as one frozen value."""
 
 from __future__ import annotations
 
@@ -23,75 +23,73 @@ Verify = Literal["full", "read", "off"]
 OnDivergence = Literal["refuse", "warn", "keep-each"]
 Checksums = Literal["crc32", "sha256"]
 SignManifest: TypeAlias = Callable[[str, bytes], bytes]
-"""Signs a manifest: the checkpoint's name and the bytes of `manifest.json` -> a detached signature."""
+"""A function that signs: checkpoint name, bytes of `manifest.json` -> a detached signature."""
 VerifyManifest: TypeAlias = Callable[[str, bytes, bytes], bool]
-"""Judges a manifest: name, the bytes of `manifest.json`, signature or b"" -> whether it may be used."""
+"""A function that judges: name, bytes of `manifest.json`, signature or b"" -> whether it may be used."""
 
 _LONGEST_JOB_NAME: Final = 200
 
 SECTION = "checkpoint"
-"""The top-level key under which a file that also holds other things keeps our options."""
+"""The top-level key of our options in a file with other content."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointOptions:
-    """What a `CheckpointManager` does, apart from where.
+    """The behaviour of a `CheckpointManager`.
 
     Attributes:
-        save: when to save; None leaves every save to explicit calls.
-        keep: which checkpoints a prune spares; None never prunes.
-        abandoned: what a prune does with checkpoints that the present lineage does not go on from, because
-            training began afresh or went back: `keep` them, or `prune` those that are not pinned, the oldest
-            first, as those of the present lineage take the places that the `keep` policy has. With `keep` as
-            None it has no effect.
-        back_pressure: what a save that is due does while every arena is in flight: `wait` for the oldest;
-            `skip`, so that it is lost; or `coalesce`: all that are due meanwhile become one, which `due` and
-            `maybe_save` ask for at the first step at which an arena is free on every rank, with the state of
-            that step. One that is pending when the manager is closed is not made.
-        arenas: how many saves may be in flight at once, 1 or 2; each has its copy of this rank's share of
-            the state in host memory, and none is allocated before it is needed.
-        staging_memory: the most host memory, in bytes or as "512 MiB", that all arenas of one rank may
-            take; None for what is free when one is made, less a headroom (5 %, at least 512 MiB).
-            Ranks of one machine do not see what the others are about to take: there a number is safer.
+        save: when to save; None: only explicit calls save.
+        keep: which checkpoints a prune keeps; None never prunes.
+        abandoned: what a prune does with abandoned checkpoints, from which the present lineage does not
+            continue because training restarted or went back: `keep` them, or `prune` the unpinned ones, the
+            oldest first, as checkpoints of the present lineage take the places of the `keep` policy. With
+            `keep` as None it has no effect.
+        back_pressure: what to do when a save is due and every arena is in flight: `wait` for the oldest;
+            `skip` the save; or `coalesce` all missed saves into one, for which `due` and `maybe_save` ask at
+            the first step at which an arena is free on every rank, with the state of that step. A pending one
+            is dropped when the manager is closed.
+        arenas: the number of saves that may be in flight, 1 or 2; each has its copy of this rank's share of
+            the state in host memory, allocated when it is first needed.
+        staging_memory: the most host memory, in bytes or as "512 MiB", for all arenas of one rank; None for
+            the free memory at the time of allocation, less a headroom (5 %, at least 512 MiB). Ranks of one
+            machine do not see what the others are about to allocate: there a number is safer.
         write_bandwidth: the most bytes per second that one rank writes, as a number or as "500 MB/s"; None
-            for as many as possible.
-        headroom: what a save leaves free on the filesystem of the root, in bytes, as "2 GiB" or as "5 %";
-            None for 1 %, at most 1 GiB. A save that would leave less is refused before it writes anything,
-            unless there is room once checkpoints are removed that `keep` would drop after it anyway.
-        staging: whether a save returns when the state is copied (`blocking`), or before, so that parameters
-            and optimizer state are copied while forward and backward run (`overlapped`): then nothing but
-            the optimizers' steps may change them until the handle's `staged` is done or `wait_staged` of
-            the manager has returned.
+            for no limit.
+        headroom: the space that a save leaves free on the filesystem of the root, in bytes, as "2 GiB" or as
+            "5 %"; None for 1 %, at most 1 GiB. A save that would leave less is refused before it writes,
+            unless there is enough space once checkpoints are removed that `keep` would drop after it anyway.
+        staging: whether a save returns after the state is copied (`blocking`), or earlier, so that parameters
+            and optimizer state are copied during forward and backward (`overlapped`): then only the
+            optimizers' steps may change them until the handle's `staged` is done or the manager's
+            `wait_staged` has returned.
         reject_non_finite: whether a save fails, and commits nothing, if a weight or a value of an optimizer's
-            state that it would commit, or the metric `loss`, is NaN or infinite. Module buffers may be. With
-            `on_error="warn"` training goes on, and what is committed stays the last that was fine.
+            state, or the metric `loss`, is NaN or infinite. Module buffers are not checked. With
+            `on_error="warn"` training continues, and the last finite checkpoint remains the newest.
         on_error: whether a failed background save stops the training or is only reported.
-        on_divergence: what a save does when ranks hold different values under one name: it fails on all ranks
-            (`refuse`); it saves the lowest rank's values, all of them, and says so once (`warn`); or it saves
-            every rank's own, for a resume on as many ranks (`keep-each`), which takes the room of all.
-        checksum: of the files of a save, in the manifest: `crc32` finds what storage does to them, `sha256`
-            also what people do. Tensors have a CRC-32 of their own either way.
-        sign_manifest: a function, or where to import one from, as "package.module:function": called with the
-            name of the checkpoint and the bytes of `manifest.json` before the marker is written, on the
-            coordinator's saving thread. What it returns is kept beside as `manifest.json.sig`; what it raises
-            fails the save.
-        verify_manifest: the same, for loads: called on the coordinator, before anything else of a checkpoint
-            is used, with its name, the bytes of `manifest.json` and of `manifest.json.sig` (b"" if there is
-            none). Unless it returns True the checkpoint is refused, and `resume` passes it over; an OSError
-            says that it cannot be known now, and ends the load.
-        verify: what is compared with its checksums before anything live changes: the bytes that will be
-            used and, on a local filesystem, those around them (`read`), all of the checkpoint (`full`), or
-            nothing but the small files (`off`). True means `read`, False means `off`, which is what YAML
-            makes of that word.
-        read_once: whether bytes that several ranks need are read by one of them, which passes them on;
-            without it every rank reads for itself.
+        on_divergence: what to do when ranks hold different values under one name: fail on all ranks
+            (`refuse`); save all values of the lowest rank and warn once (`warn`); or save every rank's
+            values, for a resume on the same number of ranks (`keep-each`), which takes the space of all.
+        checksum: of the files of a save, in the manifest: `crc32` detects faults of storage, `sha256` also
+            changes on purpose. Tensors have a CRC-32 of their own either way.
+        sign_manifest: a function, or its import path as "package.module:function": called with the name of
+            the checkpoint and the bytes of `manifest.json` before the marker is written, on the coordinator's
+            save thread. Its result is stored beside as `manifest.json.sig`; an exception fails the save.
+        verify_manifest: a function, or its import path, for loads: called on the coordinator, before any
+            other file of a checkpoint is used, with its name, the bytes of `manifest.json` and of
+            `manifest.json.sig` (b"" if there is none). Unless it returns True the checkpoint is refused, and
+            `resume` skips it; an OSError means that it cannot decide now, and ends the load.
+        verify: which bytes are compared with their checksums before anything live changes: those to be loaded
+            and, on a local filesystem, those around them (`read`), the whole checkpoint (`full`), or only the
+            small files (`off`). True means `read`, False means `off`, as YAML reads that word.
+        read_once: whether bytes that several ranks need are read by one of them and broadcast; if False,
+            every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.
-        deadline_seconds: how long ranks wait for one another before they give up.
-        job_name: what `writer.json` calls this job, for whoever finds the root in use; then it tells neither
-            host nor process. None for the name of the script, with both.
+        deadline_seconds: the longest wait of ranks for one another.
+        job_name: the name of this job in `writer.json`, for a job that finds the root in use; host and
+            process are then omitted. None for the name of the script, with both.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint; `request_seconds` and
-            `conditional_writes` are of `ObjectStorage`. No repr, error or log shows their values.
+            `conditional_writes` belong to `ObjectStorage`. No repr, error or log shows their values.
     """
 
     save: SavePolicy | None = None
@@ -107,7 +105,7 @@ class CheckpointOptions:
     on_error: OnError = "raise"
     on_divergence: OnDivergence = "refuse"
     checksum: Checksums = "crc32"
-    # Not shown: what a function was bound to may be a key.
+    # Not shown: a function may be bound to a key.
     sign_manifest: SignManifest | str | None = field(default=None, repr=False)
     verify_manifest: VerifyManifest | str | None = field(default=None, repr=False)
     verify: Verify | bool = "read"
@@ -172,15 +170,15 @@ class CheckpointOptions:
 
     @property
     def free_headroom(self) -> Headroom:
-        """`headroom` as a value that can be asked for bytes."""
+        """`headroom` as a `Headroom`."""
         return parse_headroom(self.headroom)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Options from plain values, as a YAML or TOML file holds them.
+        """Build options from plain values, as in a YAML or TOML file.
 
         Raises:
-            ConfigError: something is wrong; the message lists every offender.
+            ConfigError: invalid options; the message lists all of them.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"checkpoint options must be a mapping, not {type(mapping).__name__}")
@@ -198,10 +196,12 @@ class CheckpointOptions:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Options from a `.toml`, `.yaml` or `.yml` file: all of it, or its section `checkpoint`.
+        """Read options from a `.toml`, `.yaml` or `.yml` file.
+
+        They are the whole file, or its section `checkpoint`.
 
         Raises:
-            ConfigError: the file cannot be read or something in it is wrong.
+            ConfigError: the file cannot be read or an option is invalid.
         """
         document = read_document(Path(path))
         try:
@@ -242,7 +242,7 @@ def _headroom(value: Any) -> str | None:
 
 
 def _string_keys(name: str, value: Any) -> str | None:
-    # It may hold passwords, so that no error shows more of it than its names.
+    # It may hold passwords: errors show only its names.
     if not isinstance(value, Mapping):
         return f"{name} must be a mapping with string keys, not {type(value).__name__}"
     wrong = sorted({type(key).__name__ for key in value if not isinstance(key, str)})

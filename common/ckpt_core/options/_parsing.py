@@ -1,4 +1,4 @@
-"""Parsing of options: problems gathered for one report, and amounts of memory as people write them."""
+"""Parsing of options: collected problems, and amounts of memory as text."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ckpt_core.errors import ConfigError
 
 @final
 class Problems:
-    """Collects what is wrong; used by one reader at a time."""
+    """A collector of problems, for one reader."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
 
     def add(self, problem: str) -> None:
-        """Note one problem."""
+        """Record one problem."""
         self._found.append(problem)
 
     def collect(self, build: Callable[..., Any], *arguments: Any, prefix: str = "") -> Any:
-        """What `build(*arguments)` returns, or None with its error noted."""
+        """Call `build(*arguments)`; on ConfigError record it and return None."""
         try:
             return build(*arguments)
         except ConfigError as error:
@@ -32,14 +32,14 @@ class Problems:
             return None
 
     def unknown(self, where: str, keys: Iterable[Any], allowed: Collection[str]) -> None:
-        """Note every key that is not allowed, with the nearest one that is."""
+        """Record every key that is not allowed, with the most similar one that is."""
         wrong = [key for key in keys if key not in allowed]
         if wrong:
             named = ", ".join(f"{key!r}{_hint(key, allowed)}" for key in wrong)
             self.add(f"{where}: unknown {named}; allowed are {', '.join(sorted(allowed))}")
 
     def raise_if_any(self, separator: str = "\n") -> None:
-        """Raise one error with all problems noted.
+        """Raise one error with all recorded problems.
 
         Raises:
             ConfigError: there is at least one.
@@ -65,7 +65,7 @@ _SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 
 
 def bytes_text(size: float) -> str:
-    """A size for people: `1.5 GiB`."""
+    """Format a size for messages: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -76,18 +76,18 @@ def bytes_text(size: float) -> str:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Headroom:
-    """What saves leave free of a filesystem.
+    """The space that saves leave free on a filesystem.
 
     Attributes:
-        most_bytes: so many bytes; None for no such bound.
-        share: or this part of the filesystem, below 1; None for no such bound.
+        most_bytes: the most bytes; None for no such limit.
+        share: or this share of the filesystem, below 1; None for no such limit.
     """
 
     most_bytes: int | None = None
     share: float | None = None
 
     def of(self, total_bytes: int | None) -> int:
-        """In bytes: the smaller of the two, and nothing where it would depend on a size nobody knows."""
+        """Return the smaller limit in bytes; 0 if it depends on an unknown size."""
         bounds = [] if self.most_bytes is None else [self.most_bytes]
         if self.share is not None:
             bounds.append(int(self.share * (total_bytes or 0)))
@@ -98,7 +98,9 @@ DEFAULT_HEADROOM: Final = Headroom(most_bytes=1 << 30, share=0.01)
 
 
 def parse_headroom(value: Any) -> Headroom:
-    """A headroom from a number of bytes, from text such as "2 GiB" or "5 %"; None is 1 %, at most 1 GiB.
+    """Parse a headroom: a number of bytes, "2 GiB" or "5 %"; None is the default.
+
+    The default is 1 %, at most 1 GiB.
 
     Raises:
         ConfigError: it is none of these, or below 0, or 100 % and more.
@@ -117,12 +119,12 @@ def parse_headroom(value: Any) -> Headroom:
 
 
 def parse_size(name: str, value: Any, *, rate: bool = False) -> int | None:
-    """A number of bytes from a number, or from text such as "512 MiB" or "1.5 GB"; None stays None.
+    """Parse a number of bytes: a number, "512 MiB" or "1.5 GB"; None stays None.
 
     Args:
         name: of the option, for messages.
-        value: what was written; KB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
-        rate: whether it is bytes per second; "/s" may then follow the unit.
+        value: the option's value; KB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
+        rate: whether it is bytes per second, with an optional "/s" after the unit.
 
     Raises:
         ConfigError: it is none of these, or not above 0.

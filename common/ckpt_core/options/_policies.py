@@ -1,4 +1,4 @@
-"""How policies are written in plain values."""
+"""Policies written as plain values."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def policy_from(value: Any, kind: Literal["keep"]) -> RetentionPolicy: ...
 @overload
 def policy_from(value: Any, kind: str) -> SavePolicy | RetentionPolicy: ...
 def policy_from(value: Any, kind: str) -> SavePolicy | RetentionPolicy:
-    """A policy from a policy, a mapping, or a list of either; entries are joined by "or".
+    """Build a policy from a policy, a mapping, or a list of them, joined by "or".
 
     Args:
         value: e.g. `{"every_steps": 500, "on_preemption": True}` or `[KeepLatest(3), {"every": 10_000}]`; a
-            number alone is a number of steps to save every, or of checkpoints to keep.
+            number alone is the number of steps between saves, or of checkpoints to keep.
         kind: `save` for when to save, `keep` for what to keep.
 
     Raises:
-        ConfigError: something is wrong; the message lists every offender.
+        ConfigError: invalid policies; the message lists all of them.
     """
     require("policy_from", one_of("kind", kind, ("save", "keep")))
     return _any_of(value, _SAVE, kind) if kind == "save" else _any_of(value, _KEEP, kind)
@@ -41,7 +41,7 @@ def policy_from(value: Any, kind: str) -> SavePolicy | RetentionPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Grammar(Generic[Policy]):
-    """The words of one kind of policy. A builder returns None for a switch that is off."""
+    """The vocabulary of one kind of policy; builders return None for a switch off."""
 
     base: type
     number: Callable[[int], Policy]
@@ -49,7 +49,7 @@ class _Grammar(Generic[Policy]):
 
 
 def _members(value: Any, grammar: _Grammar[Policy], where: str) -> list[Policy]:
-    """The policies that `value` spells, unjoined; never empty."""
+    """Build the policies in `value`, not joined; never empty."""
     if isinstance(value, grammar.base):
         return [cast("Policy", value)]
     if type(value) is int:
@@ -69,7 +69,7 @@ def _members(value: Any, grammar: _Grammar[Policy], where: str) -> list[Policy]:
     problems.raise_if_any()
     found = [member for member in members if member is not None]
     if not found:
-        raise ConfigError(f"{where}: names no policy; leave it out if none is wanted")
+        raise ConfigError(f"{where}: names no policy; leave it out for no policy")
     return found
 
 
@@ -106,7 +106,7 @@ def _none_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
 
 
 def _with(make: Callable[..., Policy], first: str, *others: str) -> Callable[[Any], Policy]:
-    """A policy written as its first argument alone, or as a mapping of all its arguments."""
+    """Return a builder for a policy given as its first argument or a mapping of all."""
 
     def build(value: Any) -> Policy:
         if not isinstance(value, Mapping):
@@ -122,7 +122,7 @@ def _with(make: Callable[..., Policy], first: str, *others: str) -> Callable[[An
 
 
 def _switch(make: Callable[[], Policy]) -> Callable[[Any], Policy | None]:
-    """A policy written as `true`."""
+    """Return a builder for a policy given as `true`."""
 
     def build(value: Any) -> Policy | None:
         require("switch", boolean("value", value))

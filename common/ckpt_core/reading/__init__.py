@@ -1,4 +1,4 @@
-"""Bytes from storage into memory, verified; knows nothing of DCP, ranks or live state."""
+"""Verified reads from storage into memory, independent of DCP, ranks, live state."""
 
 from ckpt_core.reading._engine import Engine
 from ckpt_core.reading._payloads import MAX_TAKE_BYTES, Payload, RangeRead

@@ -1,4 +1,4 @@
-"""Memory to read into: page-aligned, bounded, used again and again."""
+"""Reusable, page-aligned memory to read into, of bounded size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_core.reading._payloads import MAX_TAKE_BYTES
 from ckpt_core.storage import ALIGNMENT
 
 REQUEST_BYTES: Final = 4 << 20
-"""Largest request that goes through a buffer, but for a range that has to be taken at once."""
+"""Largest request that goes through a buffer, except for a range with `take`."""
 
 _LARGE_BYTES: Final = MAX_TAKE_BYTES + 2 * REQUEST_BYTES + ALIGNMENT
 _LARGE_BUFFERS: Final = 4
@@ -20,10 +20,10 @@ _LARGE_BUFFERS: Final = 4
 
 @final
 class Buffers:
-    """Lends memory to threads; what is given back is lent again.
+    """A pool of memory for reading threads.
 
-    One buffer of `REQUEST_BYTES` for each thread, and four large ones for all, which have to be waited for:
-    at most 16 * 4 MiB + 4 * 40 MiB for 16 threads. Pages that were never written to take no memory.
+    One buffer of `REQUEST_BYTES` for each thread, and four large ones for all threads, which wait for a free
+    one: at most 16 * 4 MiB + 4 * 40 MiB for 16 threads. Pages that were never written take no memory.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Buffers:
 
     @contextmanager
     def lend(self, offset: int, size_bytes: int) -> Generator[memoryview]:
-        """Memory for bytes that lie at `offset` in a file, aligned to a page as they are there."""
+        """Lend memory for bytes at `offset` in a file, with the same alignment to a page."""
         skew = offset % ALIGNMENT
         if size_bytes <= REQUEST_BYTES:
             with _lent(self._small, REQUEST_BYTES + ALIGNMENT) as buffer:
@@ -45,7 +45,7 @@ class Buffers:
 
 @contextmanager
 def _lent(free: list[memoryview], size_bytes: int) -> Generator[memoryview]:
-    # The last given back is the likeliest to be in a cache. `pop` and `append` are atomic.
+    # The last one returned is the likeliest to be in a cache. `pop` and `append` are atomic.
     try:
         buffer = free.pop()
     except IndexError:

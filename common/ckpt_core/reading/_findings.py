@@ -1,4 +1,4 @@
-"""What a verification finds, told file by file for the person on call."""
+"""The report of a verification, file by file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_core.reading._payloads import Payload
 from ckpt_core.reading._requests import Piece
 
 _MAX_NAMED: Final = 3
-"""How many ranges or tensors one problem lists; a lost file has thousands."""
+"""The most ranges or tensors that one problem lists; a lost file has thousands."""
 
 
 class _Damage(NamedTuple):
@@ -22,7 +22,7 @@ class _Damage(NamedTuple):
 
 @final
 class VerifyReport:
-    """Collects from all threads: one problem for every tensor, or one for a file that is missing or cut."""
+    """The problems found by all threads: one per tensor, or per lost or short file."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -33,36 +33,36 @@ class VerifyReport:
         self._unverifiable: list[Payload] = []
 
     def add_missing(self, path: str, problem: str = "missing") -> None:
-        """The file does not exist, or what has its name is none."""
+        """Record that a file does not exist or is not a regular file."""
         self._missing[path] = problem
 
     def is_missing(self, path: str) -> bool:
-        """Whether it is known by now that the file does not exist."""
+        """Return whether the file is already known to be missing."""
         return path in self._missing
 
     def add_unverifiable(self, payload: Payload) -> None:
-        """There is no checksum to compare a payload with."""
+        """Record that a payload has no checksum."""
         self._unverifiable.append(payload)
 
     def add_cut(self, piece: Piece, file_bytes: int) -> None:
-        """The file ends before the piece does."""
+        """Record that the file ends before the piece does."""
         with self._guard:
             self._sizes[piece.payload.path] = file_bytes
             self._cut[piece.payload.path].append(piece)
 
     def add_unreadable(self, piece: Piece, error: OSError) -> None:
-        """The device cannot read the piece."""
+        """Record that the device cannot read the piece."""
         self._add(piece, "unreadable", f"cannot be read: {error}")
 
     def add_changed(self, piece: Piece, found: int) -> None:
-        """The piece is there, but it is not what was saved."""
+        """Record that the piece differs from what was saved."""
         saved = f"{piece.crc32:08x}"
         self._add(
-            piece, "changed", f"are not those that were saved: CRC-32 is {found:08x}, {saved} was saved"
+            piece, "changed", f"differ from those that were saved: CRC-32 is {found:08x}, {saved} was saved"
         )
 
     def report(self) -> list[FileFailure]:
-        """Everything, by path and place in the file."""
+        """Return all failures, by path and position in the file."""
         found = [
             *((path, -1, problem) for path, problem in self._missing.items()),
             *((path, -1, self._cut_text(path)) for path in self._cut if path not in self._missing),
@@ -95,7 +95,7 @@ class VerifyReport:
 
 
 def _runs(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Neighbours together, as places in the file."""
+    """Join neighbouring pieces to ranges of the file."""
     runs: list[tuple[int, int]] = []
     for piece in pieces:
         if runs and piece.file_start <= runs[-1][1]:

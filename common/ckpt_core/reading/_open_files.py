@@ -1,4 +1,4 @@
-"""The data files of a checkpoint, each opened when it is first read."""
+"""The open data files of a checkpoint, and the bytes kept of them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ckpt_core.storage import RangeReader, Storage
 
 @final
 class Budget:
-    """How many bytes may still be kept, for all files together."""
+    """The number of bytes that may still be kept, for all files together."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._left = size_bytes
+        self._remaining = size_bytes
         self._guard = threading.Lock()
 
     def take(self, size_bytes: int) -> bool:
-        """Whether as much was left; it is not from now on."""
+        """Reserve bytes; return False if fewer remain."""
         with self._guard:
-            if size_bytes > self._left:
+            if size_bytes > self._remaining:
                 return False
-            self._left -= size_bytes
+            self._remaining -= size_bytes
             return True
 
 
 @final
 class KeptFile:
-    """A file of which some ranges lie in memory; the others are read from `inner`.
+    """A file with some ranges in memory; the others are read from `inner`.
 
-    Concurrency: all methods may be called from several threads at once.
+    Concurrency: all methods may be called from several threads.
     """
 
     def __init__(self, inner: RangeReader, budget: Budget) -> None:
@@ -45,11 +45,11 @@ class KeptFile:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file."""
+        """The size of the file."""
         return self._inner.size_bytes
 
     def keep(self, offset: int, content: memoryview) -> None:
-        """Keep a copy of what lies at `offset`, unless the budget is spent."""
+        """Keep a copy of the bytes at `offset`, unless the budget is spent."""
         if offset in self._kept or not self._budget.take(len(content)):
             return
         copy = bytes(content)
@@ -59,7 +59,7 @@ class KeptFile:
                 insort(self._starts, offset)
 
     def holds(self, start: int, stop: int) -> bool:
-        """Whether every byte of the range is kept."""
+        """Return whether every byte of the range is kept."""
         while start < stop:
             found = self._at(start)
             if found is None:
@@ -68,7 +68,7 @@ class KeptFile:
         return True
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from memory as far as possible."""
+        """Fill the buffer, from memory where bytes are kept."""
         while buffer:
             found = self._at(offset)
             if found is None:
@@ -82,7 +82,7 @@ class KeptFile:
             offset, buffer = offset + count, buffer[count:]
 
     def _at(self, offset: int) -> tuple[int, bytes] | None:
-        """The kept range that `offset` lies in, and where it starts."""
+        """Return the kept range that contains `offset`, and its start."""
         with self._guard:
             place = bisect_right(self._starts, offset)
             if not place:
@@ -92,21 +92,21 @@ class KeptFile:
         return (start, content) if offset < start + len(content) else None
 
     def _next_start(self, offset: int) -> int:
-        """Where the first kept range after `offset` starts, or a place after all files."""
+        """Return the start of the first kept range after `offset`, or a huge number."""
         with self._guard:
             place = bisect_right(self._starts, offset)
             return self._starts[place] if place < len(self._starts) else sys.maxsize
 
 
 _MAX_OPEN: Final = 128
-"""With more files than this, each is closed when a pass is done with it: descriptors are few."""
+"""With more files, each is closed when a pass has finished with it, to save descriptors."""
 
 
 @final
 class OpenFiles:
-    """All files of one checkpoint, and how many bytes were asked of them.
+    """All files of one checkpoint, and the number of bytes requested from them.
 
-    Concurrency: `at`, `kept` and `done` may be called from several threads at once during a pass.
+    Concurrency: `at`, `kept` and `done` may be called from several threads during a pass.
     """
 
     def __init__(self, storage: Storage, directory: str, keep_bytes: int) -> None:
@@ -115,22 +115,22 @@ class OpenFiles:
         self._budget = None if storage.rereads_from_memory else Budget(keep_bytes)
         self._sources: dict[str, _SourceFile] = {}
         self._kept: dict[str, KeptFile] = {}
-        self._left: dict[str, int] = {}
+        self._remaining: dict[str, int] = {}
         self._guard = threading.Lock()
 
     @property
     def bytes_read(self) -> int:
-        """Bytes asked of storage so far."""
+        """Bytes requested from storage so far."""
         return sum(source.bytes_read for source in self._sources.values())
 
     @property
     def reopens(self) -> bool:
-        """Whether what one pass has opened may be another file when the next opens it again."""
+        """Whether the passes open files separately, and so perhaps different ones."""
         return len(self._sources) > _MAX_OPEN
 
     def begin(self, requests: Mapping[str, int]) -> None:
-        """Expect as many requests of each path in the pass that begins."""
-        self._left = dict(requests)
+        """Begin a pass with that number of requests for each path."""
+        self._remaining = dict(requests)
         for path in requests:
             if path not in self._sources:
                 key = f"{self._directory}/{path}" if self._directory else path
@@ -139,23 +139,23 @@ class OpenFiles:
                     self._kept[path] = KeptFile(self._sources[path], self._budget)
 
     def at(self, path: str) -> RangeReader:
-        """The file, of a path that was announced by `begin`."""
+        """Return the file of a path that was given to `begin`."""
         return self._kept.get(path) or self._sources[path]
 
     def kept(self, path: str) -> KeptFile | None:
-        """The same, where bytes are kept from pass to pass."""
+        """Return the same file, where bytes are kept between passes."""
         return self._kept.get(path)
 
     def done(self, path: str) -> None:
-        """One of the requests has been served."""
+        """Count a served request; close a file after its last one if needed."""
         with self._guard:
-            self._left[path] -= 1
-            last = self._left[path] == 0
+            self._remaining[path] -= 1
+            last = self._remaining[path] == 0
         if last and self.reopens:
             self._sources[path].close()
 
     def close(self) -> None:
-        """Close all files and forget what was kept."""
+        """Close all files and drop kept bytes."""
         self._kept.clear()
         for source in self._sources.values():
             source.close()
@@ -163,7 +163,7 @@ class OpenFiles:
 
 @final
 class _SourceFile:
-    """A file of a storage; opened again if it is read after `close`."""
+    """A file of a storage; a read after `close` opens it again."""
 
     def __init__(self, storage: Storage, key: str) -> None:
         self._storage = storage
@@ -175,11 +175,11 @@ class _SourceFile:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file."""
+        """The size of the file."""
         return self._open().size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer with what follows `offset`."""
+        """Fill the buffer from `offset` on."""
         try:
             reader = self._open(asked_bytes=len(buffer))
             reader.read_into(offset, buffer)
@@ -188,7 +188,7 @@ class _SourceFile:
             raise
 
     def close(self) -> None:
-        """Close the file, which nobody is reading."""
+        """Close the file; no thread is reading it."""
         with self._guard:
             self._reader = None
             self._closing.close()

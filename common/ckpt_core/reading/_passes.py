@@ -1,4 +1,4 @@
-"""The two passes of a read: verify every piece against its checksum, then deliver the bytes."""
+"""The two passes of a read: verify all pieces, then deliver the bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ckpt_core.storage import ForeignFileError
 
 
 def deliver(request: Request, files: OpenFiles, buffers: Buffers) -> None:
-    """Serve one request; called from several threads at once.
+    """Serve one request; called from several threads.
 
     Raises:
-        CorruptCheckpointError: the bytes are not what their checksum promises; none of them were delivered.
+        CorruptCheckpointError: the bytes differ from their checksum; none of them were delivered.
     """
     file = files.at(request.path)
     if request.direct:
@@ -32,26 +32,26 @@ def deliver(request: Request, files: OpenFiles, buffers: Buffers) -> None:
         file.read_into(request.start, buffer)
         _compare(request, buffer)
         for order in request.orders:
-            _hand_over(order, buffer[order.first - request.start : order.last - request.start])
+            _deliver(order, buffer[order.first - request.start : order.last - request.start])
 
 
 def _compare(request: Request, buffer: memoryview) -> None:
-    findings = VerifyReport()
+    report = VerifyReport()
     for order in request.orders:
         for piece in order.pieces:
             start = piece.file_start - request.start
             found = crc32(buffer[start : start + piece.stop - piece.start])
             if piece.crc32 not in {None, found}:
-                findings.add_changed(piece, found)
-    if failures := findings.report():
+                report.add_changed(piece, found)
+    if failures := report.report():
         raise CorruptCheckpointError(
-            f"{failures[0]}; it was whole when it was verified a moment ago, so something else writes to "
+            f"{failures[0]}; it was whole when it was verified a moment ago, so another program writes to "
             "this checkpoint, or the storage is failing",
             failures=failures,
         )
 
 
-def _hand_over(order: Order, content: memoryview) -> None:
+def _deliver(order: Order, content: memoryview) -> None:
     if order.into is not None:
         order.into[:] = content
     elif order.take is not None:
@@ -60,50 +60,50 @@ def _hand_over(order: Order, content: memoryview) -> None:
 
 @final
 class VerifyPass:
-    """One verification, in the order `plan`, `serve` of every request, `report`.
+    """One verification: `plan`, `serve` for every request, then `report`.
 
-    Concurrency: `serve` may be called from several threads at once.
+    Concurrency: `serve` may be called from several threads.
     """
 
     def __init__(self, files: OpenFiles, buffers: Buffers, steps: dict[tuple[str, int, int], int]) -> None:
-        """`steps` receives the checksums of steps of pieces that are too large for a buffer."""
+        """Store in `steps` the checksums of the steps of pieces too large for a buffer."""
         self._files = files
         self._buffers = buffers
         self._steps = steps
-        self._findings = VerifyReport()
+        self._report = VerifyReport()
         self._large: Sequence[Piece] = ()
 
-    def plan(self, wanted: Iterable[RangeRead], limits: Limits) -> Sequence[Request]:
-        """What has to be read."""
-        requests, self._large, unverifiable = plan_verify(wanted, limits)
+    def plan(self, ranges: Iterable[RangeRead], limits: Limits) -> Sequence[Request]:
+        """Plan the requests of the pass."""
+        requests, self._large, unverifiable = plan_verify(ranges, limits)
         for payload in unverifiable:
-            self._findings.add_unverifiable(payload)
+            self._report.add_unverifiable(payload)
         for piece in self._large:
             for step in steps_of(piece):
-                self._steps.pop(step.place, None)
+                self._steps.pop(step.identity, None)
         return requests
 
     def serve(self, request: Request) -> None:
-        """Read and compare; damage is noted, any other error raised."""
-        if self._findings.is_missing(request.path):
+        """Read and compare; record damage, raise any other error."""
+        if self._report.is_missing(request.path):
             return
         try:
             self._compare(request)
         except FileNotFoundError:
-            self._findings.add_missing(request.path)
+            self._report.add_missing(request.path)
         except ForeignFileError as error:
-            self._findings.add_missing(request.path, str(error.strerror))
+            self._report.add_missing(request.path, str(error.strerror))
         except (EOFError, OSError) as error:
-            # A block that the device cannot read is lost; any other error may be gone at the next try.
+            # A block that the device cannot read is lost; any other error may be temporary.
             if isinstance(error, OSError) and error.errno != errno.EIO:
                 raise
             self._narrow_down(request, error)
 
     def report(self) -> list[FileFailure]:
-        """What is wrong, once every request has been served."""
+        """Return the failures, once every request has been served."""
         for piece in self._large:
             self._compare_steps(piece)
-        return self._findings.report()
+        return self._report.report()
 
     def _compare(self, request: Request) -> None:
         with self._buffers.lend(request.start, request.stop - request.start) as buffer:
@@ -120,34 +120,34 @@ class VerifyPass:
                 kept.keep(request.start, buffer)
 
     def _is_intact(self, piece: Piece, content: memoryview) -> bool:
-        """Whether the piece is what was saved; of a step it is only known later."""
+        """Return whether the piece is intact; that of a step is known only later."""
         found = crc32(content)
         if piece.crc32 is None:
-            self._steps[piece.place] = found
+            self._steps[piece.identity] = found
         elif found != piece.crc32:
-            self._findings.add_changed(piece, found)
+            self._report.add_changed(piece, found)
             return False
         return True
 
     def _narrow_down(self, request: Request, error: EOFError | OSError) -> None:
-        """Each piece by itself, so that those which can be read are not blamed."""
+        """Read each piece by itself, so that readable ones are not reported."""
         if len(request.orders) > 1:
             for order in request.orders:
                 self.serve(Request(request.path, order.start, order.stop, [order]))
             return
         (piece,) = request.orders[0].pieces
         if isinstance(error, OSError):
-            self._findings.add_unreadable(piece, error)
+            self._report.add_unreadable(piece, error)
         else:
-            self._findings.add_cut(piece, self._files.at(request.path).size_bytes)
+            self._report.add_cut(piece, self._files.at(request.path).size_bytes)
 
     def _compare_steps(self, piece: Piece) -> None:
-        """Join the checksums of the steps; without all of them the reason is known already."""
+        """Combine the checksums of the steps; if one is missing, its failure is recorded."""
         found = 0
         for step in steps_of(piece):
-            crc = self._steps.get(step.place)
+            crc = self._steps.get(step.identity)
             if crc is None:
                 return
             found = combine_crc32(found, crc, step.stop - step.start)
         if found != piece.crc32:
-            self._findings.add_changed(piece, found)
+            self._report.add_changed(piece, found)

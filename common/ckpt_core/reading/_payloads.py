@@ -1,4 +1,4 @@
-"""What is asked of the engine: payloads, and the ranges of them that are wanted."""
+"""The input of the engine: payloads, and ranges of them with their destinations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 MAX_TAKE_BYTES: Final = 32 << 20
-"""Longest range that can be taken at once; longer ones are read straight into place, or taken in parts."""
+"""Longest range that `take` can get; longer ones are read directly into place, or taken in parts."""
 
 
 @final
@@ -16,16 +16,16 @@ class Payload:
     """The raw bytes of one tensor chunk in a data file.
 
     Attributes:
-        path: of the file, POSIX-relative to the checkpoint directory.
+        path: POSIX-relative to the checkpoint directory.
         key: DCP's flattened name, for errors.
-        offset: where the first byte lies in the file.
-        size_bytes: of the payload.
-        crc32: CRC-32 of all of it; None if it cannot be verified as a whole.
-        block_bytes: size of the blocks that have a checksum each; the last may be shorter.
+        offset: position of the first byte in the file.
+        size_bytes: its length.
+        crc32: CRC-32 of the whole payload; None if it cannot be verified as a whole.
+        block_bytes: size of the blocks with a checksum each; the last may be shorter.
         block_crcs: CRC-32s of the blocks, so that a part can be verified; empty if there are none.
 
     Raises:
-        ValueError: there is not one checksum for each block.
+        ValueError: the number of checksums differs from the number of blocks.
     """
 
     path: str
@@ -47,20 +47,20 @@ class Payload:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeRead:
-    """A range of a payload and where it goes.
+    """A range of a payload and its destination.
 
     Attributes:
-        payload: what the range is part of.
+        payload: the payload.
         start: first byte, counted from the start of the payload.
-        stop: byte after the last, likewise.
-        into: writable contiguous memory of exactly `stop - start` bytes; the bytes are read straight there.
-        take: where there is no `into`, called with the bytes. They are valid during the call only, which is
-            made on a reading thread, once for each `RangeRead`. At most `MAX_TAKE_BYTES`.
+        stop: byte after the last, counted likewise.
+        into: writable contiguous memory of exactly `stop - start` bytes, which is read into directly.
+        take: without `into`, called with the bytes, on a reading thread, once for each `RangeRead`. The bytes
+            are valid during the call only. At most `MAX_TAKE_BYTES`.
 
-    What is only to be verified needs neither.
+    A range that is only verified needs neither.
 
     Raises:
-        ValueError: the range does not lie in the payload, or `into` does not fit it.
+        ValueError: the range is not inside the payload, or `into` does not fit it.
     """
 
     payload: Payload
@@ -72,7 +72,7 @@ class RangeRead:
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.payload.size_bytes:
             raise ValueError(
-                f"bytes {self.start} to {self.stop} of {self.payload.key!r} do not lie in its payload of "
+                f"bytes {self.start} to {self.stop} of {self.payload.key!r} are not inside its payload of "
                 f"{self.payload.size_bytes} bytes"
             )
         into = self.into
@@ -84,5 +84,5 @@ class RangeRead:
 
     @property
     def size_bytes(self) -> int:
-        """Length of the range."""
+        """The length of the range."""
         return self.stop - self.start

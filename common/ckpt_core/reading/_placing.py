@@ -1,4 +1,4 @@
-"""What pass 2 reads, and where to."""
+"""The plan of pass 2: its requests and their destinations."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from ckpt_core.reading._requests import (
 )
 
 DIRECT_BYTES: Final = 16 << 20
-"""Largest request that is read straight into place."""
+"""Largest request that is read directly into place."""
 
 Crcs = Callable[[Piece], int | None]
-"""Checksum of a piece, if it is known."""
+"""The checksum of a piece, if known."""
 
 
-def plan_plainly(wanted: Sequence[RangeRead], limits: Limits) -> list[Request]:
-    """Read just the ranges, as they are."""
+def plan_unverified(ranges: Sequence[RangeRead], limits: Limits) -> list[Request]:
+    """Plan to read exactly the ranges, without comparison."""
     requests: list[Request] = []
-    for path, ranges in by_path(wanted):
+    for path, in_file in by_path(ranges):
         orders: list[Order] = []
-        for each in ranges:
+        for each in in_file:
             if each.into is not None and each.size_bytes > limits.copied_bytes:
                 requests.extend(_directly(path, _order(each)))
             else:
                 orders.append(_order(each))
-        requests.extend(map(_without_detour, joined(path, orders, limits.gap_bytes)))
-    # Both kinds in the order of the file, which is how a disk likes to be read.
+        requests.extend(map(_direct_if_alone, joined(path, orders, limits.gap_bytes)))
+    # Both kinds in file order, which is fastest on disks.
     return sorted(requests, key=lambda request: request[:2])
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedPlan:
-    """What is not kept is read once more, in whole pieces, to be compared before it is delivered."""
+    """The plan for ranges that are read again: whole pieces, compared before delivery."""
 
     files: OpenFiles
     crcs: Crcs
     limits: Limits
 
-    def requests(self, wanted: Sequence[RangeRead]) -> list[Request]:
-        """What is to be read; kept ranges are served from memory as they are."""
+    def requests(self, ranges: Sequence[RangeRead]) -> list[Request]:
+        """Plan the requests; kept ranges are served from memory without comparison."""
         requests: list[Request] = []
-        for path, ranges in by_path(wanted):
+        for path, in_file in by_path(ranges):
             orders: list[Order] = []
-            for order in (order for each in ranges for order in self._orders(each)):
+            for order in (order for each in in_file for order in self._orders(each)):
                 if self._is_held(path, order):
                     alone = order._replace(start=order.first, stop=order.last, pieces=())
-                    requests.append(_without_detour(Request(path, alone.start, alone.stop, [alone])))
+                    requests.append(_direct_if_alone(Request(path, alone.start, alone.stop, [alone])))
                 else:
                     orders.append(order)
             requests.extend(joined(path, orders, self.limits.gap_bytes))
@@ -69,9 +69,9 @@ class VerifiedPlan:
         kept = self.files.kept(path)
         return kept is not None and kept.holds(order.first, order.last)
 
-    def _orders(self, wanted: RangeRead) -> Iterator[Order]:
-        whole = _order(wanted)
-        pieces = list(self._pieces(wanted))
+    def _orders(self, read: RangeRead) -> Iterator[Order]:
+        whole = _order(read)
+        pieces = list(self._pieces(read))
         if not pieces:
             yield whole
         elif whole.into is None:
@@ -79,42 +79,42 @@ class VerifiedPlan:
         else:
             yield from (_part(whole, piece) for piece in pieces)
 
-    def _pieces(self, wanted: RangeRead) -> Iterator[Piece]:
-        """What the range touches, every piece with its checksum where that is known."""
-        if is_verifiable(wanted.payload):
-            for piece in pieces_around(wanted.payload, [(wanted.start, wanted.stop)]):
+    def _pieces(self, read: RangeRead) -> Iterator[Piece]:
+        """Yield the pieces that a range touches, with their checksums where known."""
+        if is_verifiable(read.payload):
+            for piece in pieces_around(read.payload, [(read.start, read.stop)]):
                 for step in steps_of(piece):
-                    if step.start < wanted.stop and wanted.start < step.stop:
+                    if step.start < read.stop and read.start < step.stop:
                         yield step._replace(crc32=self.crcs(step))
 
 
-def refuse_unplaced(wanted: Iterable[RangeRead]) -> None:
-    """Every range has to go somewhere.
+def check_destinations(ranges: Iterable[RangeRead]) -> None:
+    """Check that every range has exactly one destination.
 
     Raises:
-        ValueError: one has neither `into` nor `take`, or both, or is too long to be taken at once.
+        ValueError: a range has neither `into` nor `take`, or both, or is too long for `take`.
     """
-    for each in wanted:
+    for each in ranges:
         where = f"bytes {each.start} to {each.stop} of {each.payload.key!r}"
         if (each.into is None) == (each.take is None):
-            raise ValueError(f"{where}: give either `into` or `take`, to say where they go")
+            raise ValueError(f"{where}: give either `into` or `take` as their destination")
         if each.take is not None and each.size_bytes > MAX_TAKE_BYTES:
             raise ValueError(
-                f"{where} are too many to be taken at once; take them in parts of {MAX_TAKE_BYTES} bytes"
+                f"{where} are too many for one `take`; take them in parts of {MAX_TAKE_BYTES} bytes"
             )
 
 
-def _order(wanted: RangeRead) -> Order:
-    first = wanted.payload.offset + wanted.start
-    last = first + wanted.size_bytes
-    into = wanted.into
+def _order(read: RangeRead) -> Order:
+    first = read.payload.offset + read.start
+    last = first + read.size_bytes
+    into = read.into
     if into is not None and (into.ndim != 1 or into.format != "B"):
         into = into.cast("B")
-    return Order(first, last, (), first, last, into, wanted.take)
+    return Order(first, last, (), first, last, into, read.take)
 
 
 def _part(whole: Order, piece: Piece) -> Order:
-    """What one piece gives of an order."""
+    """Return the part of an order that one piece covers."""
     first, last = max(whole.first, piece.file_start), min(whole.last, piece.file_stop)
     assert whole.into is not None
     into = whole.into[first - whole.first : last - whole.first]
@@ -129,7 +129,7 @@ def _directly(path: str, order: Order) -> Iterator[Request]:
         yield Request(path, start, stop, [Order(start, stop, (), start, stop, into)], direct=True)
 
 
-def _without_detour(request: Request) -> Request:
-    """Straight into place, if there is one place only."""
+def _direct_if_alone(request: Request) -> Request:
+    """Read directly into place, if there is only one destination."""
     alone = len(request.orders) == 1 and request.orders[0].into is not None
     return request._replace(direct=True) if alone else request

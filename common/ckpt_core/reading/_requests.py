@@ -1,4 +1,4 @@
-"""Which ranges of files are read in one go: neighbours together, nothing larger than a buffer."""
+"""Requests: neighbouring ranges of a file in one read, at most a buffer long."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ckpt_core.reading._payloads import Payload, RangeRead
 
 
 class Piece(NamedTuple):
-    """Bytes `start` to `stop` of a payload.
+    """Bytes `start` to `stop` of a payload, with their checksum.
 
-    `crc32` is None in a step of a larger piece: only when all steps are read can they be compared.
+    `crc32` is None for a step of a larger piece, which is compared after all its steps are read.
     """
 
     payload: Payload
@@ -23,27 +23,27 @@ class Piece(NamedTuple):
 
     @property
     def file_start(self) -> int:
-        """Where it starts in the file."""
+        """Its first byte in the file."""
         return self.payload.offset + self.start
 
     @property
     def file_stop(self) -> int:
-        """Where it ends in the file."""
+        """The byte in the file after its last."""
         return self.payload.offset + self.stop
 
     @property
-    def place(self) -> tuple[str, int, int]:
-        """What tells it from other pieces of the checkpoint."""
+    def identity(self) -> tuple[str, int, int]:
+        """The identity of the piece within the checkpoint."""
         return self.payload.path, self.payload.offset, self.start
 
 
 def is_verifiable(payload: Payload) -> bool:
-    """Whether there is any checksum to go by."""
+    """Return whether the payload has a checksum."""
     return payload.crc32 is not None or bool(payload.block_crcs)
 
 
 def pieces_around(payload: Payload, ranges: Iterable[tuple[int, int]]) -> Iterator[Piece]:
-    """The pieces with a checksum that some of the ranges touch, each once, in order."""
+    """Yield the checksummed pieces that some of the ranges touch, once each, in order."""
     if not payload.block_crcs:
         yield Piece(payload, 0, payload.size_bytes, payload.crc32)
         return
@@ -57,7 +57,7 @@ def pieces_around(payload: Payload, ranges: Iterable[tuple[int, int]]) -> Iterat
 
 
 def steps_of(piece: Piece) -> Iterator[Piece]:
-    """The piece itself, or what it is read by if it is larger than a request."""
+    """Yield the piece, or its steps if it is larger than a request."""
     if piece.stop - piece.start <= REQUEST_BYTES:
         yield piece
         return
@@ -66,24 +66,24 @@ def steps_of(piece: Piece) -> Iterator[Piece]:
 
 
 class Limits(NamedTuple):
-    """What to read together, in bytes."""
+    """Limits for reading ranges together, in bytes."""
 
     gap_bytes: int
-    """Neighbours this close are one request; what lies between is read in vain."""
+    """Ranges at most this far apart are one request; the bytes between are read and dropped."""
     copied_bytes: int
-    """Up to this length a range shares a request, and is copied; longer ones are read straight into place."""
+    """Ranges up to this length share a request and are copied; longer ones are read directly into place."""
 
 
 MEMORY_LIMITS: Final = Limits(gap_bytes=16 << 10, copied_bytes=64 << 10)
-"""Where a request costs microseconds. The gap bridges a zip header, not a small tensor that others read."""
+"""Where a request costs microseconds. The gap covers a zip header, not a small tensor of another rank."""
 NETWORK_LIMITS: Final = Limits(gap_bytes=64 << 10, copied_bytes=1 << 20)
 """Where a request costs milliseconds."""
 
 
 class Order(NamedTuple):
-    """Bytes `start` to `stop` of a file, to be compared with the checksums of `pieces`, then delivered.
+    """Bytes `start` to `stop` of a file: compare with `pieces`, then deliver.
 
-    What is delivered are bytes `first` to `last` of the file: to `into`, which is as long, or to `take`.
+    Bytes `first` to `last` of the file are delivered, to `into` of the same length, or to `take`.
     """
 
     start: int
@@ -96,7 +96,7 @@ class Order(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Bytes `start` to `stop` of a file, read in one go; straight to where they are wanted if `direct`."""
+    """Bytes `start` to `stop` of a file, read in one call; `direct`: into place."""
 
     path: str
     start: int
@@ -106,21 +106,21 @@ class Request(NamedTuple):
 
 
 class VerifyPlan(NamedTuple):
-    """What pass 1 reads; `large` are the pieces of which only steps are read at a time."""
+    """The plan of pass 1; `large` lists the pieces that are read in steps."""
 
     requests: Sequence[Request]
     large: Sequence[Piece]
     unverifiable: Sequence[Payload]
 
 
-def plan_verify(wanted: Iterable[RangeRead], limits: Limits) -> VerifyPlan:
-    """Read every piece that is touched by a range once."""
+def plan_verify(ranges: Iterable[RangeRead], limits: Limits) -> VerifyPlan:
+    """Plan to read every piece that a range touches, once."""
     requests: list[Request] = []
     large: list[Piece] = []
     unverifiable: list[Payload] = []
-    for path, ranges in by_path(wanted):
+    for path, in_file in by_path(ranges):
         orders: list[Order] = []
-        for payload, spans in _by_payload(ranges):
+        for payload, spans in _by_payload(in_file):
             if not is_verifiable(payload):
                 unverifiable.append(payload)
                 continue
@@ -132,19 +132,19 @@ def plan_verify(wanted: Iterable[RangeRead], limits: Limits) -> VerifyPlan:
     return VerifyPlan(requests, large, unverifiable)
 
 
-def by_path(wanted: Iterable[RangeRead]) -> list[tuple[str, list[RangeRead]]]:
-    """The ranges of each file, without empty ones; paths and ranges in order."""
+def by_path(ranges: Iterable[RangeRead]) -> list[tuple[str, list[RangeRead]]]:
+    """Group non-empty ranges by file, sorted by path and position."""
     files: dict[str, list[RangeRead]] = {}
-    for each in wanted:
+    for each in ranges:
         if each.start < each.stop:
             files.setdefault(each.payload.path, []).append(each)
-    for ranges in files.values():
-        ranges.sort(key=lambda each: each.payload.offset + each.start)
+    for in_file in files.values():
+        in_file.sort(key=lambda each: each.payload.offset + each.start)
     return sorted(files.items())
 
 
 def joined(path: str, orders: Iterable[Order], gap_bytes: int) -> Iterator[Request]:
-    """Requests for orders of one file."""
+    """Yield the requests for the orders of one file."""
     pending: list[Order] = []
     start = stop = 0
     for order in sorted(orders, key=itemgetter(0)):
@@ -160,12 +160,12 @@ def joined(path: str, orders: Iterable[Order], gap_bytes: int) -> Iterator[Reque
 
 
 def _by_payload(ranges: Iterable[RangeRead]) -> list[tuple[Payload, list[tuple[int, int]]]]:
-    """The ranges of each payload of one file; payloads in order."""
+    """Group the ranges of one file by payload, sorted by position."""
     payloads: dict[tuple[int, int, int], tuple[Payload, list[tuple[int, int]]]] = {}
     for each in ranges:
         payload = each.payload
-        # Not the payload itself, whose block checksums would all be hashed.
+        # The payload itself is no key: all its block checksums would be hashed.
         crc32 = -1 if payload.crc32 is None else payload.crc32
-        place = payload.offset, payload.size_bytes, crc32
-        payloads.setdefault(place, (payload, []))[1].append((each.start, each.stop))
-    return [payloads[place] for place in sorted(payloads)]
+        identity = payload.offset, payload.size_bytes, crc32
+        payloads.setdefault(identity, (payload, []))[1].append((each.start, each.stop))
+    return [payloads[identity] for identity in sorted(payloads)]

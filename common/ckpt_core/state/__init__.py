@@ -1,4 +1,4 @@
-"""What a training run is, as items: out as live tensors and plain values, back in bit for bit."""
+"""Training state as items: captured as live tensors and values, restored exactly."""
 
 from ckpt_core.state._items import (
     PICKLED,

@@ -1,7 +1,7 @@
-"""The optimizer state of FSDP1 models, through FSDP's own conversion.
+"""Optimizer state of FSDP1 models, converted by FSDP itself.
 
-Torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` are left out on purpose: they step an
-optimizer that has no state yet, per rank, and a rank whose shards are all empty never has any.
+Torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` are deliberately not used: they step an
+optimizer without state, per rank, and a rank whose shards are all empty never gets any.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ _COMPILED = "_orig_mod."
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Whether `model` contains a FullyShardedDataParallel module."""
+    """Return whether `model` contains a FullyShardedDataParallel module."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State and groups by name, with sharded tensors; a collective over the model's ranks."""
+    """Return state and groups by name, with sharded tensors.
+
+    A collective over the model's ranks.
+    """
     return _clean(_convert(model, optimizer, optimizer.state_dict()))
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Names of the parameters of each group; a collective, but a small one."""
+    """Return the parameter names of each group; a small collective."""
     return [group["params"] for group in _clean(_groups(model, optimizer))["param_groups"]]
 
 
 def to_index_form(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`state` by name -> this rank's shard of it, as `optimizer.load_state_dict` takes it; a collective."""
+    """Convert `state` by name to this rank's shard, by index; a collective."""
     raw = {
         name.replace(_COMPILED, ""): name
         for group in _groups(model, optimizer)["param_groups"]
@@ -82,7 +85,7 @@ def _clean(state: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _sharded(model: nn.Module) -> Generator[None]:
     with warnings.catch_warnings():
-        # FSDP1 announces its own retirement at every call; the user chose it with open eyes.
+        # FSDP1 warns of its deprecation at every call; the user has chosen it knowingly.
         warnings.simplefilter("ignore", FutureWarning)
         with FullyShardedDataParallel.state_dict_type(
             model,
@@ -94,7 +97,10 @@ def _sharded(model: nn.Module) -> Generator[None]:
 
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that hold the shards; None (all ranks) for hybrid sharding, as torch itself does."""
+    """Return the ranks that hold the shards; None (all ranks) for hybrid sharding.
+
+    Torch does the same.
+    """
     first = FullyShardedDataParallel.fsdp_modules(model)[0]
     group = first.process_group
     hybrid = "HYBRID" in str(first.sharding_strategy)

@@ -1,4 +1,4 @@
-"""Parameter groups of a checkpoint against those of a live optimizer: matched by parameters, not by index."""
+"""Parameter groups of a checkpoint, matched to live ones by their parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ckpt_core.errors import IncompatibleCheckpointError
 
 
 def probe(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Mapping[str, Any]:
-    """The state that `optimizer` makes for `parameter` in its first step, found out on a throw-away copy."""
+    """Return the state that the first step of `optimizer` creates for `parameter`.
+
+    Steps a throw-away copy.
+    """
     copy = nn.Parameter(torch.zeros_like(parameter))
     copy.grad = torch.zeros_like(parameter)
     double = object.__new__(type(optimizer))
@@ -35,12 +38,15 @@ _GROUP = "param_groups."
 
 
 def is_flat(state: Mapping[Any, Any]) -> bool:
-    """Whether `state` is in the flattened form."""
+    """Return whether `state` is in the flattened form."""
     return any(str(key).startswith((_STATE, _GROUP)) for key in state)
 
 
 def split(key: str, names: Collection[str]) -> tuple[str, str] | None:
-    """`state.<parameter>.<name>` as (parameter, name), or None if no parameter in `names` fits."""
+    """Split `state.<parameter>.<name>` into (parameter, name).
+
+    None if no parameter in `names` matches.
+    """
     parts = key.removeprefix(_STATE).split(".")
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
@@ -50,7 +56,7 @@ def split(key: str, names: Collection[str]) -> tuple[str, str] | None:
 
 
 def nested(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested form of a flattened state, with one group for every parameter."""
+    """Convert a flattened state to the nested form, with one group per parameter."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         if key.startswith(_GROUP):
@@ -66,11 +72,11 @@ def nested(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Fit: TypeAlias = Literal["same", "part", "any"]
-"""Whether saved groups must hold the parameters of the live ones and no others, may hold more of them, which
-other ranks train, or may hold whichever they do: then what is not there starts afresh."""
+"""Which parameters the saved groups may hold: the `same` as the live ones; more, of which the live ones are a
+`part` (other ranks train the rest); or `any`: missing ones start with fresh state."""
 
-# How a step is computed, not what it computes: the live optimizer's own choice stands, because it depends
-# on the device, the strategy and the torch version at hand.
+# How a step is computed, not its result: the live optimizer's choice is kept, because it depends on the
+# device, the strategy and the torch version.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "param_names")
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
@@ -83,14 +89,14 @@ def arrange(
     *,
     fit: Fit = "same",
 ) -> list[dict[str, Any]]:
-    """The saved hyperparameters, one dict (without `params`) for each live group.
+    """Return the saved hyperparameters as one dict (without `params`) per live group.
 
     Args:
         live: the live groups.
         names: names of the parameters of each live group.
         saved: the saved groups; their `params` are names.
-        resolve: the live name of a saved name (a tied parameter has several).
-        fit: which other parameters the groups may hold.
+        resolve: maps a saved name to the live one (a tied parameter has several).
+        fit: which parameters the saved groups may hold.
 
     Raises:
         IncompatibleCheckpointError: the groups hold other parameters, or a live group mixes parameters
@@ -107,13 +113,13 @@ def arrange(
 
 
 def check_kind(optimizer: torch.optim.Optimizer, *, options: Collection[str], state: Collection[str]) -> None:
-    """Whether a checkpoint is of this kind of optimizer, by the names in it: torch does not look.
+    """Check by names that a checkpoint is of this kind of optimizer; torch does not.
 
-    New releases of torch add names, and so do schedulers and users; an optimizer of another kind has some too
-    many and lacks some, in its groups and in its state.
+    New releases of torch add names, and so do schedulers and users; an optimizer of another kind has extra
+    names and lacks others, in its groups and in its state.
 
     Args:
-        optimizer: the live one.
+        optimizer: the live one; it is not changed.
         options: names in the saved groups; unknown if empty.
         state: names of what was saved for a parameter.
 
@@ -134,7 +140,7 @@ def check_kind(optimizer: torch.optim.Optimizer, *, options: Collection[str], st
 
 
 def _state_names(optimizer: torch.optim.Optimizer) -> set[str]:
-    """What the optimizer keeps for a parameter; if it has made no step, what one would make."""
+    """Return the names of the optimizer's state, or those that a first step creates."""
     kept = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
     if not kept:
         number, group = next((n, g) for n, g in enumerate(optimizer.param_groups) if g["params"])
@@ -149,7 +155,9 @@ def check_members(
     *,
     fit: Fit = "same",
 ) -> dict[str, int]:
-    """Live name of every parameter -> index of the saved group that holds it; arguments as in `arrange`.
+    """Map every parameter's live name to the index of its saved group.
+
+    Arguments as in `arrange`.
 
     Raises:
         IncompatibleCheckpointError: the groups hold other parameters.
@@ -215,7 +223,7 @@ def _merge(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_kind(live: Any, saved: Any) -> Any:
-    """`saved` as a tensor where the live value is one (a capturable learning rate), else as a number."""
+    """Convert `saved` to a tensor where the live value is one, else to a number."""
     if isinstance(live, torch.Tensor) and isinstance(saved, int | float):
         return torch.full_like(live, saved)
     if isinstance(live, int | float) and isinstance(saved, torch.Tensor) and saved.numel() == 1:

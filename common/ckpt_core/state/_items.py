@@ -1,4 +1,4 @@
-"""Items of a training state: objects with a state of their own, out, in, and as files without pickle."""
+"""Items of a training state: objects with state, encoded to files without pickle."""
 
 from __future__ import annotations
 
@@ -37,48 +37,48 @@ def check_dataloader(name: str, loader: Any) -> None:
 
 
 def dataloader_state(loader: Any) -> dict[str, Any]:
-    """Where the loader is.
+    """Return the position of the loader.
 
-    A torchdata loader that was never iterated starts its iterator here and draws that iterator's seed from
-    the global generator, which its first `iter` does not do again; capture the generators after this.
+    A torchdata loader that was never iterated creates its iterator here and draws that iterator's seed from
+    the global generator, which its first `iter` does not do again; so capture the generators afterwards.
     """
     return dict(loader.state_dict())
 
 
 def load_dataloader_state(loader: Any, state: Mapping[str, Any]) -> None:
-    """Put the loader where it was, with its iterator made.
+    """Restore the position of the loader and create its iterator.
 
-    Otherwise the next `iter` would make it and draw a seed from the global generator, which the run that was
-    saved did not do at this point. Restore the generators after this.
+    Otherwise the next `iter` would create it and draw a seed from the global generator, which the saved run
+    did not do at this point. Restore the generators afterwards.
     """
     loader.load_state_dict(dict(state))
     loader.state_dict()
 
 
 MAX_SHARED_BYTES = 1 << 20
-"""Items with more tensor bytes than this go where the model goes, into the sharded data."""
+"""Items with more tensor bytes than this are stored with the model, in the sharded data."""
 
 
 @final
 class Counters(SimpleNamespace):
-    """Plain values that a run counts and a checkpoint should hold: `Counters(epoch=0, tokens=0)`."""
+    """Plain values to save with a run: `Counters(epoch=0, tokens=0)`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The values by name."""
+        """Return the values by name."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over saved values; names that the checkpoint lacks keep theirs."""
+        """Restore saved values; names that the checkpoint lacks keep theirs."""
         vars(self).update(state)
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether `value` can tell and take its state."""
+    """Return whether `value` has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def check_stateful(name: str, value: Any) -> None:
-    """Refuse what has no state.
+    """Refuse an object without state.
 
     Raises:
         ConfigError: it lacks `state_dict` or `load_state_dict`.
@@ -91,9 +91,9 @@ def check_stateful(name: str, value: Any) -> None:
 
 
 def check_placed(name: str, item: Any, state: Any) -> None:
-    """Refuse the sharded state of an optimizer that is saved as an item.
+    """Refuse sharded state of an optimizer that is saved as an item.
 
-    One that has made no step yet has nothing that tells a load how its state is placed.
+    A load into an optimizer that has made no step would not know the placement of its state.
 
     Raises:
         ConfigError: it is one.
@@ -106,37 +106,37 @@ def check_placed(name: str, item: Any, state: Any) -> None:
 
 
 def is_large(state: Any) -> bool:
-    """Whether an item's state belongs into the sharded data: it is sharded itself, or big."""
+    """Return whether an item belongs into the sharded data: it is sharded or large."""
     values = [value for _, value in leaves(state)]
     return any(map(is_sharded, values)) or local_bytes(values) > MAX_SHARED_BYTES
 
 
 def function_free(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's state without the functions that some keep in it: the live one was built with its own."""
+    """Return a scheduler's state without functions: the live one has its own."""
     return {key: value for key, value in state.items() if not isinstance(value, FunctionType | MethodType)}
 
 
 def _keys(item: Any) -> Any:
-    """A state with the keys that `item` expects."""
+    """Return a state with the keys that `item` expects."""
     state = item.state_dict()
     if isinstance(item, torch.optim.Optimizer) and state.keys() >= PACKED:
-        # One that has made no step yet has no state to take the keys from.
+        # Before its first step it has no state to take the keys from.
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         return {**state, "state": {number: state["state"].get(number) for number in numbers}}
     return state
 
 
 def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> None:
-    """Give an object its saved state.
+    """Load the saved state of an object.
 
     Args:
-        name: for errors.
+        name: for messages.
         item: the object.
         state: what `item.state_dict()` returned at the save.
-        of_tree: whether it was in the sharded data, where empty mappings leave no trace.
+        of_tree: whether it was in the sharded data, which does not record empty mappings.
 
     Raises:
-        IncompatibleCheckpointError: it refuses.
+        IncompatibleCheckpointError: the object refuses the state.
     """
     try:
         live = _keys(item)
@@ -149,25 +149,25 @@ def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> Non
 
 
 PICKLED = "pickled"
-"""Top-level key, in the checkpoint directory's own DCP part, of values that JSON cannot hold."""
+"""Top-level key, in the checkpoint directory's own DCP part, of values that JSON cannot represent."""
 
 _logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedItems:
-    """Items as JSON can hold them, and what it cannot hold, as `torch.save` bytes by item."""
+    """Items as JSON values, and the others as `torch.save` bytes by item."""
 
     plain: Mapping[str, Any]
     pickled: Mapping[str, bytes]
 
     @property
     def content(self) -> bytes:
-        """A file of all items."""
+        """The file of all items."""
         return self.content_of({*self.plain, *self.pickled})
 
     def content_of(self, names: Collection[str]) -> bytes:
-        """A file of some of the items."""
+        """Encode the file of some of the items."""
         document = {
             "format_version": FORMAT_VERSION,
             "items": {name: value for name, value in self.plain.items() if name in names},
@@ -176,14 +176,14 @@ class EncodedItems:
         return json.dumps(document, separators=(",", ":")).encode()
 
     def digest(self, name: str) -> int:
-        """A number by which ranks tell whether they have the same item; 0 of what went through pickle."""
+        """Return a number by which ranks compare an item; 0 for a pickled one."""
         if name not in self.plain:
             return 0
         return crc32(json.dumps(self.plain[name], sort_keys=True).encode())
 
 
 def encode_items(values: Mapping[str, Any]) -> EncodedItems:
-    """Serialise items now, so that later changes by the training do not reach the checkpoint."""
+    """Serialise items now, so that later changes do not reach the checkpoint."""
     plain: dict[str, Any] = {}
     pickled: dict[str, bytes] = {}
     for name, value in values.items():
@@ -199,17 +199,17 @@ def encode_items(values: Mapping[str, Any]) -> EncodedItems:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodedItems:
-    """Values read from a file, and the names of those that have to be read from the pickled part."""
+    """Values read from a file, and the names of the items in the pickled part."""
 
     values: Mapping[str, Any]
     pickled: tuple[str, ...]
 
 
 def decode_items(content: bytes, path: str) -> DecodedItems:
-    """Read what `encode_items` wrote.
+    """Decode the output of `encode_items`.
 
     Raises:
-        CorruptCheckpointError: it is not such a file.
+        CorruptCheckpointError: it is no such file.
     """
     try:
         document = json.loads(content)
@@ -222,5 +222,8 @@ def decode_items(content: bytes, path: str) -> DecodedItems:
 
 
 def pickled_key(scope: str, item: str) -> str:
-    """Key under `PICKLED` of an item; `scope`, `shared` or the name of a rank file, keeps ranks apart."""
+    """Return the key of an item under `PICKLED`.
+
+    `scope`, `shared` or the name of a rank file, keeps ranks apart.
+    """
     return f"{scope}:{item}"

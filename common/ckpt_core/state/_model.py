@@ -1,4 +1,4 @@
-"""The model as a flat mapping of names to live tensors, and back."""
+"""The model's state: a flat mapping of names to live tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
 
 def as_module(models: Models) -> nn.Module:
-    """One module for all of `models`, so that one optimizer may train several: names become `name.parameter`.
+    """Combine `models` into one module, so that one optimizer may train several.
+
+    Names become `name.parameter`.
 
     Raises:
-        ConfigError: a name cannot be that of a child module, or something is no module.
+        ConfigError: a name cannot be that of a child module, or a value is no module.
     """
     if isinstance(models, nn.Module):
         return models
@@ -44,13 +46,13 @@ def as_module(models: Models) -> nn.Module:
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Parameters, buffers and extra state by name.
+    """Return parameters, buffers and extra state by name.
 
-    The tensors are the live ones, except under FSDP1, which hands out copies of its shards.
+    The tensors are the live ones, except under FSDP1, which returns copies of its shards.
     """
     if is_fsdp1(model):
         return dict(get_model_state_dict(model))
-    # Torch's function takes half a second for some thousand parameters, at every save.
+    # Torch's function takes half a second for a few thousand parameters, at every save.
     prefixes = Prefixes(model)
     return {prefixes.name(key): value for key, value in model.state_dict().items()}
 
@@ -63,14 +65,16 @@ def local_buffers(
     prefix: str = "model.",
     names: ParameterNames | None = None,
 ) -> dict[tuple[str, str], torch.Tensor]:
-    """The plain buffers in `state`, which nothing keeps equal over ranks, for `CapturedState.local`.
+    """Return the rank-local buffers in `state`, for `CapturedState.local`.
+
+    They are the plain buffers, which may differ between ranks.
 
     Args:
         model: the model.
         state: its `model_state`.
         part: the DCP part that holds the state.
-        prefix: what DCP's flattening puts before a name there.
-        names: the names of `model`, if they are known already.
+        prefix: the prefix of their names in DCP's flattened form.
+        names: the names of `model`, if known.
     """
     parameters = (names or ParameterNames.of(model)).by_name
     return {
@@ -81,15 +85,14 @@ def local_buffers(
 
 
 def model_target(model: nn.Module, saved: SavedEntries, of: SavedState | None = None) -> dict[str, Any]:
-    """What to load the saved model into: the live tensors that are wanted, and None for plain values.
+    """Build the load target: the selected live tensors, and None for plain values.
 
-    Whether the checkpoint has these names, and whether another rank has the rest of its names, is compared
-    where all ranks are known.
+    Missing names, and names on other ranks, are checked where all ranks are known.
 
     Args:
         model: the live model.
-        saved: what the checkpoint holds of it, by name.
-        of: the checkpoint, which says what of it is wanted; None if everything is.
+        saved: the model's entries in the checkpoint, by name.
+        of: the checkpoint, with the selection of what to load; None for everything.
     """
     live = model_state(model)
     if of is not None:
@@ -97,7 +100,7 @@ def model_target(model: nn.Module, saved: SavedEntries, of: SavedState | None = 
     target = placeholders({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
     extra = {path[0] for path in saved if str(path[0]).endswith("_extra_state")}
     for name in extra & set(live):
-        # What a module keeps as extra state may have another structure than the one that was saved.
+        # Live extra state may have another structure than the saved one.
         target[str(name)] = template({name: live[str(name)]}, _only(saved, name))[str(name)]
     return target
 
@@ -107,7 +110,7 @@ def _only(saved: SavedEntries, name: str | int) -> SavedEntries:
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Put loaded values back. Tensors that were loaded in place cost nothing again.
+    """Put loaded values back; tensors that were loaded in place are not copied again.
 
     Args:
         model: the live model.
@@ -127,19 +130,19 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
 
 
 def _put_back(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Give a model what `model_state` took from it, under the names by which it was given."""
-    prefixes, left = Prefixes(model), dict(state)
+    """Restore what `model_state` captured, under the same names."""
+    prefixes, remaining = Prefixes(model), dict(state)
     values: dict[str, Any] = {}
     for key, live in model.state_dict().items():
         name = prefixes.name(key)
         if name in state:
-            values[key] = left.pop(name, state[name])
+            values[key] = remaining.pop(name, state[name])
         elif strict and key.endswith(_EXTRA_STATE) and isinstance(live, Mapping):
-            values[key] = {}  # as extra state it leaves no trace in a checkpoint
-    found: Any = model.load_state_dict({**values, **left}, strict=False)
+            values[key] = {}  # empty extra state is not recorded in a checkpoint
+    found: Any = model.load_state_dict({**values, **remaining}, strict=False)
     if found is None or not strict:
-        return  # a method of the model's own, which raises what it has to say
-    # Torch calls what has a dot in its own name unexpected, although it has loaded it.
+        return  # a method of the model's own, which raises its own errors
+    # Torch reports a loaded key as unexpected if the parameter's own name has a dot.
     unexpected = [key for key in found.unexpected_keys if key not in values]
     if unexpected or found.missing_keys:
         raise RuntimeError(f"missing: {found.missing_keys}; unexpected: {unexpected}")

@@ -1,7 +1,7 @@
-"""Walks over nested state dicts, with exactly the leaves and paths that DCP's planners see.
+"""Walks over nested state dicts, with the same leaves and paths as DCP's planners.
 
-DCP descends into mappings, and into lists only when something in them is a tensor or a container; every
-other value, a tuple included, is one leaf. Mapping keys become strings; empty mappings leave no trace.
+DCP descends into mappings, and into lists only if an element is a tensor or a container; every other value, a
+tuple included, is one leaf. Mapping keys become strings; empty mappings are not recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf below `tree` with its path, in order."""
+    """Yield every leaf below `tree` with its path, in order."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from leaves(value, (*path, str(key)))
@@ -31,7 +31,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether DCP takes `value` as a whole."""
+    """Return whether DCP stores `value` as a whole."""
     if isinstance(value, Mapping):
         return False
     if not isinstance(value, list):
@@ -40,7 +40,7 @@ def is_leaf(value: Any) -> bool:
 
 
 def put(tree: dict[str, Any], path: Path, value: Any) -> None:
-    """Set the leaf at `path`, making dicts and lists on the way."""
+    """Set the leaf at `path`, creating dicts and lists on the way."""
     here: Any = tree
     for key, following in pairwise(path):
         here = _descend(here, key, [] if isinstance(following, int) else {})
@@ -67,7 +67,7 @@ def _grow(container: list[Any], key: Any) -> None:
 
 
 def get(tree: Any, path: Path) -> Any:
-    """The value at `path`, or None where the tree does not reach that far."""
+    """Return the value at `path`, or None if the path does not exist."""
     for key in path:
         if isinstance(tree, Mapping):
             tree = tree.get(key)
@@ -79,7 +79,7 @@ def get(tree: Any, path: Path) -> Any:
 
 
 def rekeyed(loaded: Any, like: Any) -> Any:
-    """`loaded` with what a checkpoint cannot tell, as `like` has it: keys that are no strings, dict types."""
+    """Restore keys that are no strings, and dict types, from `like`."""
     if isinstance(loaded, dict) and isinstance(like, Mapping):
         keys = {str(key): key for key in like}
         return _in_kind_of(
@@ -103,7 +103,7 @@ def _in_kind_of(like: Mapping[Any, Any], values: dict[Any, Any]) -> dict[Any, An
 
 
 def with_empties(loaded: Any, like: Any) -> Any:
-    """`loaded` with the mappings of `like` that it lacks, which were empty when they were saved."""
+    """Add the mappings of `like` that `loaded` lacks: they were empty when saved."""
     if isinstance(loaded, dict) and isinstance(like, Mapping):
         for key, value in like.items():
             if key in loaded:
@@ -114,6 +114,6 @@ def with_empties(loaded: Any, like: Any) -> Any:
 
 
 def under(entries: SavedEntries, *prefix: str | int) -> SavedEntries:
-    """The entries below `prefix`, with paths relative to it."""
+    """Return the entries below `prefix`, with paths relative to it."""
     depth = len(prefix)
     return {path[depth:]: value for path, value in entries.items() if path[:depth] == prefix and path[depth:]}

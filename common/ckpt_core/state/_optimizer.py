@@ -1,7 +1,7 @@
-"""The optimizer by parameter name: out as live tensors, in bit for bit.
+"""Optimizer state by parameter name: captured as live tensors, restored exactly.
 
-Own extraction instead of torch's `get_optimizer_state_dict`, which steps an optimizer that has no state yet
-(AdamW's step count starts at 1 then): a save must never change training. The names are the same as torch's.
+Torch's `get_optimizer_state_dict` is not used: it steps an optimizer without state (AdamW's step count then
+starts at 1), and a save must never change training. The names are the same as torch's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ckpt_core.state._parameter_names import ParameterNames
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside what a framework wraps around it.
+    """Return the torch optimizer inside a framework's wrapper.
 
     Raises:
-        ConfigError: it is no torch optimizer, or one whose state lives on other ranks.
+        ConfigError: it is no torch optimizer, or one with state on other ranks.
     """
     while (inner := _inner(optimizer)) is not None:
         optimizer = inner
@@ -40,7 +40,7 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
     for name in ("optimizer", "_optimizer"):
         inner = getattr(optimizer, name, None)
-        # One with state of its own (Lookahead and its like) is no mere wrapper.
+        # A wrapper with state of its own (such as Lookahead) is an optimizer itself.
         if (
             isinstance(inner, torch.optim.Optimizer)
             and inner is not optimizer
@@ -53,18 +53,19 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
 def optimizer_state(
     model: nn.Module, optimizer: Any, *, names: ParameterNames | None = None
 ) -> dict[str, Any]:
-    """`{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}`, with live state tensors.
+    """Return state and groups by parameter name, with live state tensors.
 
-    Tensor hyperparameters are copied, for a scheduler changes them before the next step.
+    The form is `{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}`. Tensor
+    hyperparameters are copied, because a scheduler changes them before the next step.
 
     Args:
-        model: what it trains.
-        optimizer: itself, wrapped or not.
-        names: the names of `model`, if they are known already.
+        model: the model that it trains.
+        optimizer: the optimizer, wrapped or not.
+        names: the names of `model`, if known.
 
     Raises:
-        ConfigError: the optimizer trains parameters that the model does not hold, or has state that could
-            not be put back.
+        ConfigError: the optimizer trains parameters that the model does not hold, or has state that a load
+            could not put back.
     """
     inner = unwrap_optimizer(optimizer)
     if _fsdp1.is_fsdp1(model):
@@ -105,14 +106,14 @@ def _with_own_groups(state: dict[str, Any]) -> dict[str, Any]:
 def load_optimizer_state(
     model: nn.Module, optimizer: Any, state: Mapping[str, Any], *, fit: _groups.Fit = "same"
 ) -> None:
-    """Put a loaded state back, in the nested form of `optimizer_state` or in torch's flattened one.
+    """Load optimizer state, nested as by `optimizer_state` or in torch's flat form.
 
-    Goes through `optimizer.load_state_dict`, so that its hooks run; what that casts to the parameter's dtype
-    is put back as it was loaded. Groups are matched by their parameters; `fit` tells which others the saved
-    ones may hold. State that the checkpoint does not hold is dropped.
+    Calls `optimizer.load_state_dict`, so that its hooks run; values that it casts to the parameter's dtype
+    are restored as loaded. Groups are matched by their parameters; `fit` says which others the saved groups
+    may hold. Live state that the checkpoint lacks is dropped.
 
     Raises:
-        IncompatibleCheckpointError: the groups do not fit; the optimizer is unchanged then.
+        IncompatibleCheckpointError: the groups do not match; the optimizer is then unchanged.
     """
     inner = unwrap_optimizer(optimizer)
     if is_flat(state):
@@ -135,16 +136,16 @@ def load_optimizer_state(
 def check_groups(
     model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *, fit: _groups.Fit = "same"
 ) -> None:
-    """Check that a loaded state is of the parameters that the optimizer trains, as far as `fit` asks.
+    """Check that the saved groups match the optimizer's parameters, as `fit` requires.
 
-    Its tensors are not looked at.
+    Tensors are not compared.
 
     Raises:
-        IncompatibleCheckpointError: it is of others.
+        IncompatibleCheckpointError: they do not match.
     """
     optimizer = unwrap_optimizer(optimizer)
     if state is None or _fsdp1.is_fsdp1(model):
-        return  # `load_optimizer_state` tells; under FSDP1 to find out is a collective
+        return  # `load_optimizer_state` checks it; under FSDP1 a check is a collective
     names = ParameterNames.of(model)
     groups = (nested(state) if is_flat(state) else state).get("param_groups", ())
     _groups.check_members(names.of_groups(optimizer), groups, names.resolve, fit=fit)
@@ -176,7 +177,7 @@ def _index_form(
 
 
 def _with_own_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: int, values: Any) -> Any:
-    """Nested state may have keys that are no strings: the live state tells, or what a first step makes."""
+    """Restore keys that are no strings, from live state or a probed first step."""
     plain = isinstance(values, Mapping) and not any(
         isinstance(value, Mapping) or not str(key).isidentifier() for key, value in values.items()
     )
@@ -199,7 +200,7 @@ def _fsdp1_index_form(
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
-    """Undo what `Optimizer.load_state_dict` does to state of another dtype than its parameter's."""
+    """Undo the casts of `Optimizer.load_state_dict` to the parameter's dtype."""
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     for key, values in loaded.items():
         parameter = parameters.get(key)
@@ -216,14 +217,15 @@ def _uncast(live: Any, loaded: Any, cast_to: torch.dtype) -> Any:
         return live
     if isinstance(live, list) and isinstance(loaded, list):
         return [_uncast(one, other, cast_to) for one, other in zip(live, loaded, strict=False)]
-    # It also turns a string into the repr of a generator.
+    # `load_state_dict` also turns a string into the repr of a generator.
     return loaded if isinstance(loaded, str) else live
 
 
 def stable_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """What changes only in a step of the optimizers: the model's parameters and the optimizers' state.
+    """Return the tensors that only a step of the optimizers changes.
 
-    For `CapturedState.stable`; empty without optimizers, for then nothing tells when a parameter changes.
+    These are the model's parameters and the optimizers' state, for `CapturedState.stable`; none without
+    optimizers, because then any code may change a parameter.
     """
     if not optimizers:
         return []

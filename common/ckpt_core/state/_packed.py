@@ -1,4 +1,4 @@
-"""What an optimizer and what wraps it say of their state: all of it is saved, or the save is refused."""
+"""The `state_dict` of an optimizer and its wrapper: saved in full, or refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ckpt_core.errors import ConfigError
 
 PACKED: Final = frozenset({"state", "param_groups"})
-"""What every torch optimizer's `state_dict` has. What others add is saved beside it."""
+"""The keys of every torch optimizer's `state_dict`. Keys of wrappers are saved beside them."""
 
 _AS_AN_ITEM: Final = (
     "save the whole of it as an item of its own: TrainState(model=..., opt=optimizer) instead of "
@@ -19,14 +19,14 @@ _AS_AN_ITEM: Final = (
 
 
 def packed_state(optimizer: Any, inner: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """The state of an optimizer, with what a wrapper around it adds, in torch's form.
+    """Return the state of an optimizer and its wrapper, in torch's form.
 
     Args:
-        optimizer: what training steps.
-        inner: the torch optimizer in it that holds state and parameter groups; itself if nothing wraps it.
+        optimizer: the optimizer that training steps.
+        inner: the torch optimizer in it, with state and parameter groups; the same object without a wrapper.
 
     Raises:
-        ConfigError: some of the state has no place in a checkpoint by parameter names.
+        ConfigError: some of the state cannot be stored by parameter names.
     """
     packed = speaker(optimizer, inner).state_dict()
     if not isinstance(packed, Mapping) or not packed.keys() >= PACKED or not _same_groups(packed, inner):
@@ -47,7 +47,7 @@ def packed_state(optimizer: Any, inner: torch.optim.Optimizer) -> Mapping[str, A
 
 
 def speaker(optimizer: Any, inner: torch.optim.Optimizer) -> Any:
-    """Whoever's `state_dict` and `load_state_dict` count: the wrapper, if it has its own."""
+    """Return the object whose `state_dict` counts: the wrapper, if it has its own."""
     inherited = getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
     return inner if inherited else optimizer
 
@@ -59,7 +59,7 @@ def _same_groups(packed: Mapping[str, Any], inner: torch.optim.Optimizer) -> boo
 
 
 def _is_named(value: Any) -> bool:
-    """Whether all keys of nested mappings are strings: others become strings in a checkpoint."""
+    """Return whether all keys of nested mappings are strings, as in a checkpoint."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_named(each) for key, each in value.items())
     if isinstance(value, list | tuple):
@@ -68,12 +68,12 @@ def _is_named(value: Any) -> bool:
 
 
 def _check_hidden(optimizer: Any, inner: torch.optim.Optimizer, packed: Mapping[str, Any]) -> None:
-    """Refuse an optimizer that holds another one, whose state its `state_dict` leaves out."""
+    """Refuse an optimizer with an inner one whose state its `state_dict` omits."""
     for name, other in _held(optimizer, inner):
         if other.state is inner.state or not other.state:
             continue
-        told = {id(tensor) for tensor in _tensors(packed)}
-        if any(id(tensor) not in told for tensor in _tensors(other.state)):
+        included = {id(tensor) for tensor in _tensors(packed)}
+        if any(id(tensor) not in included for tensor in _tensors(other.state)):
             raise ConfigError(
                 f"{type(optimizer).__name__} steps another optimizer, {name} "
                 f"({type(other).__name__}), whose state its own state_dict() does not return: it would be "

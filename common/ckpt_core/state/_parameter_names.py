@@ -1,4 +1,4 @@
-"""Names of parameters as a checkpoint spells them: those of the bare model, whatever wraps it."""
+"""Parameter names in a checkpoint: those of the bare model, without wrappers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 class Prefixes:
-    """Canonical prefixes of a model's modules, looked up by the prefixes that wrappers gave them."""
+    """Canonical prefixes of a model's modules, by the prefixes with wrappers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -27,19 +27,22 @@ class Prefixes:
             self._canonical[raw] = self._extended(raw) if raw else ""
             if isinstance(module, FSDPModule):
                 # After a forward pass without a backward, as in an evaluation, FSDP2 leaves whole parameters
-                # in the root, which are not those that the optimizer holds.
+                # in the root, which are not the optimizer's.
                 module.reshard()
 
     def _extended(self, raw: str) -> str:
         parent, _, part = raw.rpartition(".")
-        # "module" is a fair name for anything but DDP's own child, so the owner decides.
+        # "module" may be the name of any child; only DDP's own child is a wrapper.
         wraps = part in _WRAPPERS or (
             part == "module" and isinstance(self.modules[parent], DistributedDataParallel)
         )
         return self._canonical[parent] + ("" if wraps else f"{part}.")
 
     def name(self, raw: str) -> str:
-        """The canonical name of a key of `state_dict`, whose hooks may have taken wrappers out already."""
+        """Return the canonical name of a key of `state_dict`.
+
+        Its hooks may have removed wrappers already.
+        """
         prefix, _, leaf = raw.rpartition(".")
         while prefix not in self._canonical:
             prefix, _, part = prefix.rpartition(".")
@@ -47,7 +50,7 @@ class Prefixes:
         return self._canonical[prefix] + leaf
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter under each of its names."""
+        """Yield every parameter under each of its names."""
         for raw, module in self.modules.items():
             for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 yield self._canonical[raw] + leaf, parameter
@@ -56,7 +59,7 @@ class Prefixes:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterNames:
-    """The parameters of a model by name; a tied parameter has several, the first of which is its own."""
+    """The parameters of a model by name; the first name of a tied one is its own."""
 
     by_name: dict[str, nn.Parameter]
     own: dict[nn.Parameter, str]
@@ -72,12 +75,12 @@ class ParameterNames:
         return cls(by_name=by_name, own=own)
 
     def resolve(self, name: str) -> str:
-        """The own name of the parameter called `name`; `name` itself if no parameter is."""
+        """Return the own name of the parameter called `name`; `name` if there is none."""
         parameter = self.by_name.get(name)
         return name if parameter is None else self.own[parameter]
 
     def of_groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The own names of the optimizer's parameters, group by group.
+        """Return the own names of the optimizer's parameters, group by group.
 
         Raises:
             ConfigError: the optimizer holds a parameter that the model does not.

@@ -1,7 +1,8 @@
-"""Tensors that should be equal on all ranks and are not: batch-norm statistics, and other module buffers.
+"""Rank-local buffers: module buffers that differ between ranks, as in batch norm.
 
-The checkpoint holds the lowest rank's. A rank whose value differs keeps its own in a small file beside it, so
-that a resume on the same ranks is exact; on other ranks everybody starts from the lowest rank's.
+The checkpoint holds the values of the lowest rank. A rank with different values stores its own in a small
+file beside it, so that a resume on the same number of ranks is exact; otherwise every rank starts from those
+of the lowest.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ckpt_core.state._items import decode_items, encode_items
 BufferKey: TypeAlias = tuple[str, str]
 _PIECE_BYTES = 8 << 20
 _DIGEST_BYTES = 8
-_TOLD_SINGLY = 64  # keys; beyond, the message would grow with the model
+_MAX_DIGESTS = 64  # keys with a digest each; with more, the message would grow with the model
 
 
 @final
 class RankBuffers:
-    """Copies of such tensors, taken on the main thread; read on the background thread.
+    """Copies of rank-local buffers, made on the main thread, read on the save thread.
 
-    On CUDA the copies are enqueued on the current stream, so that the host need not wait for the device.
+    On CUDA the copies are enqueued on the current stream, so that the host does not wait for the device.
     """
 
     def __init__(self, live: Mapping[BufferKey, torch.Tensor]) -> None:
@@ -36,15 +37,18 @@ class RankBuffers:
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def digests(self) -> bytes:
-        """A few bytes by which ranks with the same keys tell which values differ, or whether any does."""
+        """Return digests by which ranks with the same keys compare their values.
+
+        Beyond `_MAX_DIGESTS` keys it is one digest of all.
+        """
         values = self._whole()
         each = [_digest(values[key]) for key in sorted(values)]
-        if len(each) <= _TOLD_SINGLY:
+        if len(each) <= _MAX_DIGESTS:
             return b"".join(each)
         return hashlib.blake2b(b"".join(each), digest_size=_DIGEST_BYTES).digest()
 
     def differing(self, reference: bytes) -> frozenset[BufferKey]:
-        """The keys whose values are not those of `reference`, which is another rank's `digests()`."""
+        """Return the keys whose values differ from another rank's `digests()`."""
         keys, own = sorted(self._copies), self.digests()
         if len(own) != _DIGEST_BYTES * len(keys) or len(own) != len(reference):
             return frozenset() if own == reference else frozenset(keys)
@@ -56,7 +60,7 @@ class RankBuffers:
         )
 
     def encode(self, rank: int, keys: Collection[BufferKey] | None = None) -> dict[str, bytes]:
-        """The file of a rank's own values, all or those of some keys; no file if there are none."""
+        """Encode the file of a rank's own values, all or some; none without values."""
         values = self._whole()
         return encode_buffers(rank, values, values.keys() if keys is None else keys)
 
@@ -82,7 +86,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 def encode_buffers(
     rank: int, local: Mapping[BufferKey, torch.Tensor], keys: Collection[BufferKey]
 ) -> dict[str, bytes]:
-    """The file of a rank's own values, by name; no file if it has none."""
+    """Encode the file of a rank's own values, by file name; none without values."""
     if not keys:
         return {}
     values = {json.dumps(key): _split(local[key].detach().cpu()) for key in sorted(keys)}
@@ -90,10 +94,10 @@ def encode_buffers(
 
 
 def decode_buffers(content: bytes, path: str) -> dict[BufferKey, torch.Tensor]:
-    """Read a rank's own values from the content of its file at `path`.
+    """Decode a rank's own values from the content of its file at `path`.
 
     Raises:
-        CorruptCheckpointError: it is not what `encode_buffers` wrote.
+        CorruptCheckpointError: it is no output of `encode_buffers`.
     """
     values = decode_items(content, path).values
     try:
@@ -103,7 +107,7 @@ def decode_buffers(content: bytes, path: str) -> dict[BufferKey, torch.Tensor]:
 
 
 def _split(tensor: torch.Tensor) -> Any:
-    """The tensor, or, if it is large, pieces of it: JSON takes no large ones."""
+    """Return the tensor, in pieces if it is large: JSON takes no large ones."""
     if tensor.nbytes <= _PIECE_BYTES:
         return tensor
     pieces = torch.split(tensor.reshape(-1), _PIECE_BYTES // tensor.dtype.itemsize)
@@ -122,7 +126,7 @@ def _key(name: str) -> BufferKey:
 
 
 def put_buffers(local: Mapping[BufferKey, torch.Tensor], part: str, loaded: Mapping[str, Any]) -> None:
-    """Replace the checkpoint's values by this rank's own, where it had some and they were asked for."""
+    """Replace the checkpoint's values by this rank's own, where both exist."""
     for (of_part, key), value in local.items():
         target = loaded.get(key)
         if of_part == part and isinstance(target, torch.Tensor) and target.shape == value.shape:

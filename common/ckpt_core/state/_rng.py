@@ -1,6 +1,6 @@
-"""Random number generators of this process: Python, NumPy, torch on the CPU and on every CUDA device.
+"""Random number generators of this process: Python, NumPy, torch on CPU and CUDA.
 
-When a run goes on with more ranks than it was saved with, the additional ranks get streams of their own,
+When a run continues on more ranks than it was saved with, the additional ranks get streams of their own,
 seeded with SHA-256 of rank 0's saved state and their rank: deterministic, and different from any saved one.
 """
 
@@ -20,7 +20,7 @@ from ckpt_core.state._value_codec import encode
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator, as values that `encode` takes; draws nothing."""
+    """Return the state of every generator, as values for `encode`; draws nothing."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -32,13 +32,13 @@ def rng_state() -> dict[str, Any]:
 
 
 def rng_seed(state: Mapping[str, Any]) -> int:
-    """A number that stands for `state`, for ranks that it was not saved for."""
+    """Derive a number from `state`, for ranks that it was not saved for."""
     digest = hashlib.sha256(json.dumps(encode(dict(state)), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def load_rng_state(state: Mapping[str, Any]) -> Sequence[str]:
-    """Put every generator where it was, bit for bit; returns what a person should know.
+    """Restore every generator exactly; return notes for the user.
 
     Raises:
         IncompatibleCheckpointError: a generator refuses its state.
@@ -66,7 +66,7 @@ def _load_cuda(states: Sequence[torch.Tensor]) -> Sequence[str]:
 
 
 def derive_rng(seed: int, rank: int) -> None:
-    """Give a rank that the checkpoint does not know a stream of its own."""
+    """Seed the generators of a rank without saved state with its own stream."""
     digest = hashlib.sha256(f"{seed}:{rank}".encode()).digest()
     random.seed(int.from_bytes(digest[:8], "big"))
     np.random.seed(int.from_bytes(digest[8:12], "big"))

@@ -1,4 +1,4 @@
-"""Sources of training state: the protocol, plain nested mappings, and the choice for what a user gives."""
+"""Sources of training state: the protocol, and nested mappings as a source."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ckpt_core.types import CapturedState, SavedEntries, SavedState
 class StateSource(Protocol):
     """A training state that can be saved and loaded.
 
-    Call sequence, on every rank and on the thread that trains:
+    Calls on every rank, on the training thread:
 
     1. save: `capture()`. Its tensors are live: they must be copied before the next optimizer step, and those
-       that are not parameters or optimizer state before training goes on. Its `per_rank` and `shared` values
-       are live too: they must be encoded before training goes on.
-    2. load: `target(saved)` before anything large is read, then fill its tensors in place and replace each
-       None by the value read, then `apply(loaded, saved)` with the same structure. Nothing but tensors is
-       changed before `apply`; if `target` raises, nothing is.
+       that are not parameters or optimizer state before training continues. Its `per_rank` and `shared`
+       values are live, too: they must be encoded before training continues.
+    2. load: `target(saved)` before anything large is read; its tensors are filled in place and each None is
+       replaced by the value read; then `apply(loaded, saved)` with the same structure. Before `apply`, only
+       tensors change; if `target` raises, nothing has changed.
 
-    Methods may be collective over the ranks that hold the state. A source that can also `begin` (see
-    `CarefulSource`) can be loaded so that a refusal leaves everything as it was.
+    Methods may be collective over the ranks that hold the state. With `begin` (see `CarefulSource`), a
+    refused load leaves everything unchanged.
     """
 
     def capture(self) -> CapturedState:
-        """The state as it is now."""
+        """Return the present state."""
         ...
 
     def target(self, saved: SavedState) -> Mapping[str, dict[str, Any]]:
-        """Part directory -> nested dict with a tensor for every saved tensor and None for every plain value.
+        """Return part directory -> nested dict: tensors, and None for every plain value.
 
-        What the checkpoint holds beyond the template is not wanted and need not be read.
+        It has an entry for every saved entry to be loaded; other entries of the checkpoint need not be read.
 
         Raises:
             IncompatibleCheckpointError: the checkpoint is of another training state.
@@ -48,7 +48,7 @@ class StateSource(Protocol):
         ...
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Put everything back; returns what a person should know (what could not be restored).
+        """Put everything back; return notes for the user, such as what was not restored.
 
         Raises:
             IncompatibleCheckpointError: a part of the state refuses what was loaded.
@@ -58,18 +58,18 @@ class StateSource(Protocol):
 
 @runtime_checkable
 class CarefulSource(StateSource, Protocol):
-    """A training state that puts back first what may refuse, and can take it back."""
+    """A training state that first puts back what may refuse, and can undo it."""
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Between `target` and `apply`: put back what is small and may refuse, before any tensor is read.
+        """Put back small values that may refuse, before any tensor is read.
 
-        In `loaded` plain values are there already, tensors are not.
+        Called between `target` and `apply`. In `loaded`, plain values are present, tensors are not.
 
         Returns:
-            Takes it all back.
+            A function that undoes it.
 
         Raises:
-            IncompatibleCheckpointError: a part of the state refuses; everything is as it was before.
+            IncompatibleCheckpointError: a part of the state refuses; everything is unchanged.
         """
         ...
 
@@ -79,25 +79,25 @@ _PART = ""
 
 @final
 class DictState:
-    """Saves and loads a nested mapping of tensors, plain values and objects with `state_dict`, in place.
+    """A nested mapping of tensors, plain values and stateful objects, loaded in place.
 
     Keys are the same as `dcp.save(mapping)` writes, so either reads the other's checkpoints. As with
-    `dcp.load`, the mapping decides what is loaded; what else the checkpoint holds is left alone.
+    `dcp.load`, the mapping selects what is loaded; other entries of the checkpoint are ignored.
     """
 
     def __init__(self, mapping: Mapping[str, Any]) -> None:
         self._mapping = mapping
 
     def capture(self) -> CapturedState:
-        """The mapping with its live tensors, and objects replaced by their state."""
+        """Return the mapping with its live tensors, and the state of its objects."""
         return CapturedState(sharded={_PART: _states(self._mapping)})
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """The mapping's own tensors, None for plain values, and all that the checkpoint holds of objects."""
+        """Return the mapping's tensors, None for plain values, and the objects' entries."""
         return {_PART: _targets(self._mapping, saved.sharded.get(_PART, {}))}
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> list[str]:
-        """Set plain values and give objects their state; tensors were loaded in place.
+        """Set plain values and load the objects; tensors were loaded in place.
 
         Raises:
             IncompatibleCheckpointError: an object refuses its state.
@@ -139,7 +139,7 @@ def _targets(value: Any, saved: SavedEntries, *prefix: str | int) -> Any:
 
 
 def _own(live: Mapping[str, Any], saved: SavedEntries) -> dict[str, Any]:
-    """What to load a module into: its own names, for those of other ranks' stages are beside them."""
+    """Build the load target of a module: its own names, without other stages' names."""
     found = {path: entry for path, entry in saved.items() if path[0] in live}
     return {**dict.fromkeys(live), **template(live, found)}
 
@@ -162,7 +162,7 @@ State: TypeAlias = StateSource | Mapping[str, Any]
 
 
 def as_source(state: State, items: Collection[str] | None = None) -> StateSource:
-    """The state as a `StateSource` of only the given items.
+    """Return the state as a `StateSource` of only the given items.
 
     Raises:
         ConfigError: it is no training state.
@@ -180,14 +180,15 @@ def as_source(state: State, items: Collection[str] | None = None) -> StateSource
 
 
 def as_captured(state: State | CapturedState) -> CapturedState:
-    """The state as it is now; see `StateSource.capture`."""
+    """Return the present state; see `StateSource.capture`."""
     return state if isinstance(state, CapturedState) else as_source(state).capture()
 
 
 def takes_all(state: State, saved: SavedState) -> bool:
-    """Whether a load of that checkpoint into the state took every model, optimizer and top-level entry.
+    """Return whether a load into `state` uses every top-level entry of a checkpoint.
 
-    A source that cannot be asked, such as a host's, takes all.
+    For a `TrainState`, the entries are models and optimizers. A source without names, such as a host's, uses
+    all.
     """
     there = {str(path[0]) for leaves in saved.sharded.values() for path in leaves}
     if isinstance(state, TrainState):

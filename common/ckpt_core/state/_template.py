@@ -1,4 +1,4 @@
-"""What to load a saved optimizer state into, whether or not the live optimizer has made a step."""
+"""Load targets for optimizer state, also for an optimizer without state."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
 from ckpt_core.types import SavedEntries, SavedTensor
 
 _NUMBERED = (
-    ". It goes by the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
+    ". It uses the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
     'CheckpointManager.load({"optimizer": optimizer}) with the same parameters in the same order, and the '
     "rest with items="
 )
 
 
 def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> dict[str, Any]:
-    """A nested dict with the saved state's keys: tensors to load into, None for plain values.
+    """Return a nested dict with the saved keys: tensors to fill, None for values.
 
-    A saved tensor goes into the live one where that fits, else into fresh memory of the saved dtype with the
-    parameter's placement; nothing of the live optimizer changes. `saved` has paths relative to the optimizer.
-    State of parameters that it does not train is left out: another rank may train them.
+    A saved tensor is loaded into the live one if it matches, else into new memory of the saved dtype with the
+    parameter's placement; the live optimizer is unchanged. `saved` has paths relative to the optimizer. State
+    of parameters that it does not train is omitted: another rank may train them.
 
     Raises:
         ConfigError: the optimizer trains parameters that the model does not hold.
         IncompatibleCheckpointError: the checkpoint is of another kind of optimizer.
     """
     optimizer = unwrap_optimizer(optimizer)
-    made = _Template.of(model, optimizer)
+    templates = _Template.of(model, optimizer)
     tree: dict[str, Any] = {}
     for path, entry in saved.items():
-        if (place := made.place(path)) is not None:
-            put(tree, path, None if entry is None else made.tensor(place, entry))
+        if (role := templates.role(path)) is not None:
+            put(tree, path, None if entry is None else templates.tensor(role, entry))
     names = {str(path[1]) for path in saved if path[0] == "state" and len(path) > 1}
     if names and "state" not in tree and all(map(str.isdecimal, names)):
         raise IncompatibleCheckpointError(
@@ -61,8 +61,8 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """Where a saved leaf belongs: in the state of a parameter, among the hyperparameters, or on its own."""
+class _LeafRole:
+    """The role of a saved leaf: state of a parameter, hyperparameter, or neither."""
 
     parameter: str | None = None
     rest: Path = ()
@@ -72,14 +72,15 @@ class _Place:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Template:
-    """Makes the tensors to load into.
+    """A builder of load targets.
 
     Attributes:
-        optimizer: the live optimizer, only looked at.
-        references: name of every parameter it trains, aliases too -> a tensor with its shape and placement.
-        states: the same names -> live state, as far as it is of the same form as the saved one.
+        optimizer: the live optimizer, which is not changed.
+        references: name of every parameter that it trains, aliases included -> a tensor with its shape and
+            placement.
+        states: the same names -> live state, if it has the same form as the saved one.
         groups: the same names -> index of the live group.
-        probes: name -> state that a first step makes, where that had to be found out.
+        probes: name -> state that a first step creates, where it was probed.
     """
 
     optimizer: torch.optim.Optimizer
@@ -90,7 +91,7 @@ class _Template:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Template:
-        """Look at a live optimizer; under FSDP1, whose parameters are flat, at the model's shards."""
+        """Inspect a live optimizer; under FSDP1, with flat parameters, the model's shards."""
         if _fsdp1.is_fsdp1(model):
             shards = model_state(model)
             groups = _numbered(_fsdp1.group_names(model, optimizer))
@@ -114,44 +115,44 @@ class _Template:
             groups={name: own[names.resolve(name)] for name in references},
         )
 
-    def place(self, path: Path) -> _Place | None:
-        """Where the leaf at `path` belongs, or None if it is of a parameter that is not trained here."""
+    def role(self, path: Path) -> _LeafRole | None:
+        """Return the role of the leaf at `path`; None for a parameter not trained here."""
         first = str(path[0])
         if first == "param_groups" and len(path) > 2:
-            return _Place(option=str(path[2]))
+            return _LeafRole(option=str(path[2]))
         if first == "state" and len(path) > 2:
             return self._of_parameter(str(path[1]), path[2:])
         if first.startswith("state."):
             found = _groups.split(first, self.references)
-            return None if found is None else _Place(parameter=found[0], rest=(found[1], *path[1:]))
-        return _Place()
+            return None if found is None else _LeafRole(parameter=found[0], rest=(found[1], *path[1:]))
+        return _LeafRole()
 
-    def _of_parameter(self, name: str, rest: Path) -> _Place | None:
+    def _of_parameter(self, name: str, rest: Path) -> _LeafRole | None:
         if name in self.references:
-            return _Place(parameter=name, rest=rest)
-        # Some optimizers keep state of their own beside that of parameters.
-        return _Place() if name in self.optimizer.state else None
+            return _LeafRole(parameter=name, rest=rest)
+        # Some optimizers have state of their own beside that of parameters.
+        return _LeafRole() if name in self.optimizer.state else None
 
-    def tensor(self, place: _Place, saved: SavedTensor) -> torch.Tensor:
-        """Memory for one saved tensor."""
+    def tensor(self, role: _LeafRole, saved: SavedTensor) -> torch.Tensor:
+        """Return memory for one saved tensor."""
         dtype = dtype_named(saved.dtype)
-        name = place.parameter
+        name = role.parameter
         if name is None:
-            return torch.empty(saved.shape, dtype=dtype, device=self._option_device(place.option))
+            return torch.empty(saved.shape, dtype=dtype, device=self._option_device(role.option))
         reference = self.references[name]
-        live = self.states.get(name, {}).get(place.rest)
+        live = self.states.get(name, {}).get(role.rest)
         if matches(live, saved):
             return live
-        if place.rest[-1] == "step" and not saved.shape:
+        if role.rest[-1] == "step" and not saved.shape:
             return torch.empty((), dtype=dtype, device=self._step_device(name))
         if saved.shape == shape_of(reference):
             return empty_like(reference, dtype)
         if isinstance(reference, DTensor):
-            return self._like_probe(name, place.rest, saved)
+            return self._like_probe(name, role.rest, saved)
         return torch.empty(saved.shape, dtype=dtype, device=reference.device)
 
     def _option_device(self, option: str | None) -> torch.device:
-        """A tensor hyperparameter stays on its device; saved groups may be in another order, so any tells."""
+        """Return the device of a tensor hyperparameter; the groups may be reordered."""
         values = [group.get(str(option)) for group in self.optimizer.param_groups]
         return next(
             (value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu")
@@ -163,7 +164,7 @@ class _Template:
         return self.references[name].device if on_device else torch.device("cpu")
 
     def _like_probe(self, name: str, rest: Path, saved: SavedTensor) -> torch.Tensor:
-        """Ask the optimizer itself how it would place state of another shape than its parameter's."""
+        """Place state of another shape than its parameter's as the optimizer would."""
         reference = self.references[name]
         if name not in self.probes:
             self.probes[name] = dict(leaves(probe(self.optimizer, self.groups[name], reference)))

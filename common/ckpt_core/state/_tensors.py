@@ -16,7 +16,7 @@ from ckpt_core.types import SavedEntries, SavedTensor
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype torch calls `name`, e.g. `bfloat16`.
+    """Return the dtype with torch's name `name`, e.g. `bfloat16`.
 
     Raises:
         CorruptCheckpointError: torch has no such dtype.
@@ -28,23 +28,23 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name of `dtype`, e.g. `bfloat16`."""
+    """Return torch's name of `dtype`, e.g. `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The global shape."""
+    """Return the global shape."""
     # `ShardedTensor.shape` warns of its deprecation at every call.
     return tuple(tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape)
 
 
 def is_sharded(value: object) -> bool:
-    """Whether `value` is spread over ranks."""
+    """Return whether `value` is spread over ranks."""
     return isinstance(value, DTensor | ShardedTensor)
 
 
 def matches(value: object, saved: SavedTensor) -> TypeGuard[torch.Tensor]:
-    """Whether `value` is a tensor that the saved one can be read into as it is."""
+    """Return whether the saved tensor can be read directly into `value`."""
     return (
         isinstance(value, torch.Tensor)
         and shape_of(value) == saved.shape
@@ -53,7 +53,7 @@ def matches(value: object, saved: SavedTensor) -> TypeGuard[torch.Tensor]:
 
 
 def empty_like(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of the same kind, shape, placement and device as `reference`, but of `dtype`."""
+    """Allocate memory with the kind, shape, placement and device of `reference`."""
     if isinstance(reference, ShardedTensor):
         return _empty_sharded(reference, dtype)
     return torch.empty_like(reference, dtype=dtype, requires_grad=False).detach()
@@ -71,7 +71,7 @@ def _empty_sharded(reference: ShardedTensor, dtype: torch.dtype) -> torch.Tensor
 
 
 def template(live: Any, saved: SavedEntries) -> dict[str, Any]:
-    """What to load `saved` into: the live tensors where they fit, memory of their kind where they do not."""
+    """Build a load target: live tensors that match, else new memory of their kind."""
     found = dict(leaves(live))
     tree: dict[str, Any] = {}
     for path, entry in saved.items():
@@ -89,7 +89,7 @@ def _target(live: Any, saved: SavedTensor) -> torch.Tensor:
 
 
 def placeholders(tree: Any) -> dict[str, Any]:
-    """`tree` with its tensors, and None for every plain value."""
+    """Return `tree` with its tensors, and None for every plain value."""
     template: dict[str, Any] = {}
     for path, value in leaves(tree):
         put(template, path, value if isinstance(value, torch.Tensor) else None)
@@ -97,5 +97,5 @@ def placeholders(tree: Any) -> dict[str, Any]:
 
 
 def local_bytes(values: Iterable[Any]) -> int:
-    """Memory that the plain tensors among `values` take on this rank."""
+    """Return the memory of the plain tensors among `values` on this rank."""
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))

@@ -1,4 +1,4 @@
-"""The whole of a training run, item by item."""
+"""The state of a training run, item by item."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ _SEED = "rng_seed"
 
 @final
 class TrainState:
-    """The state of a training loop: what `CheckpointManager.save` takes and `load` restores.
+    """The state of a training loop, for `CheckpointManager.save` and `load`.
 
     In the checkpoint, the tensors are under `model`, `optimizer` (`optimizer.<name>` for several) and
     `items.<name>`; schedulers, scaler and small items are shared; data position and RNG are per rank.
 
-    Not thread-safe; every rank builds its own, of the same shape, and calls it on the thread that trains.
+    Not thread-safe; every rank builds its own, of the same structure, and uses it on the training thread.
 
     Args:
-        model: the model as it is trained, wrapped or not; several as a mapping or sequence.
+        model: the trained model, wrapped or not; several as a mapping or sequence.
         optimizer: one, or several by name or in order; each may train any of the models.
         scheduler: anything with `state_dict` and `load_state_dict`; one or several.
         scaler: a gradient scaler.
-        dataloader: loaders or samplers that can tell their position; one or several.
+        dataloader: loaders or samplers with a position; one or several.
         rng: whether the random number generators are part of the state.
-        items: anything else with `state_dict` and `load_state_dict`; `Counters` for plain values.
+        items: any other objects with `state_dict` and `load_state_dict`; `Counters` for plain values.
 
     Raises:
-        ConfigError: something has no state that could be saved.
+        ConfigError: an object has no state that could be saved.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TrainState:
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The torch optimizers inside whatever wraps them; their steps are what changes the model."""
+        """The torch optimizers without wrappers; only their steps change the model."""
         return tuple(map(unwrap_optimizer, self._optimizers.values()))
 
     @property
@@ -123,7 +123,7 @@ class TrainState:
         )
 
     def select(self, names: Collection[str]) -> TrainState:
-        """A state of only some of the items in `names`; the others are neither saved nor loaded.
+        """Return a state of some items; the others are neither saved nor loaded.
 
         Raises:
             ConfigError: this state has no item of that name.
@@ -141,7 +141,7 @@ class TrainState:
         return selected
 
     def capture(self) -> CapturedState:
-        """The state as it is now, with live tensors; training is as it would be without."""
+        """Return the present state, with live tensors; training is not affected."""
         names = ParameterNames.of(self._model)
         tree: dict[str, Any] = {"model": model_state(self._model)} if self._with_model else {}
         for name, optimizer in self._optimizers.items():
@@ -173,7 +173,7 @@ class TrainState:
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """What to load into; see `StateSource`.
+        """Return the load target; see `StateSource`.
 
         Raises:
             IncompatibleCheckpointError: the checkpoint lacks an item.
@@ -194,7 +194,10 @@ class TrainState:
         return {_PART: tree}
 
     def _kept_by_stock(self, saved: SavedState) -> Iterator[tuple[str, Any]]:
-        """Items and schedulers that stock DCP wrote at the top level, as torchtitan and others have it."""
+        """Yield items and schedulers that stock DCP stored at the top level.
+
+        Torchtitan and others do.
+        """
         entries = saved.sharded.get(_PART, {})
         if saved.world_size is None:
             for name, each in (self._shared | self._items).items():
@@ -204,10 +207,10 @@ class TrainState:
     def _check_present(self, entries: SavedEntries, saved: SavedState) -> None:
         tops = {path[:2] for path in entries}
         has_model = any(path[0] == "model" for path in tops) or not self._with_model
-        # A model without parameters and buffers leaves no trace.
+        # A model without parameters and buffers has no entries.
         missing = [] if has_model or not any(leaves(model_state(self._model))) else ["model"]
         missing += [name for name in self._optimizers if not under(entries, *_path(name))]
-        # Directories that stock DCP wrote have no shared items; `apply` says what was left as it is.
+        # Directories that stock DCP wrote have no shared items; `apply` reports what stays unchanged.
         if saved.world_size is not None:
             missing += [name for name in self._shared if name not in saved.shared]
             missing += [
@@ -226,9 +229,9 @@ class TrainState:
             )
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Put everything back, the random number generators last; returns what could not be restored.
+        """Put everything back, the generators last; return notes on what was not restored.
 
-        What `begin` has put back is not put back again.
+        Parts that `begin` has put back are not put back again.
 
         Raises:
             IncompatibleCheckpointError: a part of the state refuses what was loaded.
@@ -255,17 +258,18 @@ class TrainState:
         return notes
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Put back schedulers, scaler, small items and data positions; see `CarefulSource`.
+        """Put back schedulers, scaler, small items and data positions.
 
-        A loader that refuses its position may not be as it was; everything else is.
+        See `CarefulSource`. A loader that refuses its position may have changed; everything else is unchanged
+        then.
 
         Raises:
-            IncompatibleCheckpointError: one of them refuses, or the optimizers' groups hold other parameters.
+            IncompatibleCheckpointError: a part refuses, or the optimizers' groups hold other parameters.
         """
         generators = rng_state()
         undo: list[Callable[[], None]] = []
 
-        def take_back() -> None:
+        def roll_back() -> None:
             for each in reversed(undo):
                 each()
             load_rng_state(generators)
@@ -277,15 +281,15 @@ class TrainState:
                 check_groups(self._model, optimizer, get(tree, _path(name)), fit=_fit(saved))
             notes = [*self._apply_shared(tree, saved, undo), *self._apply_dataloaders(saved)]
         except BaseException:
-            take_back()
+            roll_back()
             raise
         self._begun = saved, notes
-        return take_back
+        return roll_back
 
     def _loaded_optimizers(
         self, tree: Mapping[str, Any], saved: SavedState
     ) -> list[tuple[str, torch.optim.Optimizer]]:
-        """The optimizers to be loaded: without `strict`, one that was not saved is left as it is."""
+        """Return the optimizers to load: without `strict`, only those that were saved."""
         return [each for each in self._optimizers.items() if saved.strict or get(tree, _path(each[0]))]
 
     def _end(self) -> list[str]:
@@ -304,21 +308,20 @@ class TrainState:
                 undo.append(_undo(name, each))
                 load_item(name, each, saved.shared[name])
             elif name not in self._items or get(tree, ("items", name)) is None:
-                yield f"the checkpoint has no {name}; it is left as it is"
+                yield f"the checkpoint has no {name}; it is unchanged"
 
     def _apply_dataloaders(self, saved: SavedState) -> Iterator[str]:
         world_size = _world_size()
         for name, loader in self._dataloaders.items():
             if saved.world_size not in {None, world_size}:
                 yield (
-                    f"{name} is left where it is: its position was saved by {saved.world_size} ranks "
-                    f"and there are {world_size} now, so some samples "
-                    "will be seen twice or not at all in this epoch"
+                    f"{name} keeps its position: it was saved by {saved.world_size} ranks and there are "
+                    f"{world_size} now, so some samples will be seen twice or not at all in this epoch"
                 )
             elif name in saved.per_rank:
                 load_dataloader_state(loader, saved.per_rank[name])
             else:
-                yield f"the checkpoint has no position of {name}; it is left where it is"
+                yield f"the checkpoint has no position of {name}; it keeps its own"
 
 
 def _fit(saved: SavedState) -> Literal["same", "part", "any"]:
@@ -336,7 +339,7 @@ def _apply_rng(saved: SavedState) -> Sequence[str]:
     if "rng" in saved.per_rank:
         return load_rng_state(saved.per_rank["rng"])
     if _SEED not in saved.shared:
-        return ["the checkpoint has no states of random number generators; they are left as they are"]
+        return ["the checkpoint has no states of random number generators; they are unchanged"]
     rank = _rank()
     derive_rng(saved.shared[_SEED], rank)
     return [
@@ -346,7 +349,7 @@ def _apply_rng(saved: SavedState) -> Sequence[str]:
 
 
 def _named(name: str, value: Several[Any]) -> Iterator[tuple[str, Any]]:
-    """`value` under `name`, or several values under `name.<key>`."""
+    """Yield `value` under `name`, or several values under `name.<key>`."""
     if isinstance(value, Mapping):
         yield from ((f"{name}.{key}", each) for key, each in value.items())
     elif isinstance(value, list | tuple):
@@ -356,7 +359,7 @@ def _named(name: str, value: Several[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """`optimizer.<name>` as a path of two, for names may have dots."""
+    """Split `optimizer.<name>` into a path of two; names may have dots."""
     return tuple(name.split(".", 1))
 
 

@@ -1,7 +1,7 @@
-"""Plain Python values as JSON, exactly, for the small per-rank and shared items: no pickle, nothing executed.
+"""Plain Python values as exact JSON, for small items: no pickle, no execution.
 
-What JSON has no word for is tagged: `{"$type": "tuple", "value": […]}`. Subclasses of dict come back as dict,
-tensors on the CPU; everything else comes back equal and of the same type.
+Values without a JSON type are tagged: `{"$type": "tuple", "value": […]}`. Subclasses of dict are decoded as
+dict, tensors on the CPU; all other values are decoded equal and of the same type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.state._tensors import dtype_name, dtype_named
 
 MAX_ARRAY_BYTES = 16 << 20
-"""Larger arrays do not belong into JSON; they are not encodable."""
+"""Larger arrays are not encoded as JSON."""
 
 _TAG = "$type"
 _MAX_DEPTH = 100
@@ -33,10 +33,10 @@ class NotEncodableError(CheckpointError, TypeError):
 
 
 def encode(value: Any) -> Any:
-    """`value` as what `json.dumps` takes.
+    """Convert `value` for `json.dumps`.
 
     Raises:
-        NotEncodableError: it holds something that `decode` could not give back.
+        NotEncodableError: `decode` could not restore some of it.
     """
     return _encode(value, "", 0)
 
@@ -138,10 +138,10 @@ _ENCODERS: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
 
 
 def decode(encoded: Any) -> Any:
-    """The value that `encode` was given.
+    """Convert back to the value that `encode` was given.
 
     Raises:
-        CorruptCheckpointError: `encode` cannot have made this.
+        CorruptCheckpointError: it is no output of `encode`.
     """
     try:
         return _decode(encoded, 0)

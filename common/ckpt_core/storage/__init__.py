@@ -1,4 +1,4 @@
-"""Bytes at a place: the `Storage` contract, its backends, and `open_storage` to choose one by URL."""
+"""Storage of bytes: the `Storage` contract, its backends, and `open_storage`."""
 
 from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._memory import MemoryStorage

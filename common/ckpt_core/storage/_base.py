@@ -1,7 +1,7 @@
-"""The contract between the core and a place that holds bytes.
+"""The contract between the core and a store of bytes.
 
-A `Storage` knows nothing of checkpoints. Keys are POSIX-relative strings ("step-000001000/.metadata"),
-"" is the root itself.
+A `Storage` knows nothing of checkpoints. Keys are POSIX-relative strings ("step-000001000/.metadata"); "" is
+the root itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StorageEntry(NamedTuple):
     Attributes:
         name: of the child.
         is_directory: whether it is a directory, or a link to one.
-        size_bytes: 0 for directories, and for links that lead nowhere.
+        size_bytes: 0 for directories, and for dangling links.
         is_link: whether it is a symbolic link.
     """
 
@@ -37,41 +37,42 @@ class Lock(Protocol):
     """An exclusive claim that lasts until `release` or the death of the process."""
 
     def release(self) -> None:
-        """Give the claim up; harmless when repeated."""
+        """Release the lock; harmless when repeated."""
 
 
 class RangeReader(Protocol):
-    """A file that is open for reading by ranges.
+    """A file open for ranged reads.
 
-    Concurrency: `read_into` may be called from several threads at once, and is worth calling so.
+    Concurrency: `read_into` may be called from several threads at the same time, which makes reads faster.
     """
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file when it was opened."""
+        """The size of the file when it was opened."""
         ...
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the whole of `buffer` (writable, contiguous, of bytes) with what follows `offset`.
+        """Fill the whole `buffer` (writable, contiguous, of bytes) from `offset` on.
 
         Raises:
-            EOFError: the file ends before; the message names it. What the buffer then holds is undefined.
-            OSError: storage is unwell.
+            EOFError: the file ends earlier; the message names it. The content of the buffer is then
+                undefined.
+            OSError: storage failed.
         """
 
 
 class Storage(ABC):
-    """A place that holds bytes.
+    """A store of bytes under keys.
 
-    Who calls what, in the order of a save:
+    Calls in the order of a save:
 
     1. (coordinator) `check_root` once, then `try_lock`.
     2. (coordinator) `make_directory` for the working directory.
     3. (all ranks, background thread) `write_pieces` or `create` for each of the rank's files, then
        `sync_directory`.
     4. (coordinator, background thread) `create` for metadata, manifest and marker; `sync_directory`;
-       where `supports_rename`, `rename` onto the final name, or of each file into a directory that has it,
-       and `sync_directory` of the parent.
+       where `supports_rename`, `rename` onto the final name, or of each file into an existing directory of
+       that name, and `sync_directory` of the parent.
     5. (coordinator) `rename` to a trash name or `delete` of the marker, then `delete` of the rest, to prune.
 
     Concurrency: every method may be called from any thread of any process at the same time.
@@ -83,19 +84,19 @@ class Storage(ABC):
     """Whether `rename` exists and is atomic. Without it a commit is the creation of the marker object."""
 
     rereads_from_memory: bool = False
-    """Whether bytes that were just read are read again at the speed of memory, as from a page cache.
+    """Whether a second read of the same bytes runs at memory speed, as from a page cache.
 
-    If not, whoever needs them twice keeps them; object stores are asked for every byte once.
+    If not, a caller that needs bytes twice keeps them: every byte is read once from an object store.
     """
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """Where this is, for people: an absolute path or a URL."""
+        """The absolute path or URL, for messages."""
 
     @abstractmethod
     def check_root(self) -> None:
-        """Make the root usable: create it if need be and prove that a file can be written there.
+        """Create the root if necessary and prove that a file can be written there.
 
         Raises:
             NotADirectoryError: the root is a file.
@@ -107,20 +108,20 @@ class Storage(ABC):
     def create(self, key: str) -> AbstractContextManager[IO[bytes]]:
         """Open a new file for streaming writes; parents are created.
 
-        When the context exits without an error the content is durable under `key` (fsync, or a completed
-        upload). When it exits with an error nothing that looks complete may remain: a partial local file is
-        allowed (its directory is uncommitted), a partial object is not.
+        When the context exits without an error, the content is durable under `key` (fsync, or a completed
+        upload). After an error nothing that looks complete may remain: a partial local file is allowed (its
+        directory is uncommitted), a partial object is not.
 
         Raises:
             FileExistsError: `key` exists already (checked where that is possible without a race).
         """
 
     def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
-        """Create a large file from pieces that follow each other, durable on return; same errors as `create`.
+        """Create a large file from consecutive pieces, durable on return.
 
         Every piece starts on a page boundary of memory, is a multiple of 4 KiB long except the last, and is
-        left alone until this returns. Pieces are taken one by one, so that a generator can prepare the next
-        while the ones before are being written.
+        not changed until this returns. Pieces are taken one by one, so that a generator can prepare the next
+        while earlier ones are being written. Raises the same errors as `create`.
         """
         with self.create(key) as stream:
             for piece in pieces:
@@ -136,29 +137,29 @@ class Storage(ABC):
 
     @contextmanager
     def open_ranges(self, key: str) -> Generator[RangeReader]:
-        """Open a file for reading by ranges, on several threads; same errors as `open`.
+        """Open a file for ranged reads on several threads; same errors as `open`.
 
-        The default reads through one stream of `open`, so that threads wait for one another.
+        The default uses one stream of `open`, so that threads wait for one another.
         """
         with self.open(key) as stream:
             yield StreamRanges(stream, f"{self.url}/{key}")
 
     @abstractmethod
     def replace(self, key: str, content: bytes) -> None:
-        """Write a small file atomically, durable on return, replacing what was there."""
+        """Write a small file atomically, durable on return, over an existing one."""
 
     @abstractmethod
     def list(self, key: str) -> list[StorageEntry]:
-        """Children of a directory, sorted by name; [] if it does not exist."""
+        """List a directory, sorted by name; [] if it does not exist."""
 
     def entry(self, key: str) -> StorageEntry | None:
-        """What `list` of its directory says of one child; None if there is no such child."""
+        """Return the entry of one child, as `list` does; None if it does not exist."""
         directory, _, name = key.rpartition("/")
         return next((entry for entry in self.list(directory) if entry.name == name), None)
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Size of a file in bytes.
+        """Return the size of a file in bytes.
 
         Raises:
             FileNotFoundError: no such file.
@@ -166,23 +167,23 @@ class Storage(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Delete a file, or a directory with all it holds; nothing happens if there is none."""
+        """Delete a file, or a directory with its content; no-op if it does not exist."""
 
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
-        """Give up uploads that were begun and never completed, where storage keeps such things out of sight.
+        """Abort uploads that were begun and never completed, where storage has such.
 
         Args:
-            unwanted: whether the upload to that key may go.
+            unwanted: returns whether the upload to a key may be aborted.
 
         Returns:
-            The keys of those that went; by default none.
+            The keys of the aborted uploads; by default none.
         """
         del unwanted
         return []
 
     @abstractmethod
     def make_directory(self, key: str) -> None:
-        """Create a directory and its parents durably; no-op where directories do not exist as such.
+        """Create a directory and its parents durably; no-op on object stores.
 
         Raises:
             FileExistsError: it exists already.
@@ -190,11 +191,11 @@ class Storage(ABC):
 
     @abstractmethod
     def sync_directory(self, key: str) -> None:
-        """Make the entries of a directory durable (fsync); no-op where that has no meaning."""
+        """Make the entries of a directory durable (fsync); no-op on object stores."""
 
     @abstractmethod
     def rename(self, source: str, target: str) -> None:
-        """Rename a directory, a file or a link atomically, onto unoccupied space only.
+        """Rename a directory, file or link atomically, onto a free name only.
 
         Links are renamed as such; `target` may be in another directory.
 
@@ -205,7 +206,7 @@ class Storage(ABC):
 
     @abstractmethod
     def exchange(self, first: str, second: str) -> None:
-        """Exchange two directories in one step: at every instant each name leads to one of them.
+        """Exchange two directories in one step, so that both names always exist.
 
         Raises:
             FileNotFoundError: one of them does not exist.
@@ -214,36 +215,36 @@ class Storage(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int | None:
-        """Free space for this user, or None where the question has no answer."""
+        """Return the free space for this user, or None if unknown."""
 
     def total_bytes(self) -> int | None:
-        """Size of the filesystem, or None where the question has no answer."""
+        """Return the size of the filesystem, or None if unknown."""
         return None
 
     def free_files(self) -> int | None:
-        """How many files and directories can still be made, or None where the question has no answer."""
+        """Return the number of files and directories that can still be created, or None."""
         return None
 
     @abstractmethod
     def try_lock(self, key: str) -> Lock | None:
-        """Claim `key` exclusively among live processes; None if another live process holds it.
+        """Lock `key` exclusively among live processes; None if another process holds it.
 
-        The file's content is left alone. Backends that cannot lock return a lock that excludes nobody;
+        The file's content is not touched. Backends that cannot lock return a lock that excludes nothing;
         callers must fence by other means (see `commit.Lease`).
         """
 
     def lock_holder(self, key: str) -> int | None:
-        """Process id of who holds the lock of `key`, for people; None if nobody does, or nobody can tell."""
+        """Return the process id of the holder of a lock, for messages; None if unknown."""
         del key
         return None
 
     def other_owner(self, key: str) -> str | None:
-        """Who else owns what is at `key`, in words; None if this user does, or nothing has an owner."""
+        """Return the owner in words if `key` belongs to another user, else None."""
         del key
         return None
 
     def read_bytes(self, key: str) -> bytes:
-        """Content of a small file.
+        """Read a small file.
 
         Raises:
             FileNotFoundError: no such file.
@@ -257,7 +258,7 @@ class Storage(ABC):
             stream.write(content)
 
     def exists(self, key: str) -> bool:
-        """Whether a file exists at `key`."""
+        """Return whether a file exists at `key`."""
         try:
             self.size(key)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Keys that every backend accepts, and ranged reads of files without a descriptor."""
+"""Validation of keys, and ranged reads of streams and bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import IO, cast, final
 
 
 def key_parts(key: str) -> tuple[str, ...]:
-    """Components of a key; () for the root.
+    """Split a key into its components; () for the root.
 
     Raises:
         ValueError: the key is absolute, leads out of the root or is not in its plain form.
@@ -25,12 +25,12 @@ def key_parts(key: str) -> tuple[str, ...]:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a key may have this component."""
+    """Return whether a key may have this component."""
     return name not in {"", ".", ".."} and "\0" not in name
 
 
 def file_key(key: str) -> str:
-    """The key itself, once it is known to name something below the root.
+    """Return the key if it names something below the root.
 
     Raises:
         ValueError: the key is empty (the root) or malformed.
@@ -41,14 +41,14 @@ def file_key(key: str) -> str:
 
 
 def parent_keys(key: str) -> list[str]:
-    """Every directory above `key`, outermost first, without the root."""
+    """List every directory above `key`, outermost first, without the root."""
     parts = key_parts(key)
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
 @final
 class StreamRanges:
-    """Ranges of a seekable stream; reads take turns, because a stream has one position."""
+    """Ranges of a seekable stream; reads take turns for its one position."""
 
     def __init__(self, stream: IO[bytes], where: str) -> None:
         self._stream = cast("io.BufferedIOBase", stream)
@@ -57,7 +57,7 @@ class StreamRanges:
         self.size_bytes = stream.seek(0, io.SEEK_END)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer with what follows `offset`."""
+        """Fill the buffer from `offset` on."""
         end = offset + len(buffer)
         with self._guard:
             self._stream.seek(offset)
@@ -77,7 +77,7 @@ class BytesRanges:
         self.size_bytes = len(content)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer with what follows `offset`."""
+        """Fill the buffer from `offset` on."""
         end = offset + len(buffer)
         if end > self.size_bytes:
             raise ends_early(self._where, end, self.size_bytes)
@@ -85,5 +85,5 @@ class BytesRanges:
 
 
 def ends_early(where: str, needed: int, found: int) -> EOFError:
-    """The error of a file that has fewer bytes than were asked of it."""
-    return EOFError(f"{where}: ends at byte {found}, but bytes up to {needed} were to be read")
+    """Build the error for a file that is too short."""
+    return EOFError(f"{where}: ends at byte {found}, but bytes up to {needed} are needed")

@@ -1,4 +1,4 @@
-"""Checkpoints in a dictionary, for tests and notebooks."""
+"""Storage in a dictionary, for tests and notebooks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ckpt_core.storage._keys import BytesRanges, file_key, key_parts, parent_key
 
 @final
 class MemoryStorage(Storage):
-    """Behaves as a POSIX directory does, lives as long as the object, and is shared by all threads.
+    """A storage that behaves like a POSIX directory and is shared by all threads.
 
     Args:
-        name: what `url` tells.
-        capacity_bytes: as many bytes as all files may hold; None for no limit.
-        capacity_files: as many files and directories as there may be; None for no limit.
+        name: shown in `url`.
+        capacity_bytes: the most bytes that all files may hold; None for no limit.
+        capacity_files: the most files and directories; None for no limit.
 
     Attributes:
-        capacity_bytes: as above; may be changed at any time.
-        capacity_files: as above; may be changed at any time.
+        capacity_bytes: may be changed at any time.
+        capacity_files: may be changed at any time.
     """
 
     supports_rename = True
@@ -47,7 +47,7 @@ class MemoryStorage(Storage):
         return f"memory://{self._name}"
 
     def check_root(self) -> None:
-        """Nothing can be wrong with a dictionary."""
+        """Do nothing: a dictionary is always usable."""
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
@@ -72,18 +72,18 @@ class MemoryStorage(Storage):
 
     @contextmanager
     def open_ranges(self, key: str) -> Generator[RangeReader]:
-        """Open a file for reading by ranges."""
+        """Open a file for ranged reads."""
         with self._guard:
             content = self._tree.get(file_key(key))
         yield BytesRanges(content, f"{self.url}/{key}")
 
     def replace(self, key: str, content: bytes) -> None:
-        """Write a small file atomically, replacing what was there."""
+        """Write a small file atomically, over an existing one."""
         with self._guard:
             self._put(file_key(key), bytes(content))
 
     def list(self, key: str) -> list[StorageEntry]:
-        """Children of a directory, sorted by name; [] if it does not exist."""
+        """List a directory, sorted by name; [] if it does not exist."""
         depth = len(key_parts(key)) + 1
         with self._guard:
             below = self._tree.below(key)
@@ -94,12 +94,12 @@ class MemoryStorage(Storage):
         ]
 
     def size(self, key: str) -> int:
-        """Size of a file in bytes."""
+        """Return the size of a file in bytes."""
         with self._guard:
             return len(self._tree.get(file_key(key)))
 
     def delete(self, key: str) -> None:
-        """Delete a file, or a directory with all it holds."""
+        """Delete a file, or a directory with its content."""
         with self._guard:
             self._tree.remove(file_key(key))
 
@@ -111,13 +111,13 @@ class MemoryStorage(Storage):
             self._tree.add_directory(key)
 
     def sync_directory(self, key: str) -> None:
-        """Only check that the directory exists: nothing here survives the process."""
+        """Check that the directory exists: memory does not survive the process."""
         with self._guard:
             if key_parts(key) and key not in self._tree.directories:
                 raise _error(FileNotFoundError, errno.ENOENT, key)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename atomically, onto unoccupied space only."""
+        """Rename atomically, onto a free name only."""
         with self._guard:
             self._tree.require_unoccupied(file_key(target))
             self._tree.move(file_key(source), target)
@@ -128,23 +128,23 @@ class MemoryStorage(Storage):
             self._tree.exchange(file_key(first), file_key(second))
 
     def free_bytes(self) -> int | None:
-        """What is left of `capacity_bytes`; None without: memory is shared with everything else."""
+        """Return the unused part of `capacity_bytes`; None without a limit."""
         with self._guard:
             used = sum(map(len, self._tree.files.values()))
             return None if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
 
     def total_bytes(self) -> int | None:
-        """`capacity_bytes`."""
+        """Return `capacity_bytes`."""
         return self.capacity_bytes
 
     def free_files(self) -> int | None:
-        """What is left of `capacity_files`; None without."""
+        """Return the unused part of `capacity_files`; None without a limit."""
         with self._guard:
             used = len(self._tree.files) + len(self._tree.directories)
             return None if self.capacity_files is None else max(0, self.capacity_files - used)
 
     def try_lock(self, key: str) -> Lock | None:
-        """Claim `key` among the users of this object."""
+        """Lock `key` among the users of this object."""
         with self._guard:
             if file_key(key) in self._locked:
                 return None
@@ -166,7 +166,7 @@ class MemoryStorage(Storage):
 
 @final
 class _Tree:
-    """Files and directories by key; the owner locks."""
+    """Files and directories by key; not locked."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -188,7 +188,7 @@ class _Tree:
         self.directories.add(key)
 
     def below(self, key: str) -> dict[str, int | None]:
-        """Everything below a directory: size of files, None for directories."""
+        """Return everything below a directory: size of files, None for directories."""
         if key in self.files:
             raise _error(NotADirectoryError, errno.ENOTDIR, key)
         directories = {name: None for name in self.directories if _is_below(name, key)}
@@ -232,7 +232,7 @@ class _MemoryLock:
         self._held = True
 
     def release(self) -> None:
-        """Give the claim up; harmless when repeated."""
+        """Release the lock; harmless when repeated."""
         with self._guard:
             if self._held:
                 self._locked.discard(self._key)

@@ -29,14 +29,14 @@ def open_storage(
     *,
     deadline_seconds: float | None = None,
 ) -> Storage:
-    """The storage at a path or URL; a storage passes through.
+    """Open the storage at a path or URL; a `Storage` is returned unchanged.
 
     Args:
         root: a path, `file://…`, `s3://bucket/prefix`, `gs://bucket/prefix`, any other fsspec URL, or a
             `Storage`.
         storage_options: credentials, endpoint and the like for a URL; see `ObjectStorage`.
-        deadline_seconds: how long ranks wait for one another; one request to an object store may then take a
-            third of it, so that a rank can tell the others what went wrong, unless the options say otherwise.
+        deadline_seconds: the longest wait of ranks for one another. Unless the options say otherwise, one
+            request to an object store may take a third of it, so that a rank can report the failure in time.
 
     Raises:
         ConfigError: the URL cannot be opened, or options were given where none apply.

@@ -1,4 +1,4 @@
-"""Small files, read whole: never larger than they may be, and never what only passes for a file."""
+"""Bounded reads of small files, which refuse anything but regular files."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.storage._base import Storage
 
 BIGGEST_SMALL_FILE: Final = 1 << 30
-"""In bytes: what `.metadata`, a chunk table or a rank's items may have; no save makes one that is larger."""
+"""In bytes: the limit of `.metadata`, a chunk table or a rank's items; no save writes a larger one."""
 
 
 class ForeignFileError(PermissionError):
-    """What has the name is no file that anybody may read as ours: a link to outside, a pipe, a device."""
+    """An entry that must not be read as one of our files: a link out, pipe or device."""
 
 
 def read_small(storage: Storage, key: str, most_bytes: int = BIGGEST_SMALL_FILE) -> bytes:
-    """Read a small file whole, once its size is known to be sane.
+    """Read a whole small file after checking its size.
 
     Raises:
         FileNotFoundError: no such file.
-        CorruptCheckpointError: it is larger than `most_bytes`, or is none of our files.
-        OSError: storage is unwell.
+        CorruptCheckpointError: it is larger than `most_bytes`, or not a regular file.
+        OSError: storage failed.
     """
     try:
         with storage.open(key) as stream:
@@ -34,7 +34,7 @@ def read_small(storage: Storage, key: str, most_bytes: int = BIGGEST_SMALL_FILE)
     except ForeignFileError as error:
         raise _foreign(storage, key, str(error.strerror)) from error
     except IsADirectoryError as error:
-        raise _foreign(storage, key, "is a directory, where a file should be") from error
+        raise _foreign(storage, key, "is a directory instead of a file") from error
 
 
 def _foreign(storage: Storage, key: str, problem: str) -> CorruptCheckpointError:

@@ -508,7 +508,7 @@ def test_on_an_object_store_prune_takes_over_only_when_told_to(ckpt):
     code, _, err = ckpt("prune", url, "--keep-latest", 1)
     assert code == 1
     assert "--take-over" in err
-    assert lease.still_mine()
+    assert lease.is_held()
     assert ckpt("prune", url, "--keep-latest", 1, "--take-over")[0] == 0
     assert [info.step for info in Catalog(storage).committed()] == [2]
 

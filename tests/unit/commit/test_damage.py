@@ -76,7 +76,7 @@ def flip(storage, *places: int, path: str = PATH) -> str:
         ([LARGE_AT + BLOCK], f"damaged: large (bytes {LARGE_AT + BLOCK} to {LARGE_AT + 2 * BLOCK})"),
         ([LARGE_AT + 5, VALUE_AT - 1], f"damaged: large (bytes {LARGE_AT} to {VALUE_AT})"),
         ([50, VALUE_AT], f"damaged: a.w (bytes 10 to 110), value (bytes {VALUE_AT} to {len(DATA)})"),
-        ([0, 112], "every value in it is intact, the damage lies between them"),
+        ([0, 112], "every value in it is intact, the damage is between them"),
     ],
 )
 def test_a_damaged_data_file_names_the_tensors_that_are_lost(storage, places, told):

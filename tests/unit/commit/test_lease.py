@@ -24,7 +24,7 @@ def test_a_root_says_who_writes_to_it(storage):
     with Lease.acquire(storage, "job 42") as lease:
         assert Owner.of(storage) == lease.owner
         assert lease.owner.job == "job 42"
-        assert lease.still_mine()
+        assert lease.is_held()
         lease.check()
     assert Owner.of(storage) is None
 
@@ -39,7 +39,7 @@ def test_a_second_live_job_is_refused_with_the_name_of_the_first():
         ):
             Lease.acquire(storage, "job 43")
         storage.replace("writer.json", json.dumps(asdict(lease.owner)).encode())
-        assert lease.still_mine()
+        assert lease.is_held()
     Lease.acquire(storage, "job 43").release()
 
 
@@ -68,7 +68,7 @@ def test_a_job_that_was_replaced_stops_and_says_who_took_over():
     storage = bucket_like()
     old = Lease.acquire(storage, "old job")
     new = Lease.acquire(storage, "new job")
-    assert not old.still_mine()
+    assert not old.is_held()
     with pytest.raises(RootBusyError, match=r"taken over by new job \(host .*; this job stopped saving"):
         old.check()
     old.release()
@@ -94,7 +94,7 @@ def test_an_unreadable_claim_neither_blocks_nor_passes_for_ours(storage, content
     lease = Lease.acquire(storage, "job")
     storage.replace("writer.json", content)
     assert Owner.of(storage) is None
-    assert not lease.still_mine()
+    assert not lease.is_held()
     lease.release()
     Lease.acquire(storage, "next job").check()
 

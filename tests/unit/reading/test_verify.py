@@ -46,7 +46,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(file, where):
         file.put(storage := MemoryStorage(), file.flipped(at))
         (problem,) = problems(storage, map(whole, file.payloads))
         assert problem.startswith(f"0.distcp: tensor {payload.key!r}: bytes ")
-        assert "are not those that were saved: CRC-32 is " in problem
+        assert "differ from those that were saved: CRC-32 is " in problem
         start, _, stop = problem.partition(": bytes ")[2].split()[:3]
         assert int(start) <= at < int(stop)
 

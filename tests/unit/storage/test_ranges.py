@@ -137,7 +137,7 @@ def test_a_link_out_of_the_root_is_never_read_through(tmp_path, outside, link, m
     message = str(caught.value)
     assert str(tmp_path / "root" / link) in message
     assert str(outside) in message
-    assert "make the directory they are in the root" in message
+    assert "use their directory as the root" in message
 
 
 def test_a_root_with_a_name_that_the_other_starts_with_is_still_another(tmp_path):

@@ -1,8 +1,8 @@
-"""Large files straight to the device, past the page cache.
+"""Direct writes of large files to the device, past the page cache.
 
-Buffered writes of gigabytes are several times slower than the disk, evict what the training reads, and make
-fsync wait for all of it at once. Direct writes need aligned memory, offsets and lengths; where a filesystem
-refuses them, which only a real write tells, the same bytes go through the page cache.
+Buffered writes of gigabytes are several times slower than the disk, evict the training data from the page
+cache, and make fsync wait for all of it. Direct writes need aligned memory, offsets and lengths. Where a
+filesystem refuses them, which only a real write shows, the same bytes go through the page cache.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from queue import Queue
 from typing import Self, final
 
 from ckpt_core.storage._base import ALIGNMENT
-from ckpt_core.storage.local._paths import Place
+from ckpt_core.storage.local._paths import PathAt
 
 _THREADS = 2
 _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def write_direct(place: Place, pieces: Iterable[memoryview]) -> None:
-    """Create a file from aligned pieces and fsync it; on an error a partial file is left.
+def write_direct(target: PathAt, pieces: Iterable[memoryview]) -> None:
+    """Create a file from aligned pieces and fsync it; an error leaves a partial file.
 
     Raises:
         FileExistsError: it exists already.
         OSError: a write or the fsync failed.
     """
-    with place.create_stream(buffering=0) as file, _DirectFile(place, file.fileno()) as direct:
+    with target.create_stream(buffering=0) as file, _DirectFile(target, file.fileno()) as direct:
         with _Crew(direct) as crew:
             offset = 0
             for piece in pieces:
@@ -40,10 +40,10 @@ def write_direct(place: Place, pieces: Iterable[memoryview]) -> None:
 
 @final
 class _Crew:
-    """Threads that write one piece each while the next is being prepared.
+    """Threads that each write a piece while the next one is being prepared.
 
-    Plain threads: an executor takes no work while the interpreter ends, when a last save may still run. Where
-    no thread can be begun then (Python 3.12), whoever asks writes by itself.
+    Plain threads, because an executor takes no work while the interpreter ends, when a last save may still
+    run. Where no thread can be started then (Python 3.12), the calling thread writes.
     """
 
     def __init__(self, direct: _DirectFile) -> None:
@@ -64,14 +64,14 @@ class _Crew:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Wait until everything is written, or has failed."""
+        """Wait until all pieces are written or one has failed."""
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
             thread.join()
 
     def take(self, piece: memoryview, offset: int) -> None:
-        """Write `piece` soon; raises what went wrong with one before."""
+        """Queue `piece` for writing; raise the failure of an earlier piece."""
         self.raise_first()
         if self._threads:
             self._work.put((piece, offset))
@@ -94,11 +94,11 @@ class _Crew:
 
 @final
 class _DirectFile:
-    """A file opened twice: directly, and through the page cache for what cannot be direct."""
+    """A file opened twice: directly, and through the page cache for unaligned bytes."""
 
-    def __init__(self, place: Place, buffered: int) -> None:
+    def __init__(self, target: PathAt, buffered: int) -> None:
         self._buffered = buffered
-        self._direct = self._open(place, buffered)
+        self._direct = self._open(target, buffered)
 
     def __enter__(self) -> _DirectFile:
         return self
@@ -108,7 +108,7 @@ class _DirectFile:
             os.close(self._direct)
 
     def write(self, piece: memoryview, offset: int) -> None:
-        """Write all of `piece` at `offset`; called from several threads at once."""
+        """Write all of `piece` at `offset`; called from several threads at the same time."""
         while len(piece):
             direct = self._direct
             whole = len(piece) - len(piece) % ALIGNMENT
@@ -126,18 +126,18 @@ class _DirectFile:
             offset += written
 
     @staticmethod
-    def _open(place: Place, buffered: int) -> int | None:
+    def _open(target: PathAt, buffered: int) -> int | None:
         flag = getattr(os, "O_DIRECT", 0)  # Linux only
         if not flag:
             return None
         try:
-            direct = place.open_existing(os.O_WRONLY | flag)
+            direct = target.open_existing(os.O_WRONLY | flag)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
             return None
         if os.path.samestat(os.fstat(direct), os.fstat(buffered)):
             return direct
-        # Somebody has put another file there: ours is the one that was created.
+        # Another process has replaced the file: ours is the one that was created.
         os.close(direct)
         return None

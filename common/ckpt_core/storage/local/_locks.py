@@ -1,13 +1,14 @@
-"""Exclusive claims among live processes, by POSIX record locks.
+"""Exclusive locks among live processes, by POSIX record locks.
 
 A record lock belongs to the process: forked data-loading workers do not inherit it, and the kernel drops it
-when the process dies, however it dies. Two properties of it are dangerous and handled here: it does not
-exclude the process that holds it, and it is lost as soon as *any* descriptor of the file is closed in that
-process. So every claim has a file that nobody else opens, and a registry refuses a second claim before it
-opens that file. The file stays behind when the claim is given up: whoever has opened it by then would hold a
-lock that nobody else sees, and whether its name still leads to it network filesystems answer from a cache.
+when the process dies. Two of its properties are dangerous and handled here: it does not exclude the process
+that holds it, and it is lost as soon as *any* descriptor of the file is closed in that process. So every lock
+has a file of its own, and a registry refuses a second lock of a file before opening it. The file is not
+deleted on release: a process that has opened it by then would hold a lock that no other process sees, and
+network filesystems answer from a cache whether the name still leads to it.
 
-Whoever can open the file, even for reading, can keep every job out: only who may write to its directory may.
+A process that can open the file, even for reading, can block every job: so only users who may write to the
+directory may open it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Final, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._base import Lock
-from ckpt_core.storage.local._paths import Place
+from ckpt_core.storage.local._paths import PathAt
 
 _logger = logger_of(__name__)
 _REFUSED = {errno.EAGAIN, errno.EACCES}
@@ -35,20 +36,20 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 _FLOCK: Final = struct.Struct("hhqqi")
 
 _guard = threading.Lock()
-# The process id is part of a claim because a forked child inherits this set but not the locks.
+# The process id is part of the key because a forked child inherits this set but not the locks.
 _claims: set[tuple[int, str]] = set()
 
 
 @final
 class FileLock:
-    """Holds the record lock on a file; only `try_lock_file` makes one."""
+    """A held record lock on a file; made by `try_lock_file` only."""
 
     def __init__(self, claim: tuple[int, str], descriptor: int) -> None:
         self._claim = claim
         self._descriptor: int | None = descriptor
 
     def release(self) -> None:
-        """Give the claim up; harmless when repeated."""
+        """Release the lock; harmless when repeated."""
         with _guard:
             if self._descriptor is None:
                 return
@@ -59,53 +60,56 @@ class FileLock:
 
 @final
 class UnguardedLock:
-    """Excludes nobody, where locking does not exist."""
+    """A lock that excludes nothing, where locking does not exist."""
 
     def release(self) -> None:
         """Do nothing."""
 
 
 def excludes_others(lock: Lock) -> bool:
-    """Whether a lock keeps anybody out: on object stores and some network filesystems it cannot."""
+    """Return whether a lock excludes other processes.
+
+    On object stores and some network filesystems it cannot.
+    """
     return not isinstance(lock, UnguardedLock)
 
 
-def try_lock_file(place: Place) -> Lock | None:
-    """Claim a file that is used for nothing else; None if a live process holds it.
+def try_lock_file(file: PathAt) -> Lock | None:
+    """Lock a file that has no other use; None if a live process holds it.
 
-    Where the filesystem has no locks the result excludes nobody, and a warning says so.
+    Where the filesystem has no locks, the result excludes nothing, and a warning is logged.
 
     Raises:
-        PermissionError: it is a link, no regular file, or another user's whom alone it is for.
+        PermissionError: it is a link, no regular file, or may be opened by another user only.
     """
-    claim = _claim(place)
+    claim = _claim(file)
     with _guard:
         if claim in _claims:
             return None
-        descriptor = _open(place)
+        descriptor = _open(file)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
-            return _without_lock(place.path, error)
+            return _without_lock(file.path, error)
         _claims.add(claim)
         return FileLock(claim, descriptor)
 
 
-def holder_of(place: Place) -> int | None:
-    """The process that holds the lock on a file, as far as the kernel of this machine knows it."""
+def holder_of(file: PathAt) -> int | None:
+    """Return the process that holds the lock, if the kernel of this machine knows it."""
     with _guard:
-        if _claim(place) in _claims:
-            return os.getpid()  # to open the file, and close it, would drop the lock
-        descriptor = place.open_existing(os.O_RDWR)
+        if _claim(file) in _claims:
+            return os.getpid()  # opening and closing the file would drop the lock
+        descriptor = file.open_existing(os.O_RDWR)
         try:
             return _ask_holder(descriptor)
         finally:
             os.close(descriptor)
 
 
-def _claim(place: Place) -> tuple[int, str]:
-    return os.getpid(), os.path.realpath(place.path)
+def _claim(file: PathAt) -> tuple[int, str]:
+    return os.getpid(), os.path.realpath(file.path)
 
 
 def _ask_holder(descriptor: int) -> int | None:
@@ -113,36 +117,36 @@ def _ask_holder(descriptor: int) -> int | None:
         return None
     wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, *_, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
-    # What is not positive is on another machine or in another container.
+    # A process id that is not positive is on another machine or in another container.
     return pid if kind != fcntl.F_UNLCK and pid > 0 else None
 
 
-def _open(place: Place) -> int:
+def _open(file: PathAt) -> int:
     try:
-        descriptor = _open_or_create(place)
+        descriptor = _open_or_create(file)
     except PermissionError as error:
-        raise _kept_to_another(place, error) from error
+        raise _not_permitted(file, error) from error
     try:
-        _keep_to_writers(descriptor, place)
+        _keep_to_writers(descriptor, file)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _open_or_create(place: Place) -> int:
+def _open_or_create(file: PathAt) -> int:
     with suppress(FileNotFoundError):
-        return place.open_existing(os.O_RDWR)
+        return file.open_existing(os.O_RDWR)
     with suppress(FileExistsError):
-        return place.open_descriptor(os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    return place.open_existing(os.O_RDWR)
+        return file.open_descriptor(os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    return file.open_existing(os.O_RDWR)
 
 
-def _keep_to_writers(descriptor: int, place: Place) -> None:
-    """Take the file, also one of an earlier version, from those who may only read the directory."""
-    found, directory = os.fstat(descriptor), os.fstat(place.directory)
+def _keep_to_writers(descriptor: int, file: PathAt) -> None:
+    """Restrict the file to users who may write to its directory."""
+    found, directory = os.fstat(descriptor), os.fstat(file.directory)
     if found.st_uid != os.geteuid() or found.st_nlink > 1:
-        return  # a second name may be that of something else
+        return  # its second name may be used for something else
     mode = 0o600
     if directory.st_mode & stat.S_IWGRP:
         with suppress(OSError):
@@ -154,19 +158,19 @@ def _keep_to_writers(descriptor: int, place: Place) -> None:
             os.fchmod(descriptor, mode)
 
 
-def _kept_to_another(place: Place, error: PermissionError) -> PermissionError:
-    """The error for a file that this user may not open."""
+def _not_permitted(file: PathAt, error: PermissionError) -> PermissionError:
+    """Build the error for a file that this user may not open."""
     try:
-        owner = place.status().st_uid
+        owner = file.status().st_uid
     except OSError:
         return error
     if owner == os.geteuid():
         return error
     message = (
         f"this user may not open the lock file, which user id {owner} made; if no job of that user is "
-        "running, let it be deleted; to share the root, let a group own it and write to it"
+        "running, have it deleted; to share the root, give it a group with write permission"
     )
-    return PermissionError(errno.EACCES, message, str(place.path))
+    return PermissionError(errno.EACCES, message, str(file.path))
 
 
 def _without_lock(path: Path, error: OSError) -> UnguardedLock | None:
@@ -175,8 +179,8 @@ def _without_lock(path: Path, error: OSError) -> UnguardedLock | None:
     if error.errno not in _UNSUPPORTED:
         raise error
     _logger.warning(
-        "%s: this filesystem cannot lock files (%s), so a second job writing here will not be noticed at "
-        "once; make sure that only one does, or mount the filesystem with locking",
+        "%s: this filesystem cannot lock files (%s), so a second job writing here will not be noticed "
+        "immediately; make sure that only one does, or mount the filesystem with locking",
         path,
         error.strerror,
     )

@@ -1,8 +1,8 @@
-"""Names below a root, reached through open directories and never through a link.
+"""Names below a root, accessed relative to open directories, never through links.
 
-Every system call looks a path up from its start, and whoever may write into a directory on the way can put a
-link there between two calls: then what was checked is not what is written or deleted. An open directory stays
-what it is. The path of the root itself is the user's word: links in it are followed.
+A system call resolves a path from its start, and a user with write access to a directory on the way can put a
+link there between two calls: then the checked file is not the one written or deleted. An open directory
+cannot be exchanged. The path of the root itself is given by the user: links in it are followed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import IO, Final, Self, cast, final
 from ckpt_core.storage._small import ForeignFileError
 from ckpt_core.storage.local._posix import make_directories, sync_directory
 
-# Linux opens a directory as a place only, which needs no right to read it.
+# On Linux, O_PATH opens a directory without the permission to read it.
 _PASSING: Final = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 _LISTING: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY
-# What systems answer where a directory was asked for and a link or a file is there.
+# Errors of opening a link or a file as a directory.
 _NO_DIRECTORY: Final = {errno.ENOTDIR, errno.ELOOP, errno.EMLINK}
 
 
@@ -32,43 +32,43 @@ class LinkInTheWayError(ForeignFileError):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A name in an open directory, which may or may not exist.
+class PathAt:
+    """A name in an open directory, existing or not; the arguments of `openat(2)`.
 
     Attributes:
-        directory: its descriptor, for `dir_fd`.
+        directory: descriptor of the directory, for `dir_fd`.
         name: one component.
-        path: the whole of it, for people.
+        path: the whole path, for messages.
     """
 
     directory: int
     name: str
     path: Path
 
-    def beside(self, name: str) -> Place:
-        """Another name in the same directory."""
+    def beside(self, name: str) -> PathAt:
+        """Return another name in the same directory."""
         return replace(self, name=name, path=self.path.with_name(name))
 
     @contextmanager
     def errors(self) -> Generator[Self]:
-        """Give OS errors of the block the whole path, and links an error of their own."""
+        """Add the whole path to OS errors of the block; give links an error of their own."""
         try:
             yield self
         except OSError as error:
             raise _explained(error, self.path) from None
 
     def status(self) -> os.stat_result:
-        """Stat what is there, a link as a link."""
+        """Return the status of the entry, of a link itself."""
         with self.errors():
             return os.stat(self.name, dir_fd=self.directory, follow_symlinks=False)
 
     def open_descriptor(self, flags: int, mode: int = 0o666) -> int:
-        """Open what is there as `os.open` does, but never through a link."""
+        """Open the entry as `os.open` does, but never through a link."""
         with self.errors():
             return os.open(self.name, flags | os.O_NOFOLLOW, mode, dir_fd=self.directory)
 
     def open_existing(self, flags: int) -> int:
-        """Open a file or directory; nobody can make this wait for the other end of a pipe.
+        """Open a file or directory; never blocks on a pipe.
 
         Raises:
             LinkInTheWayError: it is a link.
@@ -77,7 +77,7 @@ class Place:
         try:
             descriptor = self.open_descriptor(flags | os.O_NONBLOCK)
         except BlockingIOError:
-            return self.open_descriptor(flags)  # a regular file of which a file server holds a lease
+            return self.open_descriptor(flags)  # a regular file under a lease of a file server
         except OSError as error:
             if error.errno == errno.ENXIO:
                 raise _special_file(self.path) from error
@@ -93,7 +93,7 @@ class Place:
         """Create a file for writing.
 
         Raises:
-            FileExistsError: there is something already.
+            FileExistsError: the name exists already.
         """
         # The path is the stream's name only.
         return _stream(self.path, "xb", buffering, self.open_descriptor)
@@ -108,22 +108,22 @@ class Place:
             os.mkdir(self.name, dir_fd=self.directory)
 
     def sync(self) -> None:
-        """Fsync the directory that the name is in."""
+        """Fsync the directory that contains the name."""
         with self.errors():
             sync_directory(".", dir_fd=self.directory)
 
     def sync_as_directory(self) -> None:
-        """Fsync the directory that has the name."""
+        """Fsync the directory of that name."""
         with self.errors():
             sync_directory(self.name, dir_fd=self.directory)
 
-    def replace_by(self, draft: Place) -> None:
-        """Take the content of another file, whose name ends."""
+    def replace_by(self, draft: PathAt) -> None:
+        """Rename another file onto this name."""
         with self.errors():
             os.replace(draft.name, self.name, src_dir_fd=draft.directory, dst_dir_fd=self.directory)
 
     def delete(self) -> None:
-        """Delete a file, a link (not what it leads to) or a directory; what is gone already is fine."""
+        """Delete a file, a link (not its target) or a directory; no-op if absent."""
         with suppress(FileNotFoundError):
             inner = self._open_listing()
             if inner is None:
@@ -134,14 +134,14 @@ class Place:
                 with os.scandir(inner) as children:
                     names = [child.name for child in children]
                 for name in names:
-                    Place(inner, name, self.path / name).delete()
+                    PathAt(inner, name, self.path / name).delete()
             finally:
                 os.close(inner)
             with self.errors():
                 os.rmdir(self.name, dir_fd=self.directory)
 
     def _open_listing(self) -> int | None:
-        """The directory of that name, None if it is something else."""
+        """Open the directory of that name; None if it is something else."""
         try:
             return os.open(self.name, _LISTING, dir_fd=self.directory)
         except OSError as error:
@@ -151,8 +151,8 @@ class Place:
 
 
 @contextmanager
-def place_below(root: Path, parts: Sequence[str], *, make: bool = False) -> Generator[Place]:
-    """Open the directory that the last of `parts` is a name in; with `make`, create what is missing of it.
+def path_below(root: Path, parts: Sequence[str], *, make: bool = False) -> Generator[PathAt]:
+    """Open the parent directory of a path; with `make`, create missing directories.
 
     Raises:
         FileNotFoundError: a directory on the way is missing.
@@ -161,7 +161,7 @@ def place_below(root: Path, parts: Sequence[str], *, make: bool = False) -> Gene
     """
     directory = _descend(root, parts[:-1], make=make)
     try:
-        yield Place(directory, parts[-1], root.joinpath(*parts))
+        yield PathAt(directory, parts[-1], root.joinpath(*parts))
     finally:
         os.close(directory)
 
@@ -201,7 +201,10 @@ def _open_root(root: Path, *, make: bool) -> int:
 
 
 def _enter(here: Path, outer: int | None, *, make: bool) -> int:
-    """Open a directory in `outer`, or directly in the root, whose path is followed."""
+    """Open a directory in `outer`; without it, directly in the root.
+
+    Links in the path of the root are followed.
+    """
     name = here if outer is None else here.name
     try:
         try:
@@ -220,11 +223,11 @@ def _enter(here: Path, outer: int | None, *, make: bool) -> int:
 
 
 def _explained(error: OSError, path: Path) -> OSError:
-    """The same error with the whole path, or the one for a link."""
+    """Add the whole path to the error, or return the error for a link."""
     if error.errno in _NO_DIRECTORY and path.is_symlink():
         message = (
-            "a symbolic link is in the way, and none below the checkpoint root is followed here; if you did "
-            "not put it there, ask who did: else move it away"
+            "a symbolic link is in the way, and none below the checkpoint root is followed here; move it "
+            "away, and if you did not put it there, find out who did"
         )
         return LinkInTheWayError(errno.EACCES, message, str(path))
     error.filename = str(path)

@@ -1,4 +1,4 @@
-"""Durable directory operations that `os` does not offer as such."""
+"""Durable directory operations that `os` does not offer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
 def sync_directory(path: str | Path, *, dir_fd: int | None = None) -> None:
-    """Fsync a directory, so that the names in it survive a power cut; with `dir_fd` a link is refused."""
+    """Fsync a directory, so that its names survive a power cut.
+
+    With `dir_fd` a link is refused.
+    """
     no_link = 0 if dir_fd is None else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | no_link, dir_fd=dir_fd)
     try:
@@ -25,10 +28,10 @@ def sync_directory(path: str | Path, *, dir_fd: int | None = None) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and its parents, each of them durable in the one above; harmless when repeated.
+    """Create a directory and its parents, each one durable; harmless when repeated.
 
     Raises:
-        NotADirectoryError: something on the way is a file.
+        NotADirectoryError: a file is on the way.
     """
     missing: list[Path] = []
     nearest = path
@@ -45,11 +48,11 @@ def make_directories(path: Path) -> None:
 
 
 def sync_parents(path: Path) -> None:
-    """Make a directory that is there durable, with all above it, as far as that can be done.
+    """Make an existing directory and its parents durable, as far as possible.
 
-    Who made it may have been killed before that; then nothing below it would survive a power cut.
+    The process that created it may have been killed before its fsync; then a power cut could lose it.
     """
     for parent in path.resolve().parents:
-        # Where this user may not even read, the directory is not of this user's making either.
+        # A directory that this user cannot read was not created by this user.
         with suppress(OSError):
             sync_directory(parent)

@@ -1,4 +1,4 @@
-"""Renames that `os` does not offer: onto free names only, and of two names in one step."""
+"""Renames that `os` does not offer: onto free names only, and exchanges."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Final
 
 from ckpt_core.names import aside_name
-from ckpt_core.storage.local._paths import Place
+from ckpt_core.storage.local._paths import PathAt
 
 _NOREPLACE: Final = 1
 _EXCHANGE: Final = 2
 _UNSUPPORTED: Final = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
-def rename_exclusively(source: Place, target: Place) -> None:
-    """Rename, refusing to replace anything, even an empty directory as `os.rename` would.
+def rename_exclusively(source: PathAt, target: PathAt) -> None:
+    """Rename onto a free name only; `os.rename` would replace an empty directory.
 
     Raises:
         FileExistsError: `target` exists.
@@ -30,10 +30,10 @@ def rename_exclusively(source: Place, target: Place) -> None:
         raise _failed(number, source, target)
 
 
-def exchange(first: Place, second: Place) -> None:
-    """Exchange two names in one step; in three renames where the kernel or the filesystem cannot.
+def exchange(first: PathAt, second: PathAt) -> None:
+    """Exchange two names in one step; in three renames where that is not supported.
 
-    A crash between the three leaves what was `second` under a name by which `set_aside` knows it.
+    A crash between the three leaves the old `second` under a name that `set_aside` recognises.
 
     Raises:
         FileNotFoundError: one of them does not exist.
@@ -41,7 +41,7 @@ def exchange(first: Place, second: Place) -> None:
     number = _in_one_step(first, second, _EXCHANGE)
     if number in _UNSUPPORTED:
         aside = second.beside(aside_name(second.name, secrets.token_hex(4)))
-        # Each is durable before the next: a power cut that kept only the last would leave `second` to nobody.
+        # Each is durable before the next: if a power cut kept only the last, `second` would not exist.
         _rename(second, aside)
         second.sync()
         _rename(first, second)
@@ -51,10 +51,10 @@ def exchange(first: Place, second: Place) -> None:
         raise _failed(number, first, second)
 
 
-def _rename_checked(source: Place, target: Place) -> None:
-    """The next best thing where the kernel or the filesystem cannot do it in one step.
+def _rename_checked(source: PathAt, target: PathAt) -> None:
+    """Rename in two steps, where the kernel or the filesystem has no atomic way.
 
-    A target that appears between the check and the rename is replaced if it is an empty directory.
+    An empty directory that appears between the check and the rename is replaced.
     """
     try:
         target.status()
@@ -64,7 +64,7 @@ def _rename_checked(source: Place, target: Place) -> None:
         raise _failed(errno.EEXIST, source, target)
 
 
-def _rename(source: Place, target: Place) -> None:
+def _rename(source: PathAt, target: PathAt) -> None:
     try:
         os.rename(source.name, target.name, src_dir_fd=source.directory, dst_dir_fd=target.directory)
     except OSError as error:
@@ -72,18 +72,18 @@ def _rename(source: Place, target: Place) -> None:
         raise
 
 
-def _in_one_step(source: Place, target: Place, flags: int) -> int:
-    """The number of the error, 0 if there was none."""
+def _in_one_step(source: PathAt, target: PathAt, flags: int) -> int:
+    """Return the error number, 0 for success."""
     if _renameat2 is None:
         return errno.ENOSYS
     return _renameat2(source, target, flags)
 
 
-def _failed(number: int, source: Place, target: Place) -> OSError:
+def _failed(number: int, source: PathAt, target: PathAt) -> OSError:
     return OSError(number, os.strerror(number), str(source.path), None, str(target.path))
 
 
-def _bind_renameat2() -> Callable[[Place, Place, int], int] | None:
+def _bind_renameat2() -> Callable[[PathAt, PathAt, int], int] | None:
     try:
         function = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -91,7 +91,7 @@ def _bind_renameat2() -> Callable[[Place, Place, int], int] | None:
     function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     function.restype = ctypes.c_int
 
-    def renameat2(source: Place, target: Place, flags: int) -> int:
+    def renameat2(source: PathAt, target: PathAt, flags: int) -> int:
         old, new = os.fsencode(source.name), os.fsencode(target.name)
         failed: int = function(source.directory, old, target.directory, new, flags)
         return ctypes.get_errno() if failed else 0

@@ -1,4 +1,4 @@
-"""Turns what cloud libraries raise into the OS errors that the `Storage` contract names.
+"""Translation of cloud libraries' errors into the OS errors of the contract.
 
 Those libraries are optional, so their errors are recognised by name, without importing them.
 """
@@ -37,30 +37,30 @@ _NO_CREDENTIALS = {
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 _ARCHIVED = {"InvalidObjectState"}
 _DENIED = {401, 403, "401", "403"}
-# Not EIO, which of a local disk means that a block is lost: here it may be gone at the next try.
+# Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
 _IN_OUR_WORDS = "_in_our_words"
-"""Attribute of errors that were translated: a short secret, such as "job", may be a word of ours."""
-# What the contract of `Storage` names is left as it is.
+"""Attribute of translated errors: a short secret, such as "job", may be a word of ours."""
+# Errors named in the contract of `Storage` stay as they are.
 _NAMED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
 @contextmanager
 def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Generator[None]:
-    """Translate errors of the storage's libraries; everything else, the caller's own errors too, passes.
+    """Translate errors of the storage's libraries; other errors pass unchanged.
 
-    What quotes a secret, in its message or in that of an error behind it, is told without it.
+    An error that quotes a secret, itself or in an error behind it, is raised without the secret.
 
     Raises:
         PermissionError: access was refused; the message says what to do.
-        ArchivedError: the object has to be restored first.
-        TimeoutError: there was no answer in time.
-        OSError: the store failed. Never with EIO: that would say that bytes are lost.
+        ArchivedError: the object must be restored first.
+        TimeoutError: no answer in time.
+        OSError: the store failed. Never with EIO, which would mean lost bytes.
     """
     try:
         yield
-    # Told to the caller of the storage: the error is raised on, only its type and words may change.
+    # Every error is raised to the caller of the storage; only its type and text may change.
     except Exception as error:
         if hasattr(error, _IN_OUR_WORDS):
             raise  # one of these within another
@@ -77,7 +77,7 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
 
 
 def _plain(error: Exception, redaction: Redaction) -> OSError | None:
-    """An error of the operating system as Python itself would raise it; None if it is none."""
+    """Return an OS error as Python itself would raise it; None for other errors."""
     if not isinstance(error, OSError):
         return None
     kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
@@ -88,7 +88,7 @@ def _plain(error: Exception, redaction: Redaction) -> OSError | None:
 
 
 def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | None:
-    """The error in our words, with what the library says; None if it says all by itself."""
+    """Translate an error, with the library's text; None if it needs no translation."""
     text = redaction.text(f"{type(error).__name__}: {error}")
     if isinstance(error, OSError):
         if type(error).__name__ == "FSTimeoutError":
@@ -114,7 +114,7 @@ def _of_library(error: Exception, text: str, url: str) -> OSError:
 
 
 def _answer_behind(error: OSError) -> Exception | None:
-    """The error of botocore that s3fs made this one of."""
+    """Return the error of botocore that s3fs has wrapped."""
     cause = error.__cause__
     if isinstance(cause, Exception) and type(cause).__module__.partition(".")[0] == "botocore":
         return cause
@@ -128,7 +128,7 @@ def _of_answer(error: OSError, answer: Exception, text: str, url: str) -> OSErro
     if code in _EXPIRED:
         return _expired(text, url)
     if code == "400" and getattr(answer, "operation_name", "").startswith("Head"):
-        # The reason would be in a body, which the answer to a HEAD has not; of a sound client it is this one.
+        # An answer to HEAD has no body with the reason; with a correct client it is this one.
         return _expired(f"{text}; this answer comes without a reason", url)
     if isinstance(error, PermissionError):
         return _denied(text, url)
@@ -139,14 +139,14 @@ def _of_answer(error: OSError, answer: Exception, text: str, url: str) -> OSErro
 
 
 def _code(answer: Exception) -> str:
-    """What S3 calls an error; "" if it is not from there."""
+    """Return S3's code of an error; "" if it is not from S3."""
     return str(getattr(answer, "response", {}).get("Error", {}).get("Code", ""))
 
 
 def _archived(text: str, url: str) -> ArchivedError:
     return ArchivedError(
-        f"{url}: the object is archived, and its storage class has to be asked to restore it before it can "
-        f"be read; restore it (on S3: RestoreObject), or keep lifecycle rules away from the root ({text})"
+        f"{url}: the object is archived and must be restored before it can be read; restore it "
+        f"(on S3: RestoreObject), or keep lifecycle rules away from the root ({text})"
     )
 
 

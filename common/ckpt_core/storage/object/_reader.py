@@ -13,10 +13,10 @@ _BUFFER_BYTES = 4 * 2**20
 
 
 def open_object(service: ObjectService, path: str, size_bytes: int) -> io.BufferedReader:
-    """A buffered stream over an object: small reads are served from blocks, large ones go out as one range.
+    """Open a buffered stream over an object.
 
-    fsspec's own files are not used because some of them share their position between readers, and others
-    read tens of megabytes ahead of what was asked for.
+    Small reads are served from blocks, large ones are one ranged request. fsspec's own files are not used
+    because some share their position between readers, and others read tens of megabytes ahead.
     """
     raw = _ObjectReader(service, path, size_bytes)
     return io.BufferedReader(raw, min(_BUFFER_BYTES, max(size_bytes, 1)))
@@ -24,7 +24,7 @@ def open_object(service: ObjectService, path: str, size_bytes: int) -> io.Buffer
 
 @final
 class ObjectRanges:
-    """Ranges of an object: one request each, so that several threads are as many requests at once."""
+    """Ranges of an object, one request each, so that several threads run in parallel."""
 
     def __init__(self, service: ObjectService, path: str, size_bytes: int) -> None:
         self._service = service
@@ -32,11 +32,11 @@ class ObjectRanges:
         self.size_bytes = size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer with what follows `offset`."""
+        """Fill the buffer from `offset` on."""
         if not buffer:
             return
         end = offset + len(buffer)
-        # Asked for bytes past the end, every store answers in its own way.
+        # Stores differ in their answers to a range past the end.
         if end > self.size_bytes:
             raise ends_early(self._service.shown(self._path), end, self.size_bytes)
         content = cast("bytes", self._service.call("cat_file", self._path, start=offset, end=end))

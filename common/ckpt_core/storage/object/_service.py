@@ -1,4 +1,4 @@
-"""The filesystem behind a URL: every call bounded in time, its errors translated."""
+"""The fsspec filesystem behind a URL: calls with time limits, errors translated."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ckpt_core.storage.object._errors import translated_errors
 
 _EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _UPLOAD: Final = "ckpt-upload"
-# How each service is told what to keep with an object. These, and no others, create objects all at once and
-# can be told to create them only if there is none.
+# The argument for metadata of an object. Only these services create objects atomically and support
+# conditional creation.
 _TOKEN_ARGUMENT: Final = {"s3": "Metadata", "gs": "metadata"}
-# Made by fsspec from coroutines, and called by its file objects, so without a limit unless they get one here.
+# Made by fsspec from coroutines and called by its file objects, which pass no time limit.
 _CALLED_BY_STREAMS: Final = ("call_s3", "call", "abort_mpu")
 _CLEANING_SHARE: Final = 0.25
 _MOST_ATTEMPTS: Final = 6
-# What s3fs tries anew itself, besides what botocore does: throttling, and answers that end too early.
+# Retries by s3fs, besides those of botocore: throttling, and answers that end too early.
 _S3FS_ATTEMPTS: Final = 2
 
 
 @final
 class ObjectService:
-    """An object store, as fsspec reaches it.
+    """An object store, accessed through fsspec.
 
     Args:
         url: of the root.
         storage_options: for the filesystem.
-        request_seconds: how long one request may take, with all that the client does to try it anew.
-        conditional_writes: whether the service may be told to create an object only if there is none.
+        request_seconds: the time limit of one request, retries included.
+        conditional_writes: whether to create objects only if there is none, where the service supports that.
 
     Raises:
         ConfigError: the protocol is unknown or its extra is not installed.
@@ -59,27 +59,29 @@ class ObjectService:
 
     @property
     def is_atomic(self) -> bool:
-        """Whether it is known that an object appears at once and whole, and can be marked as ours."""
+        """Whether objects are known to appear atomically and can be marked as ours."""
         return self._token_argument is not None
 
     @property
     def is_s3(self) -> bool:
-        """Whether it speaks S3."""
+        """Whether the service speaks S3."""
         return self._token_argument == _TOKEN_ARGUMENT["s3"]
 
     def shown(self, text: object) -> str:
-        """A path or an error of the filesystem's, for people."""
+        """Remove secrets from a path or an error of the filesystem, for messages."""
         return self.redaction.text(str(text))
 
     def path(self, key: str) -> str:
-        """What the filesystem calls the object of that key."""
+        """Return the filesystem's name of the object."""
         return "/".join([self.base, *key_parts(key)])
 
     def call(self, method: str, *args: Any, cleaning: bool = False, **kwargs: Any) -> Any:
-        """Call a method of the filesystem; `cleaning` after a failure gets less time.
+        """Call a method of the filesystem within the time limit.
+
+        `cleaning` is for calls after a failure, which get less time.
 
         Raises:
-            ConfigError: the library behind the URL does not take what it was given.
+            ConfigError: the library behind the URL refuses its arguments.
             TimeoutError: it took too long.
             OSError: see `translated_errors`.
         """
@@ -94,27 +96,29 @@ class ObjectService:
                 raise _refused(self.url, error, self.redaction, self._options) from None
 
     def new_object(self, path: str, token: str, block_bytes: int) -> Any:
-        """A stream that makes an object, only if there is none where the service can be told so."""
+        """Open a stream that creates an object.
+
+        Where the service supports it, only if there is none.
+        """
         options: dict[str, Any] = {}
         if self._token_argument is not None:
             known = getattr(self.filesystem, "s3_additional_kwargs", {}).get(self._token_argument, {})
             options[self._token_argument] = {**known, _UPLOAD: token}
         if self.is_atomic and not self.is_s3:
-            options["timeout"] = (
-                self._request_seconds
-            )  # gcsfs does not go through `call` for all that it sends
+            # gcsfs sends some requests without `call`.
+            options["timeout"] = self._request_seconds
         mode = "xb" if self._conditional_writes else "wb"
         return self.filesystem.open(path, mode, block_size=block_bytes, **options)
 
     def holds(self, path: str, token: str) -> bool:
-        """Whether the object is known to be there and to be the one made with that token."""
-        # Whatever went wrong: it is not known then.
+        """Return whether the object is certainly there and made with that token."""
+        # After any error the answer is unknown.
         with suppress(Exception):
             return bool(self.call("getxattr", path, _UPLOAD, cleaning=True) == token)
         return False
 
     def remove(self, path: str, *, cleaning: bool = False) -> None:
-        """Delete an object by its name; nothing happens if there is none."""
+        """Delete an object by its name; no-op if there is none."""
         with suppress(FileNotFoundError):
             self.call("rm_file", path, cleaning=cleaning)
 
@@ -141,8 +145,8 @@ class ObjectService:
 
 def _refused(url: str, error: Exception, redaction: Redaction, options: tuple[str, ...]) -> ConfigError:
     given = f", and storage_options ({', '.join(options)})" if options else ""
-    told = redaction.text(f"{type(error).__name__}: {error}")
-    return ConfigError(f"{url}: not what fsspec can open ({told}); check the URL{given}")
+    text = redaction.text(f"{type(error).__name__}: {error}")
+    return ConfigError(f"{url}: fsspec cannot open this ({text}); check the URL{given}")
 
 
 def _takes_limit(filesystem: Any) -> bool:
@@ -173,7 +177,7 @@ def _connect(url: str, options: dict[str, Any], redaction: Redaction) -> tuple[A
 
 
 def _with_time_limits(url: str, options: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The options, with time-outs and tries that fit into `seconds`; what the user has set stays."""
+    """Add time-outs and retries that fit into `seconds`; the user's settings win."""
     if _EXTRAS.get(url.partition("://")[0]) != "s3":
         return options
     # The waits between tries double from at most 1 s on.

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store (S3, GCS, or whatever else fsspec reaches)."""
+"""Storage in an object store: S3, GCS, or any other of fsspec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_core.storage.object._service import ObjectService
 from ckpt_core.storage.object._upload import abandon_uploads, upload
 
 REQUEST_SECONDS: Final = 600.0
-"""How long one request may take if nobody says otherwise."""
+"""The default time limit of one request."""
 
 _DELETE_THREADS: Final = 16
 # 10,000 parts, the limit of S3, then make 640 GiB per object.
@@ -26,16 +26,16 @@ _WRITE_BLOCK_BYTES: Final = 64 * 2**20
 _PROBE: Final = ".probe"
 
 _logger = logger_of(__name__)
-_told_odd: set[str] = set()
+_warned_odd: set[str] = set()
 
 
 @final
 class ObjectStorage(Storage):
     """A prefix in an object store, through fsspec.
 
-    Objects appear whole or not at all, but directories do not exist and nothing can be renamed, so a commit
-    is the creation of the marker object, after all others. S3 and GCS are told to create an object only if
-    there is none, so that an upload that arrives late cannot damage what another job has written meanwhile.
+    Objects appear whole or not at all, but there are no directories and no renames, so a commit is the
+    creation of the marker object, after all others. On S3 and GCS objects are created only if there is none,
+    so that a late upload cannot overwrite an object of another job.
     """
 
     supports_rename = False
@@ -49,16 +49,16 @@ class ObjectStorage(Storage):
         conditional_writes: bool = True,
         **storage_options: Any,
     ) -> None:
-        """Connect lazily; the network is first used by the first operation.
+        """Connect lazily: nothing uses the network before the first operation.
 
         Args:
             url: any URL that fsspec knows, with or without a trailing slash.
             write_block_bytes: size of the parts of an upload; one such buffer per open stream.
-            request_seconds: how long one request may take, with all that the client does to try it anew.
+            request_seconds: the time limit of one request, retries included.
             conditional_writes: whether to create objects only if there is none; a store that speaks S3 but
-                does not know `If-None-Match` needs False, and then no two jobs may write to one root.
-            storage_options: passed on to the fsspec filesystem (credentials, endpoint…). On S3, time-outs
-                and retries are set to fit into `request_seconds` unless `config_kwargs` sets them.
+                lacks `If-None-Match` needs False, and then two jobs must not write to one root.
+            storage_options: passed to the fsspec filesystem (credentials, endpoint…). On S3, time-outs and
+                retries are set to fit into `request_seconds` unless `config_kwargs` sets them.
 
         Raises:
             ConfigError: the protocol is unknown or its extra is not installed.
@@ -82,7 +82,7 @@ class ObjectStorage(Storage):
             PermissionError: no credentials, or they do not allow writing.
         """
         try:
-            # Always under the same name, so that the next job deletes what one that dies here leaves.
+            # Always under the same name, so that the next job deletes the leftover of a killed one.
             self.replace(_PROBE, b"probe")
         except FileNotFoundError as error:
             bucket = self._service.shown(self._service.base.strip("/").partition("/")[0])
@@ -92,7 +92,7 @@ class ObjectStorage(Storage):
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
-        """Upload a new object piece by piece; it appears on a clean exit and not at all on an error."""
+        """Upload a new object; it appears on a clean exit, and not at all on an error."""
         path = self._service.path(file_key(key))
         with translated_errors(self._url, self._service.redaction):
             if self._service.call("exists", path):
@@ -102,14 +102,14 @@ class ObjectStorage(Storage):
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
-        """Open an object for reading, by ranges."""
+        """Open an object for reading, by ranged requests."""
         path = self._service.path(file_key(key))
         with open_object(self._service, path, self.size(key)) as stream:
             yield stream
 
     @contextmanager
     def open_ranges(self, key: str) -> Generator[RangeReader]:
-        """Open an object for reading by ranges; every read is one request."""
+        """Open an object for ranged reads, one request each."""
         path, size = self._service.path(file_key(key)), self.size(key)
         yield ObjectRanges(self._service, path, size)
 
@@ -118,7 +118,7 @@ class ObjectStorage(Storage):
         self._service.call("pipe_file", self._service.path(file_key(key)), content)
 
     def list(self, key: str) -> list[StorageEntry]:
-        """What follows the prefix, up to the next slash, sorted by name; [] if there is nothing."""
+        """List the names below a prefix, up to the next slash, sorted; [] if none."""
         path = self._service.path(key)
         try:
             self._service.filesystem.invalidate_cache()
@@ -130,12 +130,12 @@ class ObjectStorage(Storage):
         entries = [_entry(name, info) for name, info in children if name.startswith(prefix)]
         odd = [entry.name for entry in entries if not is_plain(entry.name)]
         if odd:
-            _tell_odd(self._url, key, odd)
+            _warn_odd(self._url, key, odd)
             entries = [entry for entry in entries if entry.name not in odd]
         return sorted(entries, key=lambda entry: entry.name)
 
     def size(self, key: str) -> int:
-        """Size of an object in bytes."""
+        """Return the size of an object in bytes."""
         self._service.filesystem.invalidate_cache()
         info = self._service.call("info", self._service.path(file_key(key)))
         if info["type"] != "file":
@@ -145,14 +145,14 @@ class ObjectStorage(Storage):
     def delete(self, key: str) -> None:
         """Delete an object, or all objects under a prefix.
 
-        One by one: the bulk deletions of fsspec's filesystems expand wildcards in keys, and that of s3fs
-        hides which deletions were refused.
+        One by one: fsspec's bulk deletions expand wildcards in keys, and that of s3fs hides refused
+        deletions.
         """
         path = self._service.path(file_key(key))
         self._service.filesystem.invalidate_cache()
-        # Of a single object that a listing does not show yet, the filesystem asks by its name.
+        # The filesystem finds a single object by its name, even if listings do not show it yet.
         found = [str(name) for name in self._service.call("find", path)]
-        # What no path can lead to is not ours; see `list`.
+        # A key that is no valid path is not ours; see `list`.
         below = [name for name in found if name.startswith(path + "/") and _is_key(name[len(path) + 1 :])]
         doomed = [name for name in found if name == path] + below
         if not doomed:
@@ -160,31 +160,34 @@ class ObjectStorage(Storage):
         run_all(self._service.remove, doomed, _DELETE_THREADS, name="ckpt-delete")
 
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
-        """On S3, abort uploads of many parts that nobody completed, for which one would go on paying."""
+        """Abort multipart uploads that were never completed; S3 bills them."""
         return abandon_uploads(self._service, unwanted)
 
     def make_directory(self, key: str) -> None:
-        """Nothing: prefixes need not be made, and so it cannot be told whether one exists already."""
+        """Do nothing but check the key: prefixes need not be created.
+
+        Whether one exists already is unknown.
+        """
         file_key(key)
 
     def sync_directory(self, key: str) -> None:
-        """Nothing: an object is durable once its upload is complete."""
+        """Do nothing but check the key: a completed upload is durable."""
         key_parts(key)
 
     def rename(self, source: str, target: str) -> None:
-        """Not available: it would be a copy of every object."""
+        """Raise NotImplementedError: it would copy every object."""
         raise NotImplementedError(f"{self._url}: object stores cannot rename ({source} to {target})")
 
     def exchange(self, first: str, second: str) -> None:
-        """Not possible here."""
+        """Raise NotImplementedError."""
         raise NotImplementedError(f"{self._url}: object stores cannot exchange ({first} and {second})")
 
     def free_bytes(self) -> int | None:
-        """None: object stores have no limit that could be asked for."""
+        """Return None: object stores report no limit."""
         return None
 
     def try_lock(self, key: str) -> Lock | None:
-        """A lock that excludes nobody: object stores do not know which processes live."""
+        """Return a lock that excludes nothing: object stores do not know live processes."""
         file_key(key)
         return UnguardedLock()
 
@@ -193,14 +196,14 @@ def _is_key(text: str) -> bool:
     return all(map(is_plain, text.split("/")))
 
 
-def _tell_odd(url: str, key: str, names: Sequence[str]) -> None:
-    """Once for each place: listings are frequent."""
+def _warn_odd(url: str, key: str, names: Sequence[str]) -> None:
+    """Warn once per prefix: listings are frequent."""
     place = f"{url}/{key}" if key else url
-    if place not in _told_odd:
-        _told_odd.add(place)
+    if place not in _warned_odd:
+        _warned_odd.add(place)
         _logger.warning(
-            "%s holds objects whose keys go on with %s, which no path may have: they are left out, and left "
-            "alone; delete them by their keys",
+            "%s holds objects whose keys continue with %s, which no path may have: they are ignored and not "
+            "touched; delete them by their keys",
             place,
             " and ".join(repr(name) for name in names),
         )

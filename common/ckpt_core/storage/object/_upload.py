@@ -1,4 +1,4 @@
-"""Uploads: an object that appears whole or not at all, and never in the place of another."""
+"""Uploads: an object appears whole or not at all, and never overwrites another."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _logger = logger_of(__name__)
 
 @contextmanager
 def upload(service: ObjectService, path: str, block_bytes: int) -> Generator[IO[bytes]]:
-    """A stream into a new object, which is there after a clean exit.
+    """Open a stream into a new object, which exists after a clean exit.
 
-    Every upload has a token, kept with the object: when it is not told how an upload ended, or that it was
-    refused because the object exists, it can be asked whether that object is this upload's.
+    Every upload has a token, stored with the object. If the outcome of an upload is unknown, or it was
+    refused because the object exists, the token tells whether the object is this upload's.
 
     Raises:
-        FileExistsError: there is an object already.
-        OSError: it could not be uploaded, or it cannot be told.
+        FileExistsError: the object exists already.
+        OSError: the upload failed, or its outcome is unknown.
     """
     token = secrets.token_hex(8)
     stream = service.new_object(path, token, block_bytes)
@@ -45,14 +45,14 @@ def upload(service: ObjectService, path: str, block_bytes: int) -> Generator[IO[
 
 
 def abandon_uploads(service: ObjectService, unwanted: Callable[[str], bool]) -> list[str]:
-    """Give up uploads of many parts that were begun below the root and never completed.
+    """Abort multipart uploads below the root that were never completed.
 
     Args:
         service: the object store.
-        unwanted: whether the upload to that key, relative to the root, may go.
+        unwanted: returns whether the upload to a key, relative to the root, may be aborted.
 
     Returns:
-        The keys, sorted; [] where the service has no such thing, or forgets them by itself.
+        The keys, sorted; [] where the service has no such uploads, or drops them by itself.
     """
     if not service.is_s3:
         return []
@@ -74,13 +74,13 @@ def abandon_uploads(service: ObjectService, unwanted: Callable[[str], bool]) -> 
 
 
 def _abandon(service: ObjectService, stream: Any, path: str, error: BaseException) -> None:
-    """Leave nothing of an upload that failed, and nothing of anybody else's undone."""
+    """Remove the traces of a failed upload, and no object of another upload."""
     try:
         stream.discard()
         if not service.is_atomic and not isinstance(error, FileExistsError):
-            # A filesystem that shows objects early.
+            # This filesystem shows objects before they are complete.
             service.remove(path, cleaning=True)
-    # Told to the log only: the error that made us abandon the upload is on its way to the caller.
+    # Logged only: the error that ended the upload is being raised to the caller.
     except Exception as failure:  # noqa: BLE001
         shown = service.shown(path), type(failure).__name__, service.shown(failure)
         _logger.warning("%s: could not clean up after a failed upload: %s: %s", *shown)
@@ -89,7 +89,7 @@ def _abandon(service: ObjectService, stream: Any, path: str, error: BaseExceptio
 
 
 def _disarm(stream: Any) -> None:
-    """Keep the garbage collector from closing the stream: closing completes the upload."""
+    """Keep the garbage collector from closing the stream, which completes the upload."""
     from fsspec.spec import AbstractBufferedFile
 
     if isinstance(stream, AbstractBufferedFile):
