@@ -195,7 +195,7 @@ def test_the_channel_works_on_after_an_error():
     assert job.exchange([1, 2, 3], each_itself, topic="second") == [1, 2, 3]
 
 
-def test_a_thousand_exchanges_leave_no_more_keys_than_one():
+def test_very_many_exchanges_leave_no_more_keys_than_one():
     job = Job()
 
     def exchanges(count: int, label: str) -> int:
@@ -207,7 +207,7 @@ def test_a_thousand_exchanges_leave_no_more_keys_than_one():
         return job.store.num_keys()
 
     after_one = exchanges(1, "a")
-    assert exchanges(1000, "b") == after_one
+    assert exchanges(200, "b") == after_one
 
 
 def test_keys_of_failed_exchanges_are_deleted_too():
