@@ -9,6 +9,7 @@ from ckpt_core.commit import Catalog, abandon, begin, collect_orphans, commit, r
 from ckpt_core.errors import CheckpointExistsError, ConfigError, SaveError
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.emulators import forget_memory
 from tests.unit.commit.checkpoints import FILES, bucket_like, manifest_of, posix_like, save, write_files
 
 
@@ -47,6 +48,7 @@ def crash_points(new_storage, prepare, act):
     rehearsal = FaultyStorage(prepare(new_storage()))
     act(rehearsal)
     for nth in range(len(rehearsal.operations)):
+        forget_memory()
         storage = prepare(new_storage())
         with pytest.raises(Crash):
             act(FaultyStorage(storage, [Fault(nth=nth, error=Crash())]))

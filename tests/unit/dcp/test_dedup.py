@@ -292,6 +292,7 @@ def test_the_life_cycle_shares_out_by_bytes():
     assert written == [["large"], [f"small.{number}" for number in range(4)]]
 
 
+@pytest.mark.slow
 def test_equal_plans_give_equal_results_in_every_process():
     """Here, and where the hashes of strings are others."""
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
