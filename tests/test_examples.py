@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.slow  # whole trainings, each in a process of its own
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 MAX_LINES = 80
-TIMEOUT_SECONDS = 120
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    finished = subprocess.run(
-        [sys.executable, *map(str, command)],
-        check=False,
-        cwd=cwd,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
+    finished = run_python(*command, cwd=cwd, variables=settings)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 

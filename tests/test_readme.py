@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.slow  # whole trainings, each in a process of its own
 
@@ -30,14 +29,11 @@ def _block(language: str, containing: str) -> str:
     return block
 
 
-def _run(directory: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+def _run(directory: Path, *arguments: str) -> None:
+    done = run_python(
+        *arguments, cwd=directory, variables={"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def _committed(root: Path) -> list[str]:

@@ -17,7 +17,7 @@ from examples.demo.driver import RUNNING, Driver
 from examples.demo.evidence import read_evidence
 from examples.demo.picture import draw
 from examples.demo.plan import FRAMEWORKS, RESHARDED, Plan
-from examples.demo.ranks import RanksFailedError
+from examples.demo.ranks import RanksFailedError, import_once
 from examples.demo.report import report
 
 FAILED, INTERRUPTED = 1, 130
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         plan = Plan(steps=options.steps)
+        import_once(options.framework)
         for framework in options.framework:
             run_phases(framework, plan, options.out / framework, console)
         evidences = [read_evidence(options.out / framework) for framework in options.framework]

@@ -16,7 +16,7 @@ from examples.demo.data import BATCH_SIZE, make_dataset
 from examples.demo.hold import open_root
 from examples.demo.model import SEED, Block, make_deterministic, make_model, make_optimizer, make_scheduler
 from examples.demo.plan import RESHARDED, Task
-from examples.demo.record import LossLog, leave, write_state
+from examples.demo.record import LossLog, write_state
 
 
 def main() -> None:
@@ -92,8 +92,3 @@ def train(accelerator: Accelerator, task: Task) -> None:
                 break
     if task.phase != RESHARDED:
         write_state(task.folder, model, optimizer.optimizer, rank=rank)
-
-
-if __name__ == "__main__":
-    main()
-    leave()

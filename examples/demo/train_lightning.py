@@ -19,7 +19,7 @@ from examples.demo.data import Batch, make_loader, make_sampler
 from examples.demo.hold import open_root
 from examples.demo.model import make_deterministic, make_model, make_optimizer, make_scheduler
 from examples.demo.plan import RESHARDED, Task
-from examples.demo.record import LossLog, leave, write_state
+from examples.demo.record import LossLog, write_state
 
 
 class Training(LightningModule):
@@ -117,8 +117,3 @@ def checkpointing(task: Task, rank: int) -> list[Callback]:
         sinks=[JsonLinesSink(task.file("telemetry", rank))],
     )
     return [callback]
-
-
-if __name__ == "__main__":
-    main()
-    leave()

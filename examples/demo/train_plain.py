@@ -18,7 +18,7 @@ from examples.demo.data import Batch, make_loader, make_sampler
 from examples.demo.hold import open_root
 from examples.demo.model import GPT, make_deterministic, make_model, make_optimizer, make_scheduler
 from examples.demo.plan import RESHARDED, Task
-from examples.demo.record import LossLog, leave, write_state
+from examples.demo.record import LossLog, write_state
 
 
 def main() -> None:
@@ -90,8 +90,3 @@ def open_manager(task: Task, rank: int) -> CheckpointManager:
         keep=KeepLatest(3),
         sinks=[JsonLinesSink(task.file("telemetry", rank))],
     )
-
-
-if __name__ == "__main__":
-    main()
-    leave()

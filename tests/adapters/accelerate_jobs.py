@@ -277,6 +277,12 @@ def in_turn(jobs: list[Job], run: Callable[[Job], dict[str, Any]] = train) -> li
     return results
 
 
+def save_then_load(saves: Job, loads: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was there when one job had saved, and when another had loaded."""
+    (saved,), (loaded,) = in_turn([saves]), in_turn([loads], load_only)
+    return saved, loaded
+
+
 def forget_accelerators() -> None:
     """Let the next accelerator of this process be the first."""
     from accelerate.state import AcceleratorState, GradientState, PartialState

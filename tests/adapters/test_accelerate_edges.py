@@ -410,6 +410,7 @@ sys.exit("trained on")
 """
 
 
+@pytest.mark.slow
 def test_the_runner_swallows_no_signal_of_a_script_that_never_saves(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "wait.py").write_text(_WAITS)

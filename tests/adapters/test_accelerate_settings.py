@@ -13,6 +13,7 @@ import pytest
 from accelerate_ckpt._runner import main
 from accelerate_ckpt._settings import Settings, _named_in
 from ckpt_core import ConfigError, EverySteps, KeepLatest
+from tests.scripts import run_python
 
 _SCRIPT = """
 import sys
@@ -147,27 +148,11 @@ def test_what_is_wrong_in_a_file_is_told_with_file_and_section(tmp_path: Path, t
         Settings.resolve({}, {"CKPT_SUITE_CONFIG": str(tmp_path / "options.yaml")})
 
 
-def run(command: list[str], folder: Path, **environment: str) -> None:
+def prepared(folder: Path) -> dict[str, str]:
+    """Write script and configuration; what the environment needs besides."""
     (folder / "train.py").write_text(_SCRIPT)
     (folder / "run.yaml").write_text(_YAML)
-    inherited = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR"}
-    kept = {name: value for name, value in os.environ.items() if name in inherited}
-    settings = {
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        **environment,
-    }
-    done = subprocess.run(
-        [sys.executable, *command],
-        check=False,
-        cwd=folder,
-        env=kept | settings,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+    return {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def committed(root: Path) -> list[str]:
@@ -176,7 +161,9 @@ def committed(root: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_an_unchanged_script_gets_it_from_the_runner_and_the_environment(tmp_path: Path) -> None:
-    run(["-m", "accelerate_ckpt", "train.py", "out"], tmp_path, CKPT_SUITE_KEEP="{latest: 2}")
+    variables = {**prepared(tmp_path), "CKPT_SUITE_KEEP": "{latest: 2}"}
+    done = run_python("-m", "accelerate_ckpt", "train.py", "out", cwd=tmp_path, variables=variables)
+    assert done.returncode == 0, done.stderr
     assert committed(tmp_path / "out") == ["checkpoint_6", "checkpoint_7"]
     assert not (tmp_path / "out" / "writer.json").exists(), "given back at exit, without end_training"
 
@@ -184,8 +171,14 @@ def test_an_unchanged_script_gets_it_from_the_runner_and_the_environment(tmp_pat
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_an_unchanged_script_gets_it_from_accelerate_launch_and_its_configuration(tmp_path: Path) -> None:
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "run.yaml"]
-    run([*launch, "-m", "accelerate_ckpt", "train.py", "out"], tmp_path)
+    inherited = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR"}
+    kept = {name: value for name, value in os.environ.items() if name in inherited}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "run.yaml"]
+    done = subprocess.run(
+        [*launch, "-m", "accelerate_ckpt", "train.py", "out"],
+        check=False, cwd=tmp_path, env=kept | prepared(tmp_path), capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     assert committed(tmp_path / "out") == ["checkpoint_3"]
     assert len(list((tmp_path / "out" / "checkpoint_3").glob("random_states_*.pkl"))) == 2
 

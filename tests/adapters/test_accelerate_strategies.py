@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.adapters.accelerate_jobs import (
     damage_fold_and_preemption,
     in_turn,
     load_only,
+    save_then_load,
     train_with_hooks,
 )
 
@@ -23,49 +25,62 @@ _STRATEGIES = ("ddp", "fsdp1", "fsdp2", "tp")
 _AT = (3, 6, 9)
 
 
-def assert_resumes_exactly(job: Job, at: tuple[int, ...]) -> None:
-    whole = job.but(save_at=at)
-    resumed = [job.but(load=f"{job.root}/checkpoint_{step}") for step in at]
-    for first, *others in run_ranks(in_turn, job.world, [whole, *resumed]):
+def with_resumes(job: Job, at: tuple[int, ...]) -> list[Job]:
+    """An uninterrupted run that saves, and one from each checkpoint."""
+    return [job.but(save_at=at), *(job.but(load=f"{job.root}/checkpoint_{step}") for step in at)]
+
+
+def assert_resumes_exactly(per_rank: list[list[dict[str, Any]]], at: tuple[int, ...]) -> None:
+    for first, *others in per_rank:
         for step, other in zip(at, others, strict=True):
             assert other["trace"] == first["trace"][step:], f"from step {step}"
             assert other["state"] == first["state"]
 
 
 def test_a_resume_in_the_middle_of_an_epoch_is_exact_on_two_ranks(tmp_path: Path) -> None:
-    assert_resumes_exactly(Job(root=str(tmp_path)), at=(3, 9))
+    at = (3, 9)
+    assert_resumes_exactly(run_ranks(in_turn, 2, with_resumes(Job(root=str(tmp_path)), at)), at)
+
+
+RESUMED = {
+    "fsdp1": Job(strategy="fsdp1"),
+    "fsdp2": Job(strategy="fsdp2"),
+    "tp": Job(strategy="tp"),
+    "stateful-default": Job(data="stateful"),
+    "stateful-seedable": Job(data="stateful", seedable=True),
+    "iterable": Job(data="iterable"),
+    "dispatch": Job(data="dispatch"),
+    "skip-seedable": Job(seedable=True, set_epoch=True),
+}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[dict[str, Any]]]]:
+    """Of every case the results by rank; all in one pair of processes."""
+    root = tmp_path_factory.mktemp("resumed")
+    jobs = [with_resumes(job.but(root=str(root / name)), _AT) for name, job in RESUMED.items()]
+    per_rank = run_ranks(in_turn, 2, [job for case in jobs for job in case], timeout_seconds=220)
+    each = 1 + len(_AT)
+    return {
+        name: [results[number * each : (number + 1) * each] for results in per_rank]
+        for number, name in enumerate(RESUMED)
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "tp"])
-def test_a_resume_is_exact_under_every_strategy(tmp_path: Path, strategy: str) -> None:
-    assert_resumes_exactly(Job(root=str(tmp_path), strategy=strategy), at=_AT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job(data="stateful"),
-        Job(data="stateful", seedable=True),
-        Job(data="iterable"),
-        Job(data="dispatch"),
-        Job(seedable=True, set_epoch=True),
-    ],
-    ids=lambda job: f"{job.data}-{'seedable' if job.seedable else 'default'}",
-)
-def test_a_resume_is_exact_whatever_feeds_the_data(tmp_path: Path, job: Job) -> None:
-    assert_resumes_exactly(job.but(root=str(tmp_path)), at=_AT)
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resume_is_exact_under_every_strategy_and_whatever_feeds_the_data(
+    resumed: dict[str, list[list[dict[str, Any]]]], case: str
+) -> None:
+    assert_resumes_exactly(resumed[case], _AT)
 
 
 def test_two_ranks_save_sharded_and_load_under_another_strategy(tmp_path: Path) -> None:
     job = Job(root=str(tmp_path), strategy="fsdp2", steps=3, save_at=(3,))
-    ((saved,), *_) = run_ranks(in_turn, 2, [job])
+    loads = job.but(strategy="ddp", load=f"{tmp_path}/checkpoint_3")
+    (saved, loaded), _ = run_ranks(save_then_load, 2, job, loads)
     assert committed(tmp_path) == ["checkpoint_3"]
     assert len(list((tmp_path / "checkpoint_3" / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
-    ((loaded,), *_) = run_ranks(
-        in_turn, 2, [job.but(strategy="ddp", load=f"{tmp_path}/checkpoint_3")], load_only
-    )
     assert loaded["state"] == saved["state"]
     assert loaded["done"] == 3
 
@@ -122,8 +137,7 @@ def test_every_strategy_loads_what_every_other_saved_also_on_fewer_and_more_rank
 def test_stock_accelerate_loads_what_ranks_saved(tmp_path: Path, strategy: str) -> None:
     job = Job(root=str(tmp_path), strategy=strategy, steps=3, save_at=(3,), stock_files=True)
     stock = job.but(enabled=False, load=f"{tmp_path}/checkpoint_3")
-    ((saved,), *_) = run_ranks(in_turn, 2, [job])
-    ((loaded,), *_) = run_ranks(in_turn, 2, [stock], load_only)
+    (saved, loaded), _ = run_ranks(save_then_load, 2, job, stock)
     # Stock loads no optimizer state into an FSDP1 optimizer that has made no step, whoever saved it.
     names = [name for name in saved["state"] if strategy != "fsdp1" or name in loaded["state"]]
     assert loaded["state"] == {name: saved["state"][name] for name in names}
@@ -139,9 +153,8 @@ def test_ranks_load_what_stock_accelerate_saved(tmp_path: Path, strategy: str) -
         enabled=False,
         stock_save_to=f"{tmp_path}/checkpoint_0",
     )
-    ((saved,), *_) = run_ranks(in_turn, 2, [stock])
     ours = stock.but(enabled=True, load=f"{tmp_path}/checkpoint_0")
-    ((loaded,), *_) = run_ranks(in_turn, 2, [ours], load_only)
+    (saved, loaded), _ = run_ranks(save_then_load, 2, stock, ours)
     assert loaded["state"] == saved["state"]
 
 

@@ -146,6 +146,7 @@ def test_the_canaries_are_alive(trace: Path) -> None:
         trace.rmdir()
 
 
+@pytest.mark.slow
 def test_accelerate_runs_nothing_of_a_checkpoint_of_ours(tmp_path: Path, trace: Path) -> None:
     made, _, net, optimizer, *_ = of_accelerate(tmp_path)
     step(made, net, optimizer)
@@ -267,6 +268,7 @@ def of_trainer(root: Path, **changes: Any) -> Any:
     return made
 
 
+@pytest.mark.slow
 def test_the_trainer_runs_nothing_of_a_checkpoint_of_ours(tmp_path: Path, trace: Path) -> None:
     made = of_trainer(tmp_path)
     folder = tmp_path / "checkpoint-1"

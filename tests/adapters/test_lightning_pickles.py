@@ -85,6 +85,7 @@ def walk(root, path, *, words=()):
             load(str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("recorder")
 def test_no_canary_in_any_file_of_ours_runs_in_lightning(saved, tmp_path):
     newest = "step-000000004"

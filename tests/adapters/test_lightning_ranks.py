@@ -10,6 +10,7 @@ import pytest
 from ckpt_core import CheckpointManager, EverySteps, KeepBest, OnPreemption
 from ckpt_core.testing import RanksFailedError, run_ranks
 from tests.adapters.lightning_jobs import Job, Outcome, averaged, committed, fit_all
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.distributed
 
@@ -165,14 +166,8 @@ def test_every_strategy_and_world_size_reads_every_other(tmp_path, checkpoints, 
 
 @pytest.mark.slow
 def test_the_launchers_own_processes_leave_plain_files_alone(tmp_path):
-    import subprocess
-    import sys
-
-    script = tmp_path / "train.py"
-    script.write_text(FORKED)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "run"], capture_output=True, text=True, timeout=200, check=False
-    )
+    (tmp_path / "train.py").write_text(FORKED)
+    done = run_python("train.py", "run", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr[-3000:]
     assert committed(tmp_path / "run") == ["step-000000002", "step-000000004"]

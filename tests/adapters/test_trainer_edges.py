@@ -66,6 +66,24 @@ def trained(job: TrainerJob, losses: dict[int, float] | None = None) -> Any:
     return made
 
 
+@pytest.fixture(scope="module")
+def _of_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+        forget_accelerators()
+        trained(TrainerJob(root=str(root), steps=2, save_steps=1))
+    return root
+
+
+@pytest.fixture
+def two_steps(_of_two_steps: Path, tmp_path: Path) -> TrainerJob:
+    """A training that has saved both of its steps."""
+    shutil.copytree(_of_two_steps, tmp_path / "run")
+    return TrainerJob(root=str(tmp_path / "run"), steps=2, save_steps=1)
+
+
 def test_a_metric_belongs_to_the_step_at_which_it_was_measured(tmp_path: Path) -> None:
     """Evaluated at 2 and 4, saved at every step: what is saved between has no metric, and is not the best."""
     job = TrainerJob(root=str(tmp_path), steps=4, save_steps=1, arguments={**METRIC, "save_total_limit": 1})
@@ -119,6 +137,7 @@ def test_a_best_that_no_save_follows_is_said_at_the_start(
     assert "evaluates where it does not save" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_fresh_run_never_resumes_an_older_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old = TrainerJob(root=str(tmp_path), steps=8, save_steps=2, arguments={"save_total_limit": 2})
     trained(old)
@@ -183,20 +202,20 @@ def test_whichever_was_written_last_is_the_newest_stock_or_ours(tmp_path: Path) 
 
 @pytest.mark.parametrize("by_path", [True, False])
 @pytest.mark.parametrize("name", ["trainer_state.json", "scheduler.pt", "rng_state.pth"])
-def test_no_small_file_is_read_that_was_not_committed(tmp_path: Path, name: str, by_path: bool) -> None:
-    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=1)
-    trained(job)
-    path = tmp_path / "checkpoint-2" / name
+def test_no_small_file_is_read_that_was_not_committed(
+    two_steps: TrainerJob, name: str, by_path: bool
+) -> None:
+    path = Path(two_steps.root, "checkpoint-2", name)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    made = trainer(job)
+    made = trainer(two_steps)
     weights = [value.clone() for value in made.model.state_dict().values()]
     seen: list[int] = []
     made.add_callback(Beginning(seen))
     if by_path:
         with pytest.raises(CorruptCheckpointError, match=name):
-            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+            made.train(resume_from_checkpoint=str(path.parent))
         assert all(
             bool((a == b).all()) for a, b in zip(weights, made.model.state_dict().values(), strict=True)
         )
@@ -205,24 +224,21 @@ def test_no_small_file_is_read_that_was_not_committed(tmp_path: Path, name: str,
     assert seen == [1]
 
 
-def test_damage_that_a_resume_finds_is_marked(tmp_path: Path) -> None:
-    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=1)
-    trained(job)
-    (tmp_path / "checkpoint-2" / "scheduler.pt").unlink()
-    with CheckpointManager(tmp_path) as manager:
-        assert newest_to_resume(manager) == str(tmp_path / "checkpoint-1")
+def test_damage_that_a_resume_finds_is_marked(two_steps: TrainerJob) -> None:
+    root = Path(two_steps.root)
+    (root / "checkpoint-2" / "scheduler.pt").unlink()
+    with CheckpointManager(root) as manager:
+        assert newest_to_resume(manager) == str(root / "checkpoint-1")
         marks = {info.step: info.damaged for info in manager.checkpoints()}
     assert marks[1] is None
     assert "scheduler.pt" in str(marks[2])
 
 
-def test_where_every_checkpoint_is_damaged_nothing_starts_afresh(tmp_path: Path) -> None:
-    job = TrainerJob(root=str(tmp_path), steps=2, save_steps=1)
-    trained(job)
-    (tmp_path / "checkpoint-1" / "COMMITTED").write_bytes(b"{}")
-    (tmp_path / "checkpoint-2" / "config.json").unlink()
+def test_where_every_checkpoint_is_damaged_nothing_starts_afresh(two_steps: TrainerJob) -> None:
+    Path(two_steps.root, "checkpoint-1", "COMMITTED").write_bytes(b"{}")
+    Path(two_steps.root, "checkpoint-2", "config.json").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"checkpoint-1.*checkpoint-2"):
-        trainer(job).train(resume_from_checkpoint=True)
+        trainer(two_steps).train(resume_from_checkpoint=True)
 
 
 def test_a_second_trainer_and_a_second_training_go_on_in_the_same_process(tmp_path: Path) -> None:
@@ -242,6 +258,7 @@ def test_a_second_trainer_and_a_second_training_go_on_in_the_same_process(tmp_pa
         accelerate_ckpt.trainer_checkpoints(first)
 
 
+@pytest.mark.slow
 def test_a_retry_with_a_smaller_batch_begins_a_line_of_its_own(tmp_path: Path) -> None:
     arguments = {"auto_find_batch_size": True, "save_total_limit": 2}
     job = TrainerJob(root=str(tmp_path), steps=5, save_steps=2, arguments=arguments)
@@ -335,11 +352,9 @@ def test_wrong_arguments_are_refused_with_what_to_do(tmp_path: Path) -> None:
         accelerate_ckpt.disable_trainer(None)  # type: ignore[arg-type]
 
 
-def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
-    job = TrainerJob(root=str(tmp_path / "run"), steps=2, save_steps=1)
-    trained(job)
+def test_a_directory_of_checkpoints_is_no_checkpoint(two_steps: TrainerJob) -> None:
     with pytest.raises(ConfigError, match="checkpoint-2"):
-        trainer(job).train(resume_from_checkpoint=str(tmp_path / "run"))
+        trainer(two_steps).train(resume_from_checkpoint=two_steps.root)
 
 
 def test_one_script_serves_the_first_run_and_those_after_a_kill_in_the_first_save(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from accelerate_ckpt.trainer._checkpoints import attached_to
 from ckpt_core import ConfigError
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, trainer
+from tests.scripts import run_python
 
 SCRIPT = """
 import os, signal, sys
@@ -154,26 +155,19 @@ def test_the_class_is_changed_when_its_module_is_imported_and_not_before(
 
 @pytest.mark.slow
 def test_a_whole_script_is_preempted_and_goes_on(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "CKPT_SUITE_SAVE": "{on_preemption: true}",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    (tmp_path / "script.py").write_text(SCRIPT)
+    variables = {"ACCELERATE_USE_CPU": "true", "CKPT_SUITE_SAVE": "{on_preemption: true}"}
 
-    def run_script(stop_at: int) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "accelerate_ckpt", str(script), str(tmp_path / "run"), str(stop_at)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+    def arguments(stop_at: int) -> tuple[str, ...]:
+        return "-m", "accelerate_ckpt", "script.py", "run", str(stop_at)
 
-    first, second = run_script(2), run_script(-1)
+    # The first from a cold start, with the imports that the runner has to watch.
+    first = subprocess.run(
+        [sys.executable, *arguments(2)],
+        check=False, cwd=tmp_path, env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    second = run_python(*arguments(-1), cwd=tmp_path, variables=variables)
     assert first.returncode == 143, first.stderr
     assert "finished" not in first.stdout
     assert (second.returncode, "finished at 6" in second.stdout) == (0, True), second.stderr

@@ -239,6 +239,7 @@ def operations_of_a_save(root):
         return storage.operations
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_any_moment_of_a_save_costs_that_save_only(history, tmp_path):
     rehearsed = operations_of_a_save(shutil.copytree(history, tmp_path / "rehearsal"))
     last_change = max(op.number for op in rehearsed if op.method == "rename")
@@ -354,6 +355,7 @@ def ask_to_save(holder):
     return holder.stdout.readline().strip()
 
 
+@pytest.mark.slow
 def test_a_second_job_is_refused_by_name_until_the_first_is_gone(run):
     state = train_state()
     holder = subprocess.Popen(

@@ -47,6 +47,7 @@ print("read without us")
 """
 
 
+@pytest.mark.slow
 def test_stock_tools_read_our_checkpoint_without_our_package(tmp_path):
     run = Run.make()
     run.steps(2)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 
 import pytest
+from tests.emulators import forget_memory
 
 from ckpt_core.commit import Catalog, abandon, begin, collect_orphans, commit, remove, verify
 from ckpt_core.errors import CheckpointExistsError, ConfigError, SaveError
@@ -47,6 +48,7 @@ def crash_points(new_storage, prepare, act):
     rehearsal = FaultyStorage(prepare(new_storage()))
     act(rehearsal)
     for nth in range(len(rehearsal.operations)):
+        forget_memory()
         storage = prepare(new_storage())
         with pytest.raises(Crash):
             act(FaultyStorage(storage, [Fault(nth=nth, error=Crash())]))

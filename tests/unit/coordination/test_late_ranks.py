@@ -92,7 +92,7 @@ def test_a_coordinator_that_is_slow_to_commit_gets_a_second_chance():
 
     thread = threading.Thread(target=lambda: coordinator.commit_barrier("save/1", 1, commit, LONG))
     thread.start()
-    assert other.commit_barrier("save/1", 2, never, 1.0) == "done"
+    assert other.commit_barrier("save/1", 2, never, 0.5) == "done"
     thread.join(LONG)
 
 
@@ -155,7 +155,7 @@ class LostStore:
         def call(*args: Any) -> Any:
             if self.lost.is_set():
                 if self._silent:
-                    threading.Event().wait(SHORT * 10)
+                    threading.Event().wait(SHORT * 3)
                 raise dist.DistNetworkError("Connection reset by peer")
             return getattr(self.inner, name)(*args)
 

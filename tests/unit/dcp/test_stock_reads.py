@@ -68,8 +68,8 @@ def test_values_lie_at_multiples_of_512_bytes(tmp_path):
 
 
 @pytest.mark.slow
-def test_20000_tiny_tensors_are_read_by_stock_load(tmp_path):
-    state = {f"layer{i}.w": torch.full((3,), float(i)) for i in range(20_000)}
+def test_3000_tiny_tensors_are_read_by_stock_load(tmp_path):
+    state = {f"layer{i}.w": torch.full((3,), float(i)) for i in range(3_000)}
     written(tmp_path / "ours", state)
     target = blank(state)
     dcp.load(target, checkpoint_id=tmp_path / "ours", no_dist=True)

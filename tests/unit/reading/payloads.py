@@ -94,7 +94,7 @@ class TensorTarget:
         return [(wanted, bytes(place)) for wanted, place in self._places]
 
     def untouched(self) -> bool:
-        return all(set(place) <= {0xAA} for _, place in self._places)
+        return all(place.count(0xAA) == len(place) for _, place in self._places)
 
 
 def descriptors() -> int:

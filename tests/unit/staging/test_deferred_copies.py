@@ -217,6 +217,7 @@ def test_sources_are_let_go_when_the_copies_are_made():
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_copies_are_made_while_the_interpreter_ends():
     """Where no thread can be started any more, whoever waits makes them."""
     code = """

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -75,19 +76,26 @@ class Run:
 @pytest.mark.parametrize("at", [0, 3, 6, 8])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, at, workers):
     """Before the first batch, in the first epoch, at its end, and in the second."""
-    straight = Run(0, workers)
-    straight.train(12)
+    losses, schedule, weights = uninterrupted(workers)
     written = []
     saved = Run(0, workers)
     saved.train(12, at, lambda: written.append(save(saved.state, tmp_path)))
-    assert saved.losses == straight.losses
+    assert saved.losses == losses
 
     again = Run(7, workers)
     assert load(again.state, written[0]) == []
     again.train(12)
-    assert again.losses == straight.losses[at:]
-    assert_equal(again.scheduler.state_dict(), straight.scheduler.state_dict())
-    assert_equal(dict(again.net.state_dict()), dict(straight.net.state_dict()))
+    assert again.losses == losses[at:]
+    assert_equal(again.scheduler.state_dict(), schedule)
+    assert_equal(dict(again.net.state_dict()), weights)
+
+
+@cache
+def uninterrupted(workers: int) -> tuple[list[float], dict, dict]:
+    """Losses, schedule and weights of a run of twelve steps."""
+    run = Run(0, workers)
+    run.train(12)
+    return run.losses, run.scheduler.state_dict(), dict(run.net.state_dict())
 
 
 def test_it_is_a_state_source():
