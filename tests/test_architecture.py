@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,9 +19,25 @@ MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 MAX_MODULE_LINES = 500
 MAX_BODY_LINES = 50
 MAX_METHODS = 15
-# What a storage must do is one contract: split, every backend would have to be put together again.
+# A storage is one contract: split, every backend would have to be put together again.
 WIDE = {"Storage", "LocalStorage", "MemoryStorage", "FaultyStorage", "CheckpointManager"}
 MAX_PARAMETERS = 6
+MAX_MODULES = 16
+MAX_FIRST_LINE = 80
+ROLES = {
+    # Modules that play one part in several places: in each adapter, kind of storage, or command.
+    *("connector", "evaluation", "factory", "hooks", "loading", "metrics", "options", "progress", "resume"),
+    *("base", "roots", "session", "settings", "state", "storage", "reader", "checkpoints", "verify", "prune"),
+}
+TEXT_IS_ALL_THERE_IS = {
+    # gcsfs raises a plain OSError without a number for 403.
+    "common/ckpt_core/storage/object/_translation.py",
+}
+DIALECT = re.compile(
+    r"\b(is|are|was|were|be) told\b|\bg[eo]ts? on\b|\banew\b|\blest\b|\bstands? still\b|\bso-manyth\b"
+    r"|\bin vain\b|\bwhat is left of\b|\bwhoever\b",
+    re.IGNORECASE,
+)
 MODULES_NAMED_AFTER_NOTHING = {
     "utils",
     "util",
@@ -209,3 +226,71 @@ def test_every_logger_of_ours_makes_names_from_storage_printable(modules):
         if isinstance(node, ast.Call) and ast.unparse(node) == "logging.getLogger(__name__)"
     )
     refuse([f"{m.at(node)}: use ckpt_core.disclosure.logger_of" for m, node in loggers])
+
+
+def test_packages_are_read_in_one_sitting():
+    packages: dict[Path, int] = Counter(path.parent for path in MODULES)
+    refuse([f"{p.relative_to(ROOT)}: {n} modules" for p, n in packages.items() if n > MAX_MODULES])
+
+
+def test_two_modules_of_one_name_play_one_role():
+    """A role is a word of every adapter or of every command: the others have a name of their own."""
+    named: dict[str, list[Path]] = {}
+    for path in MODULES:
+        if path.stem.strip("_") not in ROLES and path.stem not in {"__init__", "__main__"}:
+            named.setdefault(path.stem.strip("_"), []).append(path.relative_to(ROOT))
+    refuse([f"{name}: {', '.join(map(str, paths))}" for name, paths in named.items() if len(paths) > 1])
+
+
+def test_no_decision_is_made_by_the_text_of_an_error(modules):
+    """What failed is data: `Failure`, `SavePhase`, `errno`, `in_doubt`, the type."""
+
+    def is_text_of_error(node: ast.AST) -> bool:
+        text = ast.unparse(node)
+        return bool(re.fullmatch(r"str\((error|caught|failure|cause|exception|\w*error)\)", text)) or (
+            text.startswith("os.strerror(") or text.endswith((".strerror", ".message", ".args[0]"))
+        )
+
+    def decides(node: ast.AST) -> bool:
+        match node:
+            case ast.Compare(left=left, ops=ops, comparators=right):
+                textual = any(isinstance(op, ast.In | ast.NotIn | ast.Eq | ast.NotEq) for op in ops)
+                return textual and any(map(is_text_of_error, [left, *right]))
+            case ast.Call(func=ast.Attribute(value=value, attr=method)):
+                return method in {"startswith", "endswith", "find", "index"} and is_text_of_error(value)
+            case _:
+                return False
+
+    exempt = {ROOT / path for path in TEXT_IS_ALL_THERE_IS}
+    refuse(
+        [m.at(node) for m in modules if m.path not in exempt for node in ast.walk(m.tree) if decides(node)]
+    )
+
+
+def test_the_prose_is_plain(modules):
+    """The dialect that an editor's pass took out stays out, of shipped code and of the docs."""
+    texts = [(m.path, m.lines) for m in modules]
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    texts += [
+        (p, p.read_text(encoding="utf-8").splitlines()) for p in (*pages, *(ROOT / "docs").glob("*.md"))
+    ]
+    refuse(
+        [
+            f"{path.relative_to(ROOT)}:{number} {line.strip()}"
+            for path, lines in texts
+            for number, line in enumerate(lines, 1)
+            if DIALECT.search(line) and not any(name in line for name in ("test_", '"anew"'))
+        ]
+    )
+
+
+def test_docstrings_begin_with_a_short_line(modules):
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = ((m, node, ast.get_docstring(node)) for m in modules for node in m.nodes(*kinds))
+    refuse(
+        [
+            f"{m.at(node)}: {len(first)} characters: {first}"
+            for m, node, text in docs
+            if text and len(first := text.splitlines()[0]) > MAX_FIRST_LINE
+        ]
+    )

@@ -12,7 +12,7 @@ from accelerate_ckpt._patch import ENDED
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
 from accelerate_ckpt.trainer._loading import TrainerLoading
-from accelerate_ckpt.trainer._retention import metrics_at
+from accelerate_ckpt.trainer._save_limit import metrics_at
 from accelerate_ckpt.trainer._session import TrainerSession
 from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError

@@ -7,7 +7,7 @@ from typing import Any, final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from accelerate_ckpt.trainer._retention import is_new_best, wanted_best
+from accelerate_ckpt.trainer._save_limit import is_new_best, wanted_best
 from accelerate_ckpt.trainer._session import TrainerSession
 from ckpt_core import KeepBest
 from ckpt_core.disclosure import logger_of

@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._small_files import Pickles
-from accelerate_ckpt.trainer._retention import retention
+from accelerate_ckpt.trainer._save_limit import retention
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError
 from ckpt_core.coordination import coordinator_for_job
 from ckpt_core.hosting import root_of

@@ -38,7 +38,7 @@ def copy_all(
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return torch's counter of in-place changes; -1 for a tensor of inference mode, which has none."""
+    """Return the counter of in-place changes; -1 for an inference tensor, without one."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -54,7 +54,13 @@ def default_store() -> Any:
 
 
 def sharded_tensor(shards: list[TensorShard], metadata: Any, like: ShardedTensor) -> ShardedTensor:
-    """Make a ShardedTensor of these local shards, without a collective, over the process group of another."""
+    """Make a ShardedTensor of local shards without a collective.
+
+    Args:
+        shards: of this rank.
+        metadata: of the whole tensor.
+        like: gives the process group.
+    """
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=like._process_group
     )

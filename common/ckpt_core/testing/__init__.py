@@ -1,4 +1,4 @@
-"""For tests of code built on this suite: a conformance suite, a faulty storage, ranks, a fake clock.
+"""Test tools for users: a storage suite, a faulty storage, ranks, a fake clock.
 
 Nothing that is shipped to run imports this wing.
 """

@@ -15,7 +15,7 @@ class FakeClock:
         self._guard = threading.Lock()
 
     def __call__(self) -> float:
-        """The present, in seconds."""
+        """Return the present, in seconds."""
         with self._guard:
             return self._now
 

@@ -146,7 +146,7 @@ class FaultyStorage(Storage):
 
 @final
 class _FaultyStream:
-    """A stream whose reads and writes are operations; everything else, `fileno` too, is the real one's."""
+    """A stream whose reads and writes are operations; the rest is the real one's."""
 
     def __init__(self, stream: IO[bytes], storage: FaultyStorage, key: str) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Real ranks for tests: one process each, gloo between them, and no way to hang a test run."""
+"""Real ranks for tests: one process each, gloo between them, hard time-outs."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _reports(ranks: list[_Rank]) -> dict[int, str]:
 
 
 def _collect_stacks(ranks: list[_Rank]) -> None:
-    """Have every rank write its stacks, from a C signal handler: even a held GIL cannot prevent it."""
+    """Have every rank write its stacks from a C signal handler, GIL held or not."""
     files = [Path(rank.stem + ".stacks") for rank in ranks]
     for rank, file in zip(ranks, files, strict=True):
         # The file exists once the handler does; before that the signal would kill.
@@ -178,7 +178,7 @@ def _collect_stacks(ranks: list[_Rank]) -> None:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The environment of a rank, as torchrun makes it; the store at `port` is of no rank."""
+    """Build the environment of a rank as torchrun does; no rank serves `port`."""
     return {
         # The fork server has the variables of the time when it was started.
         **os.environ,
@@ -198,7 +198,10 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What a rank has to do. `call` is pickled apart, so that its import errors are reported like others."""
+    """The work of a rank.
+
+    `call` is pickled apart, so that its import errors are reported like others.
+    """
 
     call: bytes
     stem: str

@@ -42,19 +42,19 @@ class Fault:
     after: Callable[[Operation], None] | None = None
 
     def matches(self, operation: Operation) -> bool:
-        """Whether the patterns fit, whichever the nth."""
+        """Return whether the patterns fit, whichever the nth."""
         return fnmatchcase(operation.method, self.method) and fnmatchcase(operation.key, self.key)
 
 
 def kill_process(operation: Operation) -> None:
-    """As `before` or `after` of a fault: SIGKILL this process, as a preemption or the OOM killer does."""
+    """Send SIGKILL to this process, as the OOM killer does; for a fault's `before`."""
     del operation
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @final
 class Script:
-    """The faults to come and the log of what has come. Any thread may perform operations."""
+    """Faults to come and the log of operations, which any thread may perform."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._guard = threading.Lock()
@@ -75,7 +75,7 @@ class Script:
 
     @contextmanager
     def operation(self, method: str, key: str) -> Generator[Sequence[Fault]]:
-        """Log an operation and apply its faults, which the context gives, around the block."""
+        """Log an operation and apply its faults around the block; yields the faults."""
         operation, due = self._register(method, key)
         for fault in due:
             if fault.before is not None:

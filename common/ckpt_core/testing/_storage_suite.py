@@ -27,11 +27,11 @@ class StorageTests:
     """
 
     def make_storage(self, directory: Path) -> Storage:
-        """An empty storage; `directory` is there for those who need one."""
+        """Make an empty storage; `directory` is for those who need one."""
         raise NotImplementedError
 
     def raw_read(self, storage: Storage, key: str) -> bytes:
-        """The bytes at `key`, without the storage; `FileNotFoundError` if there is nothing."""
+        """Read the bytes at `key` past the storage; `FileNotFoundError` if there are none."""
         raise NotImplementedError
 
     def raw_write(self, storage: Storage, key: str, content: bytes) -> None:
@@ -299,7 +299,7 @@ class StorageTests:
         assert self.raw_read(storage, "new/a") == b"new"
 
     def test_exchange_swaps_two_directories(self, storage: Storage) -> None:
-        """Each name leads to what the other led to."""
+        """Check that each name leads to the other's target."""
         storage.write_bytes("old/file", b"old")
         storage.write_bytes("new/file", b"new")
         if not storage.supports_rename:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_core.storage import ObjectStorage
-from ckpt_core.storage.object._errors import translated_errors
+from ckpt_core.storage.object._translation import translated_errors
 
 
 def test_missing_credentials_are_a_permission_error():

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage._keys import key_parts
-from ckpt_core.storage.object._errors import translated_errors
+from ckpt_core.storage.object._translation import translated_errors
 
 _EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _UPLOAD: Final = "ckpt-upload"

@@ -12,9 +12,9 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, is_plain, key_parts
 from ckpt_core.storage.local._locks import UnguardedLock
-from ckpt_core.storage.object._errors import translated_errors
 from ckpt_core.storage.object._reader import ObjectRanges, open_object
 from ckpt_core.storage.object._service import ObjectService
+from ckpt_core.storage.object._translation import translated_errors
 from ckpt_core.storage.object._upload import abandon_uploads, upload
 
 REQUEST_SECONDS: Final = 600.0
