@@ -199,7 +199,7 @@ def checked_step(owner: str, step: Any) -> int:
     """Convert a step to an int.
 
     Raises:
-        ConfigError: it is not a whole number, negative, or larger than the format permits.
+        ConfigError: it is no whole number, is negative, or exceeds the limit of the format.
     """
     plain = plain_integer(step)
     require(owner, integer("step", plain, minimum=0, maximum=MAX_COUNT))

@@ -119,7 +119,7 @@ def test_a_fresh_start_is_told(tmp_path, caplog, left):
         (root / "writer.json.lock").write_text("")
     with told(caplog, logging.INFO) as texts, CheckpointManager(root) as checkpoints:
         assert checkpoints.resume({"x": torch.ones(2)}) is None
-    assert f"training starts from scratch: {root} holds no checkpoint yet" in texts[0]
+    assert f"training starts afresh: {root} holds no checkpoint yet" in texts[0]
     with CheckpointManager(root) as checkpoints:
         checkpoints.save(1, {"x": torch.ones(2)})
     with told(caplog) as texts, CheckpointManager(root) as checkpoints:

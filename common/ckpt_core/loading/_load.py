@@ -146,7 +146,7 @@ class Load:
                 opened.saved.world_size,
             )
         for line in opened.saved.left:
-            _logger.warning("%s: not loaded: %s", self._place, line)
+            _logger.warning("%s: partial load: %s", self._place, line)
         return opened.saved
 
     def _phase(self, what: str, *, touched: bool = False) -> AbstractContextManager[Note]:
@@ -317,7 +317,7 @@ def _if_nothing_fits(opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> l
     saved = sum(map(len, opened.saved.sharded.values()))
     if not saved or any(load.entries for load in parts.values()):
         return []
-    return [f"all {saved} entries of the checkpoint: none fits the training state"]
+    return [f"nothing was loaded, because none of the checkpoint's {saved} entries fits the training state"]
 
 
 def _check_memory(target: StateDict) -> None:

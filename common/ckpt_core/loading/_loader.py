@@ -190,12 +190,12 @@ class Loader:
         if loaded is None:
             if advice := around.advice(url):
                 _logger.warning(
-                    "training starts from scratch, because nothing is committed in %s; but %s",
+                    "training starts afresh, because nothing is committed in %s; but %s",
                     url,
                     "; ".join(advice),
                 )
             else:
-                _logger.info("training starts from scratch: %s holds no checkpoint yet", url)
+                _logger.info("training starts afresh: %s holds no checkpoint yet", url)
             return
         for names, why in (
             (around.unmarked, f"without {MARKER}: torn, or it was lost"),

@@ -60,7 +60,7 @@ class CadenceKeeper:
         self.preempted = False
 
     def check_preemption(self) -> str | None:
-        """Return "preemption" if one requires a save or a stop. Collective, if possible."""
+        """Return "preemption" if a save or stop is due. Collective if the policy has any."""
         if self._policy is not None and self._policy.preemptions:
             self._agree()
         return PREEMPTION if self.preempted or self.pending else None
