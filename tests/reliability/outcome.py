@@ -33,6 +33,11 @@ class Choice:
         found = [case for case in cases if not self.named or str(case).startswith(tuple(self.named))]
         return random.Random(self.seed).sample(found, self.least(len(found)))
 
+    def may_name(self, beginning: str) -> bool:
+        """Whether cases are chosen whose names begin so."""
+        named = self.named or [beginning]
+        return any(name.startswith(beginning) or beginning.startswith(name) for name in named)
+
     def least(self, total: int) -> int:
         """How many that is of so many."""
         return total if self.count is None else min(self.count, total)

@@ -84,7 +84,8 @@ def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
 def _kills(found: Service, choice: Choice) -> Iterator[Outcome]:
     """One kill after another, each in a root of its own."""
     small = choice.count is not None and choice.count <= len(SWEEPS)
-    points = [point for sweep in SWEEPS if sweep.sampled or not small for point in _points(found, sweep)]
+    sweeps = [sweep for sweep in SWEEPS if (sweep.sampled or not small) and choice.may_name(sweep.name)]
+    points = [point for sweep in sweeps for point in _points(found, sweep)]
     for number, point in enumerate(choice.of(points)):
         yield _kill(found, point, f"kill-{number}")
 

@@ -160,7 +160,7 @@ def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
     os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_TORCH_DEVICE="cpu")
     references: dict[tuple[str, int], Reference] = {}
     for number, sweep in enumerate(SWEEPS, start=1):
-        if choice.named and not str(sweep).startswith(tuple(choice.named)):
+        if not choice.may_name(str(sweep)):
             continue
         place = folder / f"training-{number}"
         kind = sweep.adapter, sweep.world
