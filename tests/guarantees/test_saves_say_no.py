@@ -156,7 +156,7 @@ def test_verify_fails_on_what_a_load_would_refuse_and_on_nothing_else(tmp_path, 
 def test_verify_compares_the_index_with_the_chunk_tables(tmp_path):
     table = table_of(without(index_of(chunks=[(0, 64)]), "n"))
     storage = committed(tmp_path, index_of(chunks=[(0, 64)]), table)
-    assert "'n' is not where chunks-00000.json has it" in str(verify(storage, "step-000000001"))
+    assert "'n' is at another place than chunks-00000.json says" in str(verify(storage, "step-000000001"))
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.verify()
 

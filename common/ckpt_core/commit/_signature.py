@@ -86,7 +86,7 @@ def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) 
     except CheckpointNotFoundError:
         if not storage.list(name) and not storage.exists(name):
             raise
-        raise _refused(place, f"it has no manifest to judge, because there is no {MARKER}") from None
+        raise _refused(place, f"it has no manifest to be judged, because there is no {MARKER}") from None
     signature = _signature(storage, name, place)
     try:
         accepted: Any = verify(name, content, signature)

@@ -152,7 +152,7 @@ class _Template:
         return torch.empty(saved.shape, dtype=dtype, device=reference.device)
 
     def _option_device(self, option: str | None) -> torch.device:
-        """Return the device of a tensor hyperparameter; the groups may be reordered."""
+        """Return the device of a tensor hyperparameter, from any group: order may differ."""
         values = [group.get(str(option)) for group in self.optimizer.param_groups]
         return next(
             (value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu")
