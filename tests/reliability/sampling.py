@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.reliability.outcome import Outcome
 
@@ -14,20 +15,20 @@ ROOT = Path(__file__).parents[2]
 SEED = 20261121
 
 
-def sample(folder: Path, parts: str, *, count: int | None = None, cases: Sequence[str] = ()) -> list[Outcome]:
-    """Outcomes of some parts, none of which found a problem."""
-    found, output = attempt(folder, parts, count=count, cases=cases)
+def sample(folder: Path, parts: str, **options: Any) -> list[Outcome]:
+    """Outcomes of some parts, none of which found a problem; options as of `attempt`."""
+    found, output = attempt(folder, parts, **options)
     assert found["problems"] == [], output
     assert [part["failure"] for part in found["parts"] if part["failure"]] == [], output
     return [Outcome(**fields) for fields in found["outcomes"]]
 
 
 def attempt(
-    folder: Path, parts: str, *, count: int | None = None, cases: Sequence[str] = ()
-) -> tuple[dict, str]:
+    folder: Path, parts: str, *, count: int | None = None, cases: Sequence[str] = (), seed: int = SEED
+) -> tuple[dict[str, Any], str]:
     """What the command writes as JSON, whatever it found, and what it prints."""
     out = folder / "out.json"
-    command = [sys.executable, "-m", "tests.reliability", "--only", parts, "--seed", str(SEED)]
+    command = [sys.executable, "-m", "tests.reliability", "--only", parts, "--seed", str(seed)]
     command += ["--root", str(folder), "--json", str(out)]
     command += [] if count is None else ["--count", str(count)]
     command += [word for case in cases for word in ("--case", case)]
