@@ -1,10 +1,12 @@
-"""What people install: one wheel, three typed packages, nothing of the checkout's layout."""
+"""What people get: a wheel of three typed packages, and an archive of the sources whose tests run."""
 
 from __future__ import annotations
 
 import email
+import os
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -23,9 +25,15 @@ FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def python(*arguments: str) -> str:
+def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -38,6 +46,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
     (built,) = folder.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         yield archive
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The archive of the sources, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    python("-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder))
+    (built,) = folder.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / built.name.removesuffix(".tar.gz")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +85,28 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
         for path in (root / package).rglob("*.py")
     }
     assert modules - set(wheel.namelist()) == set()
+
+
+def test_the_licence_is_in_the_repository_in_the_sources_and_in_the_wheel(wheel, metadata, sources):
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+    assert metadata["License-Expression"] == PROJECT["license"] == "Apache-2.0"
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+    assert wheel.read(name).decode() == (sources / "LICENSE").read_text(encoding="utf-8") == text
+
+
+@pytest.mark.slow
+def test_the_tests_run_from_the_sources_alone(sources):
+    """All modules of tests are imported, and those of two small files run: of the core, and of the rig."""
+    chosen = "test_names.py or test_findings.py"
+    told = python(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen),
+        cwd=sources,
+        PYTHONPATH=os.pathsep.join([str(sources), str(sources / "common")]),
+    )
+    assert "passed" in told
+    assert "error" not in told
 
 
 def test_the_version_is_the_one_in_the_code(metadata):
