@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
-from tests.emulators import emulator
+from tests.support.emulators import emulator
 
 pytest.register_assert_rewrite("ckpt_core.testing._storage_suite")
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt_core.names import MANIFEST, MARKER
-from tests.canary import Canary, forge
+from tests.support.canary import Canary, forge
 
 
 def pickled(trace: Path) -> bytes:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from lightning_ckpt import ShardedCheckpoint
 from tests.adapters.lightning_jobs import Model, digest, loader_of, strategy_named
-from tests.canary import Canary, raw, zipped
+from tests.support.canary import Canary, raw, zipped
 
 PLANTED = ("meta", "metadata", "rank_metadata", "value")
 

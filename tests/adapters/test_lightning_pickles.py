@@ -17,7 +17,7 @@ from ckpt_core import CheckpointError, EverySteps, KeepBest, UnsafeCheckpointErr
 from ckpt_core.testing import run_ranks
 from lightning_ckpt import ShardedCheckpoint
 from tests.adapters.pickle_jobs import PLANTED, loads_on_ranks
-from tests.canary import Canary, Recorder, plantings, traces_in
+from tests.support.canary import Canary, Recorder, plantings, traces_in
 
 
 class Small(BoringModel):
@@ -133,7 +133,7 @@ def test_a_file_of_lightnings_own_is_unpickled_only_by_those_who_say_so(tmp_path
         shutil.rmtree(tmp_path / "traces")
 
 
-@pytest.mark.parametrize("named", ["os.system", "tests.canary.raw", 7])
+@pytest.mark.parametrize("named", ["os.system", "tests.support.canary.raw", 7])
 def test_hyperparameters_that_name_a_function_to_call_are_refused(tmp_path, named):
     class Planting(Small):
         def on_save_checkpoint(self, checkpoint):

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import CheckpointError, CheckpointManager, Counters, TrainState, UnsafeCheckpointError
 from ckpt_core.cli import main
-from tests.canary import Canary, Recorder, plantings, raw, traces_in, zipped
+from tests.support.canary import Canary, Recorder, plantings, raw, traces_in, zipped
 from tests.unit.dcp.test_stock_loads import PLANTED as STOCK_PLANTINGS
 from tests.unit.dcp.test_stock_loads import state as stock_state
 

@@ -12,7 +12,8 @@ import torch
 
 from ckpt_core import CheckpointManager
 from ckpt_core.errors import SaveError
-from ckpt_core.testing import Fault, SystemCalls
+from ckpt_core.testing import Fault
+from tests.support.system_calls import SystemCalls
 
 pytestmark = pytest.mark.reliability
 

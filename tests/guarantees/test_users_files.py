@@ -12,7 +12,9 @@ import torch
 from ckpt_core import CheckpointExistsError, CheckpointManager, KeepLatest, TrainState
 from ckpt_core.commit import Catalog, _strangers, begin, collect_orphans, commit, remove, replaced, verify
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, FaultyStorage, PowerLog, SystemCalls, power_cut
+from ckpt_core.testing import Fault, FaultyStorage
+from tests.support.power import PowerLog, power_cut
+from tests.support.system_calls import SystemCalls
 from tests.unit.commit.checkpoints import FILES, bucket_like, manifest_of, posix_like, save, save_over
 
 pytestmark = pytest.mark.reliability

@@ -55,7 +55,7 @@ def traces_in(folder: Path) -> list[str]:
 
 
 def forge(checkpoint: Path) -> None:
-    """Make manifest and marker honest about the files as they are, as whoever may write there can."""
+    """Make manifest and marker honest about the files as they are, as anybody can who may write there."""
     manifest = Manifest.from_bytes((checkpoint / MANIFEST).read_bytes())
     files = []
     for entry in manifest.files:

@@ -1,7 +1,7 @@
 """S3 and GCS on loopback, each in a process of its own that ends with the tests, however they end.
 
-`python tests/emulators.py s3` starts one, prints its port and serves until its standard input closes. In
-front of S3 stands a `FaultyService`, which does nothing until a `ServiceControl` tells it to.
+`python -m tests.support.emulators s3` starts one, prints its port and serves until its standard input closes.
+In front of S3 stands a `FaultyService`, which does nothing until a `ServiceControl` tells it to.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,8 @@ from typing import Any
 def emulator(kind: str) -> Generator[str]:
     """The endpoint URL of a fresh emulator (`s3` or `gcs`)."""
     with subprocess.Popen(
-        [sys.executable, __file__, kind],
+        [sys.executable, "-m", "tests.support.emulators", kind],
+        cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -44,7 +46,7 @@ def _serve_s3() -> int:
     )
     from werkzeug.serving import make_server
 
-    from ckpt_core.testing import FaultyService
+    from tests.support.service_faults import FaultyService
 
     application = FaultyService(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from ckpt_core.testing._script import Fault, Operation
+from ckpt_core.testing import Fault, Operation
 
 Fate = Literal["strict", "journal", "random"]
 """What becomes of changes that were not synced.

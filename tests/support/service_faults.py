@@ -220,7 +220,7 @@ class ServiceControl:
         self._url = endpoint.rstrip("/") + _CONTROL
 
     def set(self, *faults: ServiceFault) -> None:
-        """These faults, and no others, from the next request on; their counts begin anew."""
+        """These faults, and no others, from the next request on; their counts begin at 0."""
         self._ask("PUT", "/rules", json.dumps([asdict(fault) for fault in faults]).encode())
 
     def clear(self) -> None:
@@ -237,7 +237,7 @@ class ServiceControl:
         return [ServiceRequest(**told) for told in found]
 
     def _ask(self, method: str, path: str, body: bytes | None) -> bytes:
-        request = urllib.request.Request(self._url + path, data=body, method=method)  # noqa: S310 - loopback
+        request = urllib.request.Request(self._url + path, data=body, method=method)
         # No proxy: the emulator is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=60) as answer:

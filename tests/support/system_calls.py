@@ -15,6 +15,7 @@ import io
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, update_wrapper
 from pathlib import Path
 from threading import local
@@ -22,8 +23,9 @@ from typing import Any, Final, Self, final
 
 from ckpt_core.storage import _rename
 from ckpt_core.storage._places import Place
-from ckpt_core.testing._script import Fault, Operation, Script
-from ckpt_core.testing._watched_file import open_watched
+from ckpt_core.testing import Fault, Operation
+from ckpt_core.testing._script import Script
+from tests.support.watched_file import open_watched
 
 # Function of `os` -> what the operation is called.
 _BY_PATH: Final = {
@@ -71,6 +73,13 @@ CHANGING: Final = frozenset(
 _RENAME_EXCHANGE: Final = 2
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortWrite(Fault):
+    """A write that takes at most so many bytes."""
+
+    short_bytes: int
+
+
 @final
 class SystemCalls:
     """Watches what this process does below `root` while it is entered as a context.
@@ -94,7 +103,7 @@ class SystemCalls:
         return self._script.operations
 
     def inject(self, faults: Sequence[Fault]) -> None:
-        """From now on these faults and no others, each counting anew; with `()` all is well again."""
+        """From now on these faults and no others, each counted from 0; with `()` all is well again."""
         self._script.inject(faults)
 
     def __enter__(self) -> Self:
@@ -121,12 +130,14 @@ class SystemCalls:
 
     @contextmanager
     def operation(self, method: str, key: str, paths: Sequence[Any] = ()) -> Generator[int | None]:
-        """Log an operation and apply its faults around the block; see `Script.operation`."""
-        names = [os.fsdecode(path) for path in paths if not isinstance(path, int)]
+        """Log an operation and apply its faults around the block; gives how many bytes a write may take."""
         with ExitStack() as stack:
             with self._unseen():
-                short = stack.enter_context(self._script.operation(method, key, names))
-            yield short
+                try:
+                    due = stack.enter_context(self._script.operation(method, key))
+                except OSError as error:
+                    raise _as_of_the_kernel(error, paths) from None
+            yield min((fault.short_bytes for fault in due if isinstance(fault, ShortWrite)), default=None)
             with self._unseen():
                 stack.close()
 
@@ -242,6 +253,15 @@ class SystemCalls:
         except OSError as error:
             return error.errno or errno.EIO
         return 0
+
+
+def _as_of_the_kernel(error: OSError, paths: Sequence[Any]) -> OSError:
+    """The error as if it had just happened to these paths: an instance of its own for every thread."""
+    if error.errno is None or error.filename is not None:
+        return error
+    names = [os.fsdecode(path) for path in paths if not isinstance(path, int)]
+    first, second = (*names, None, None)[:2]
+    return OSError(error.errno, error.strerror, first, None, second)
 
 
 def _standing_for(real: Any, wrapper: Callable[..., Any]) -> Callable[..., Any]:

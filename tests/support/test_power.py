@@ -7,7 +7,8 @@ import os
 import pytest
 
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import PowerLog, SystemCalls, power_cut
+from tests.support.power import PowerLog, power_cut
+from tests.support.system_calls import SystemCalls
 
 pytestmark = pytest.mark.reliability
 

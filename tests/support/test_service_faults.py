@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ckpt_core.testing import FaultyService, ServiceControl, ServiceFault
+from tests.support.service_faults import FaultyService, ServiceControl, ServiceFault
 
 LISTING = (
     b"<R><Contents><Key>run/a</Key></Contents><Contents><Key>run/b</Key></Contents>"

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import CHANGING, Fault, FaultyStorage, SystemCalls, kill_process
+from ckpt_core.testing import Fault, kill_process
+from tests.support.system_calls import CHANGING, ShortWrite, SystemCalls
 
 pytestmark = pytest.mark.reliability
 
@@ -231,18 +232,13 @@ def test_renames_by_the_kernels_own_call_fail_as_others_do(root, method):
 def test_a_short_write_takes_what_it_says_and_the_storage_goes_on_behind_it(root, short):
     content = os.urandom(3 * 4096 + 17)
     storage = LocalStorage(root)
-    with SystemCalls(root, [Fault(method="write", nth=0, short_bytes=short)]) as calls:
+    with SystemCalls(root, [ShortWrite(method="write", nth=0, short_bytes=short)]) as calls:
         storage.write_bytes("small", content)
-    with SystemCalls(root, [Fault(method="write", nth=0, short_bytes=short)]) as direct:
+    with SystemCalls(root, [ShortWrite(method="write", nth=0, short_bytes=short)]) as direct:
         storage.write_pieces("large", [memoryview(content)])
     assert (root / "small").read_bytes() == (root / "large").read_bytes() == content
     assert did(calls).count("write small") == 2
     assert did(direct).count("write large") >= 2
-
-
-def test_a_storage_has_no_short_writes(root):
-    with pytest.raises(ValueError, match="SystemCalls"):
-        FaultyStorage(LocalStorage(root), [Fault(short_bytes=1)])
 
 
 def test_a_call_can_be_held_up_and_let_go(root):
@@ -287,7 +283,8 @@ def test_a_call_that_failed_has_no_after(root):
 def test_a_process_can_be_killed_before_and_after_a_call(root, when):
     script = (
         "import sys, pathlib\n"
-        "from ckpt_core.testing import Fault, SystemCalls, kill_process\n"
+        "from ckpt_core.testing import Fault, kill_process\n"
+        "from tests.support.system_calls import SystemCalls\n"
         f"root = pathlib.Path({str(root)!r})\n"
         f"with SystemCalls(root, [Fault(method='mkdir', {when}=kill_process)]):\n"
         "    (root / 'd').mkdir()\n"

@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
 
 # The signature of `io.open`.
-def open_watched(  # noqa: PLR0913, PLR0917
+def open_watched(
     watcher: Watcher,
     key: str,
     file: Any,
@@ -39,7 +39,7 @@ def open_watched(  # noqa: PLR0913, PLR0917
     encoding: str | None = None,
     errors: str | None = None,
     newline: str | None = None,
-    closefd: bool = True,  # noqa: FBT001, FBT002
+    closefd: bool = True,
     opener: Callable[[str, int], int] | None = None,
 ) -> Any:
     """As `io.open`: the same buffers, over a raw file that is watched."""

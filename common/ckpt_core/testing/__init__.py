@@ -1,4 +1,4 @@
-"""For tests of this suite and of code built on it: conformance suites, faults, ranks, a fake clock.
+"""For tests of code built on this suite: a conformance suite, a faulty storage, ranks, a fake clock.
 
 Nothing that is shipped to run imports this wing.
 """
@@ -9,32 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.testing._clock import FakeClock
 from ckpt_core.testing._faults import FaultyStorage
-from ckpt_core.testing._power import Fate, PowerLog, power_cut
 from ckpt_core.testing._ranks import RanksFailedError, run_ranks
 from ckpt_core.testing._script import Fault, Operation, kill_process
-from ckpt_core.testing._service_faults import FaultyService, ServiceControl, ServiceFault, ServiceRequest
-from ckpt_core.testing._system_calls import CHANGING, SystemCalls
 
 if TYPE_CHECKING:
     from ckpt_core.testing._storage_suite import StorageTests
 
 __all__ = [
-    "CHANGING",
     "FakeClock",
-    "Fate",
     "Fault",
-    "FaultyService",
     "FaultyStorage",
     "Operation",
-    "PowerLog",
     "RanksFailedError",
-    "ServiceControl",
-    "ServiceFault",
-    "ServiceRequest",
     "StorageTests",
-    "SystemCalls",
     "kill_process",
-    "power_cut",
     "run_ranks",
 ]
 

@@ -20,8 +20,6 @@ class FaultyStorage(Storage):
     """Passes everything on to another storage, except for the faults; keeps a log."""
 
     def __init__(self, inner: Storage, faults: Sequence[Fault] = ()) -> None:
-        if any(fault.short_bytes is not None for fault in faults):
-            raise ValueError("a storage writes all or fails: `short_bytes` is for `SystemCalls`")
         self._inner = inner
         self._script = Script(faults)
         self.supports_rename = inner.supports_rename

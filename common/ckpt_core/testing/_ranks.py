@@ -79,7 +79,7 @@ def run_ranks(
                     _Task(
                         call=call,
                         stem=rank.stem,
-                        environment=_environment(rank.rank, world_size, store.port),
+                        environment=rank_environment(rank.rank, world_size, store.port),
                         timeout_seconds=timeout_seconds,
                         process_group=process_group,
                     )
@@ -177,7 +177,8 @@ def _collect_stacks(ranks: list[_Rank]) -> None:
         wait([rank.process.sentinel for rank in ranks], 0.05)
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment of a rank, as torchrun makes it; the store at `port` is of no rank."""
     return {
         # The fork server has the variables of the time when it was started.
         **os.environ,
@@ -197,7 +198,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What a rank is told. `call` is pickled apart, so that its import errors are reported like others."""
+    """What a rank has to do. `call` is pickled apart, so that its import errors are reported like others."""
 
     call: bytes
     stem: str

@@ -14,7 +14,7 @@ from typing import final
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One thing asked of a storage or of the system; `key` of a rename is `source -> target`."""
+    """One thing asked of a storage; `key` of a rename is `source -> target`."""
 
     number: int
     method: str
@@ -31,7 +31,6 @@ class Fault:
         nth: only at the nth of the matching operations, counted from 0; None for all of them.
         before: called before the operation.
         error: raised instead of the operation.
-        short_bytes: how many bytes a write takes at most, of `SystemCalls` only.
         after: called when the operation has succeeded.
     """
 
@@ -40,7 +39,6 @@ class Fault:
     nth: int | None = None
     before: Callable[[Operation], None] | None = None
     error: BaseException | None = None
-    short_bytes: int | None = None
     after: Callable[[Operation], None] | None = None
 
     def matches(self, operation: Operation) -> bool:
@@ -70,27 +68,21 @@ class Script:
             return tuple(self._operations)
 
     def inject(self, faults: Sequence[Fault]) -> None:
-        """From now on these faults and no others, each counting anew."""
+        """From now on these faults and no others, each counted from 0."""
         with self._guard:
             self._faults = tuple(faults)
             self._seen = [0] * len(self._faults)
 
     @contextmanager
-    def operation(self, method: str, key: str, paths: Sequence[str] | None = None) -> Generator[int | None]:
-        """Log an operation and apply its faults around the block, which is told how short to write.
-
-        Args:
-            method: what is done.
-            key: to what.
-            paths: of a system call, what an `OSError` names as the kernel's would.
-        """
+    def operation(self, method: str, key: str) -> Generator[Sequence[Fault]]:
+        """Log an operation and apply its faults, which the context gives, around the block."""
         operation, due = self._register(method, key)
         for fault in due:
             if fault.before is not None:
                 fault.before(operation)
             if fault.error is not None:
-                raise fault.error if paths is None else _renewed(fault.error, paths)
-        yield min((fault.short_bytes for fault in due if fault.short_bytes is not None), default=None)
+                raise fault.error
+        yield due
         for fault in due:
             if fault.after is not None:
                 fault.after(operation)
@@ -104,11 +96,3 @@ class Script:
             for index in matching:
                 self._seen[index] += 1
             return operation, due
-
-
-def _renewed(error: BaseException, paths: Sequence[str]) -> BaseException:
-    """The error as if it had just happened: an instance of its own for every thread that meets it."""
-    if not isinstance(error, OSError) or error.errno is None or error.filename is not None:
-        return error
-    first, second = (*paths, None, None)[:2]
-    return OSError(error.errno, error.strerror, first, None, second)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, SystemCalls
+from ckpt_core.testing import Fault
+from tests.support.system_calls import SystemCalls
 
 pytestmark = pytest.mark.reliability
 
