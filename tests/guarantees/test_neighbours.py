@@ -1,6 +1,6 @@
 """In a root that others may write to: nothing outside is touched, and what is theirs is left.
 
-A sample; `python -m benchmarks.crash --only neighbours` races 10,000 rounds of every operation.
+A sample; `python -m tests.reliability --only neighbours` races 10,000 rounds of every operation.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import os
 
 import pytest
 
-from benchmarks.crashing.neighbours import OPERATIONS, run
-from benchmarks.crashing.outcome import problems
 from ckpt_core.commit import Catalog, collect_orphans
 from ckpt_core.storage import LocalStorage
+from tests.reliability.neighbours import OPERATIONS, run
+from tests.reliability.outcome import Choice, problems
 from tests.unit.commit.checkpoints import save, write_files
 
 pytestmark = pytest.mark.reliability
@@ -35,7 +35,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 @pytest.mark.parametrize("operation", list(OPERATIONS))
 def test_a_racing_neighbour_has_nothing_outside_the_root_touched(tmp_path, operation, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # more rounds; no power is cut
-    outcomes = list(run(seed=1, folder=tmp_path, count=ROUNDS, operations=[operation]))
+    outcomes = list(run(Choice(count=ROUNDS, named=[operation]), tmp_path))
     assert problems(outcomes) == []
     assert len(outcomes) == ROUNDS
     assert any(" 0 exchanges" not in outcome.point for outcome in outcomes), "the neighbour did nothing"

@@ -1,17 +1,14 @@
 """Whoever dies, stalls or raises: nobody waits beyond the deadline, all are told who and where, saves go on.
 
-A sample; `python -m benchmarks.crashing.ranks` tries every place with every kind of failure.
+A sample; `python -m tests.reliability --only ranks` tries every place with every kind of failure.
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-
 import pytest
 
-from benchmarks.crashing.ranks import cells
+from tests.reliability.ranks.rank_failures import cases
+from tests.reliability.sampling import sample
 
 pytestmark = [pytest.mark.reliability, pytest.mark.slow]
 
@@ -32,21 +29,17 @@ SAMPLE = [
     "load: verify/dies/1/2",
     "load: fetch/is stopped/1/2",
     "network/store dies/-1/2",
-    "network/store stands still/-1/2",
+    "network/store is stopped/-1/2",
     "network/connections are reset/1/3",
 ]
 
 
-def test_whatever_fails_on_a_rank_all_others_are_told_in_time_and_nothing_is_lost():
-    command = [sys.executable, "-m", "benchmarks.crashing.ranks", *SAMPLE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    told = re.findall(r": as promised$", done.stdout, flags=re.MULTILINE)
-    assert len(told) == len(SAMPLE), done.stdout
+def test_whatever_fails_on_a_rank_all_others_are_told_in_time_and_nothing_is_lost(tmp_path):
+    assert len(sample(tmp_path, "ranks", cases=SAMPLE)) == len(SAMPLE)
 
 
 def test_every_place_of_a_save_and_of_a_load_is_tried_with_every_kind_of_failure():
-    tried = {(cell.place, cell.kind) for cell in cells() if cell.place != "network"}
+    tried = {(case.place, case.kind) for case in cases() if case.place != "network"}
     places = {place for place, _ in tried}
     kinds = {kind for _, kind in tried}
     assert len(places) >= 14

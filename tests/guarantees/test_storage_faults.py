@@ -1,12 +1,11 @@
 """Whatever storage does to a save: it is told, nothing committed is touched, and saves go on after it.
 
-A sample; `python -m benchmarks.crashing.faults` tries every system call with every error, on one rank or all.
+A sample; `python -m tests.reliability --only faults` tries every system call with every error.
 """
 
 from __future__ import annotations
 
 import errno
-import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.crashing.fault_cells import cells
 from ckpt_core import CheckpointManager, KeepLatest
 from ckpt_core.errors import CheckpointError, ConfigError, RootBusyError, SaveError
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, FaultyStorage, SystemCalls
+from ckpt_core.testing import Fault, FaultyStorage
+from tests.reliability.ranks.storage_faults import cases
+from tests.reliability.sampling import sample
+from tests.support.system_calls import SystemCalls
 
 pytestmark = pytest.mark.reliability
 
@@ -84,21 +85,17 @@ def assert_whole(checkpoints: CheckpointManager, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_whatever_system_call_fails_the_error_is_the_documented_one_and_nothing_is_lost():
-    command = [sys.executable, "-m", "benchmarks.crashing.faults", *SAMPLE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    told = re.findall(r": as promised$", done.stdout, flags=re.MULTILINE)
-    assert len(told) == len(SAMPLE), done.stdout
+def test_whatever_system_call_fails_the_error_is_the_documented_one_and_nothing_is_lost(tmp_path):
+    assert len(sample(tmp_path, "faults", cases=SAMPLE)) == len(SAMPLE)
 
 
 def test_every_place_of_a_save_and_of_a_load_is_tried_on_one_rank_and_on_all():
-    every = list(cells())
-    assert {name for name in SAMPLE if name not in {cell.name for cell in every}} == set()
-    assert len({cell.name for cell in every}) == len(every) >= 250
-    assert {cell.who for cell in every if cell.place == "data"} == {"one worker", "the coordinator", "all"}
+    every = list(cases())
+    assert set(SAMPLE) - set(map(str, every)) == set()
+    assert len(set(map(str, every))) == len(every) >= 250
+    assert {case.who for case in every if case.place == "data"} == {"one worker", "the coordinator", "all"}
     errors = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
-    assert {cell.number for cell in every if cell.number} == errors
+    assert {case.number for case in every if case.number} == errors
 
 
 @pytest.fixture
@@ -283,7 +280,8 @@ HANGS = """
 import sys, threading
 import torch
 from ckpt_core import CheckpointManager
-from ckpt_core.testing import Fault, SystemCalls
+from ckpt_core.testing import Fault
+from tests.support.system_calls import SystemCalls
 
 hang = Fault(method="write", key="*.distcp", before=lambda _: threading.Event().wait())
 SystemCalls(sys.argv[1], [hang]).__enter__()

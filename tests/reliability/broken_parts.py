@@ -1,16 +1,16 @@
-"""Parts of the crash command that find something, or fall over."""
+"""Parts of the command that find something, or fall over."""
 
 from __future__ import annotations
 
-from benchmarks.crashing.outcome import Outcome
+from tests.reliability.outcome import Outcome
 
 
-def run(*, seed, folder, count):
+def run(choice, folder):
     assert folder.is_dir()
-    for number in range(count):
-        lost = seed == 2 and number == 0
+    for number in range(choice.count):
+        lost = choice.seed == 2 and number == 0
         yield Outcome(
             sweep="a sweep", point=str(number), kills=1, acknowledged=2, resumed=1 if lost else 2, problem=""
         )
-    if seed == 3:
+    if choice.seed == 3:
         raise ZeroDivisionError("the emulator is gone")

@@ -1,9 +1,9 @@
 """Kills and faults everywhere, and what a fresh process then finds.
 
 Whatever is done to a job, a checkpoint that was acknowledged must be found, whole, with the right values, and
-the next job must go on. Run as `python -m benchmarks.crash --json out.json`: all of it takes long;
-`--only local,power` does a part, `--count 50` a sample of each part. The exit code is 1 if any promise was
-broken.
+the next job must go on. Run as `python -m tests.reliability --json out.json`: all of it takes long;
+`--only local,power` does a part, `--count 50` a sample of each part, `--case NAME` the cases whose names
+begin so. The exit code is 1 if any promise was broken.
 """
 
 from __future__ import annotations
@@ -18,29 +18,34 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 
-from benchmarks.crashing import forks
-from benchmarks.crashing.outcome import Outcome, problems, table
 from benchmarks.machine import in_words, machine_facts
+from tests.reliability import forks
+from tests.reliability.outcome import Choice, Outcome, problems, table
 
 PARTS: Final = {
-    "local": "benchmarks.crashing.local",
-    "first": "benchmarks.crashing.beginnings",
-    "power": "benchmarks.crashing.power",
-    "ambush": "benchmarks.crashing.ambush",
-    "s3": "benchmarks.crashing.objects",
-    "faults": "benchmarks.crashing.faults",
-    "ranks": "benchmarks.crashing.ranks",
-    "training": "benchmarks.crashing.training",
-    "preemption": "benchmarks.crashing.preemption",
-    "neighbours": "benchmarks.crashing.neighbours",
+    "local": "tests.reliability.disk.kills",
+    "first": "tests.reliability.disk.first_save",
+    "power": "tests.reliability.disk.power",
+    "ambush": "tests.reliability.disk.ambush",
+    "s3": "tests.reliability.objects.kills",
+    "faults": "tests.reliability.ranks.storage_faults",
+    "ranks": "tests.reliability.ranks.rank_failures",
+    "training": "tests.reliability.training.campaigns",
+    "preemption": "tests.reliability.preemption.experiment",
+    "referee": "tests.reliability.referee.hearing",
+    "neighbours": "tests.reliability.neighbours",
+    "damage": "tests.reliability.damage",
+    "fuzz": "tests.reliability.fuzz",
 }
-"""Name on the command line -> module whose `run` yields outcomes."""
+"""Name on the command line -> module whose `run` yields outcomes; see `outcome.Run`."""
+
+_SHARED: Final = ("ckpt_core.manager", "torch._dynamo")
+"""What nearly every part would import by itself; the first optimizer of a process imports the latter."""
 
 _PROGRESS_SECONDS: Final = 10.0
 _SHOWN: Final = 20
@@ -77,16 +82,17 @@ class Part:
     def __str__(self) -> str:
         kills = sum(outcome.kills for outcome in self.outcomes)
         broken = len(problems(self.outcomes))
-        done = f"{len(self.outcomes)} points, {kills} kills, {broken} problems"
+        points = sum(outcome.times for outcome in self.outcomes)
+        done = f"{points} points, {kills} kills, {broken} problems"
         return f"{self.name}: {done}, {self.seconds:.0f} s"
 
 
-def perform(part: Part, folder: Path, *, seed: int, count: int | None) -> None:
+def perform(part: Part, folder: Path, choice: Choice) -> None:
     """Run a part in a process of its own, which is free to fork, and say now and then how far it is."""
 
     def act(tell: forks.Tell) -> None:
         run = importlib.import_module(PARTS[part.name]).run
-        for outcome in run(seed=seed, folder=folder, count=count):
+        for outcome in run(choice, folder):
             tell(asdict(outcome))
 
     began = last = time.monotonic()
@@ -132,12 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What the victims and their heirs log is what they are meant to: it is the outcome that counts.
     logging.disable()
     torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(prefix="crash-", dir=chosen.root))
+    forks.adopt(_SHARED)
+    choice = Choice(seed=chosen.seed, count=chosen.count, named=tuple(chosen.case))
+    folder = Path(tempfile.mkdtemp(prefix="reliability-", dir=chosen.root))
     try:
         facts = machine_facts(folder, torch.device("cpu"))
         parts = [Part(name=name) for name in chosen.only]
         for part in parts:
-            perform(part, folder / part.name, seed=chosen.seed, count=chosen.count)
+            perform(part, folder / part.name, choice)
     except KeyboardInterrupt:
         print("interrupted: what was found until now", file=sys.stderr)
     finally:
@@ -150,22 +158,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(broken)
 
 
-def _there() -> list[str]:
-    return [name for name in PARTS if find_spec(PARTS[name]) is not None]
-
-
 def _names(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := [name for name in names if name not in _there()]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(_there())}")
+    if unknown := [name for name in names if name not in PARTS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(PARTS)}")
     return names
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.crash", description=__doc__)
-    parser.add_argument("--only", type=_names, default=_there(), help=f"of {','.join(_there())}")
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability", description=__doc__)
+    parser.add_argument("--only", type=_names, default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, help="points of each sweep (default: all)")
+    parser.add_argument("--case", action="append", default=[], help="only cases whose names begin like this")
     parser.add_argument("--root", type=Path, help="directory on the disk to try (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="write every outcome there")
     return parser
@@ -177,12 +182,9 @@ def _everything(parts: Sequence[Part], chosen: argparse.Namespace, facts: dict[s
         "machine": facts,
         "seed": chosen.seed,
         "count": chosen.count,
+        "cases": chosen.case,
         "parts": [{"name": p.name, "seconds": round(p.seconds, 1), "failure": p.failure} for p in parts],
         "table": table(outcomes),
         "problems": problems(outcomes),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

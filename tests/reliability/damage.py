@@ -1,20 +1,13 @@
 """How much damage is found: every kind of it, at random places of every file, and what a load makes of it.
 
 A load must either refuse the checkpoint, with everything live as it was, or bring exactly what was saved.
-Anything else is counted as wrong. Run as `python -m benchmarks.damage --trials 10000 --json out.json`.
+Anything else is a problem: the table says how often which damage was found, or was harmless.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import shutil
-import sys
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -22,10 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt_core import CheckpointError, CheckpointManager, Counters, TrainState
+from tests.reliability.outcome import Choice, Outcome
 
+TRIALS: Final = 10_000
 STEP: Final = 1
 OURS: Final = f"step-{STEP:09d}"
 STOCK: Final = "stock"
+FOUND: Final = "found"
+HARMLESS: Final = "harmless"
 _HOLE_BYTES: Final = 65536
 
 Damage = Callable[[bytearray, random.Random], bytearray]
@@ -111,18 +108,6 @@ class Subject:
         )
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """One damage and what became of it: `found`, `harmless`, `wrong`, or `crash` with another error."""
-
-    directory: str
-    file: str
-    damage: str
-    outcome: str
-    detail: str = ""
-
-
 def prepare(root: Path) -> tuple[bytes, bytes]:
     """Save one checkpoint of ours and one of stock DCP; what loads of them bring, bit for bit."""
     subject = Subject(1)
@@ -145,7 +130,7 @@ def _load(root: Path, directory: str, subject: Subject) -> None:
 
 @final
 class Live:
-    """The state that is loaded into, from checkpoints in `root`; made anew when a load has changed it."""
+    """The state that is loaded into, from checkpoints in `root`; a fresh one after a load that changed it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -157,7 +142,7 @@ class Live:
         self.subject = Subject(2)
 
 
-def attempt(live: Live, directory: str, expected: bytes, chance: random.Random) -> Trial:
+def attempt(live: Live, directory: str, expected: bytes, chance: random.Random) -> Outcome:
     """Damage one file, load, and put the file back."""
     root = live.root
     path = chance.choice(sorted(each for each in (root / directory).iterdir() if each.is_file()))
@@ -165,70 +150,29 @@ def attempt(live: Live, directory: str, expected: bytes, chance: random.Random) 
     before = path.read_bytes()
     after = bytes(DAMAGES[name](bytearray(before), chance))
     path.write_bytes(after)
-    outcome, detail = "harmless", ""
+    became, problem = HARMLESS, ""
     try:
         _load(root, directory, live.subject)
         if live.subject.values() != expected:
-            outcome = "wrong"
+            problem = "wrong values were loaded"
         live.renew()
     except CheckpointError as error:
-        outcome = "found"
+        became = FOUND
         if live.subject.values() != live.untouched:
-            outcome, detail = "wrong", f"touched: {error}"
+            problem = f"refused, but the live state was touched: {error}"
             live.renew()
-    except Exception as error:  # noqa: BLE001 - that is what is being counted
-        outcome, detail = "crash", f"{type(error).__name__}: {error}"
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
     finally:
         path.write_bytes(before)
-    return Trial(directory=directory, file=path.name, damage=name, outcome=outcome, detail=detail)
+    return Outcome(sweep=f"damage, {directory}, {name}: {became}", point=path.name, problem=problem)
 
 
-def run(trials: int, seed: int, root: Path) -> list[Trial]:
-    """Damage both checkpoints in turns."""
-    chance = random.Random(seed)
-    ours, stock = prepare(root)
-    live = Live(root)
-    return [
-        attempt(live, directory, expected, chance)
-        for _ in range(-(-trials // 2))
-        for directory, expected in ((OURS, ours), (STOCK, stock))
-    ][:trials]
-
-
-def table(trials: Sequence[Trial]) -> str:
-    """Outcomes by directory, file and damage."""
-    counts = Counter((each.directory, each.file, each.damage, each.outcome) for each in trials)
-    rows = sorted({key[:3] for key in counts})
-    lines = [f"{'':44}{'found':>8}{'harmless':>10}{'wrong':>8}{'crash':>8}"]
-    for row in rows:
-        found = [counts[(*row, outcome)] for outcome in ("found", "harmless", "wrong", "crash")]
-        lines.append(f"{' '.join(row):44}{found[0]:8}{found[1]:10}{found[2]:8}{found[3]:8}")
-    total = Counter(each.outcome for each in trials)
-    lines.append(f"{len(trials)} trials: {dict(total)}")
-    return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; 1 if a wrong value was loaded or a load ended otherwise than it should."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.damage", description=__doc__)
-    parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write every trial there")
-    chosen = parser.parse_args(arguments)
-    root = Path(tempfile.mkdtemp(prefix="damage-"))
-    try:
-        trials = run(chosen.trials, chosen.seed, root)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    print(table(trials))
-    bad = [each for each in trials if each.outcome in {"wrong", "crash"}]
-    for each in bad[:20]:
-        print(each)
-    if chosen.json is not None:
-        rows = [[t.directory, t.file, t.damage, t.outcome, t.detail] for t in trials]
-        chosen.json.write_text(json.dumps({"trials": len(trials), "seed": chosen.seed, "rows": rows}))
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
+    """Damage both checkpoints in turns, ten thousand times or as often as is chosen."""
+    chance = random.Random(choice.seed)
+    expected = dict(zip((OURS, STOCK), prepare(folder), strict=True))
+    live = Live(folder)
+    for number in range(choice.least(TRIALS)):
+        directory = (OURS, STOCK)[number % 2]
+        yield attempt(live, directory, expected[directory], chance)

@@ -1,39 +1,46 @@
-"""Fresh processes in milliseconds: forks of one that has imported everything and started nothing.
+"""Start processes in milliseconds: forks of one that has imported everything and started nothing.
 
-Whoever uses this has no threads and no process group when it forks; what an experiment needs of either is
-made in the child.
+Who uses this has no threads and no process group when it forks; what an experiment needs of either is made in
+the child. All experiments start their processes here: alone (`fork`, `answer`, `spread`), or as the ranks of
+a job (`ranks`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
+
+from ckpt_core.testing._ranks import rank_environment
 
 Tell = Callable[[Any], None]
-"""Says something, anything that JSON can hold, to the process that forked this one."""
+"""Say something, anything that JSON can hold, to the process that forked this one."""
 
 Act = Callable[[Tell], None]
 
-_LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 120.0
 _PATIENCE_SECONDS = 300.0
+_LIFE_SECONDS = 280.0
+"""After which a forked rank ends itself, with its stacks, if nobody else did."""
 
 
 @final
 @dataclass(kw_only=True, slots=True)
 class Child:
-    """A forked process.
+    """A process that was started here.
 
     Attributes:
         pid: of the process; its own group's, too, if it leads one.
@@ -51,10 +58,17 @@ class Child:
     @property
     def killed(self) -> bool:
         """Whether SIGKILL ended it."""
-        return self.status is not None and os.waitstatus_to_exitcode(self.status) == -signal.SIGKILL
+        return self.exit_code == -signal.SIGKILL
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, or the signal that ended it as a negative number; None while it lives."""
+        return None if self.status is None else os.waitstatus_to_exitcode(self.status)
 
     def listen(self) -> bool:
         """Take in what has been told since; whether there may be more. Blocks until there is something."""
+        if self.status is not None:
+            return False
         chunk = os.read(self.stream, 1 << 16)
         *lines, self.rest = (self.rest + chunk).split(b"\n")
         self.told += [json.loads(line) for line in lines]
@@ -63,6 +77,12 @@ class Child:
             _, self.status = os.waitpid(self.pid, 0)
         return bool(chunk)
 
+    def hear(self, number: int) -> Any:
+        """Wait for the message of that number; what it was."""
+        while len(self.told) <= number and self.listen():
+            pass
+        return self.told[number] if len(self.told) > number else {"error": "it ended without a word"}
+
     def kill(self) -> None:
         """End it, if it is still there."""
         if self.status is None:
@@ -70,7 +90,7 @@ class Child:
 
 
 def fork(act: Act, *, group: int | None = None) -> Child:
-    """Run `act` in a child; a failure is told as `{"error": traceback}`.
+    """Run `act` in a child; a failure arrives as `{"error": traceback}`.
 
     Args:
         act: what it does; it ends when this returns.
@@ -83,10 +103,19 @@ def fork(act: Act, *, group: int | None = None) -> Child:
         _perform(act, writer, group)
     os.close(writer)
     if group is not None:
-        # On both sides: whoever is first. The child may have ended by now.
+        # On both sides: one of them is first. The child may have ended by now.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(child, group)
     return Child(pid=child, stream=reader)
+
+
+def spawn(command: Sequence[str]) -> Child:
+    """Run a command, whose output goes to the standard error; its end is all that it tells."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen(command, stdout=sys.stderr, pass_fds=[writer])
+    os.close(writer)
+    process.returncode = 0  # it is waited for here
+    return Child(pid=process.pid, stream=reader)
 
 
 def _perform(act: Act, writer: int, group: int | None) -> None:
@@ -99,15 +128,25 @@ def _perform(act: Act, writer: int, group: int | None) -> None:
             os.setpgid(0, group)
         act(tell)
         status = 0
-    except BaseException:  # noqa: BLE001 - told to the parent, whatever it is
+    except BaseException:
         tell({"error": traceback.format_exc()})
     finally:
         # Threads and destructors that came with the fork are not ours to end.
         os._exit(status)
 
 
-def gather(children: Sequence[Child], limit_seconds: float = _LIMIT_SECONDS) -> list[int]:
+def gather(children: Sequence[Child], limit_seconds: float = LIMIT_SECONDS) -> list[int]:
     """Wait until all have ended; the indices of those that had not within the limit, and were killed."""
+    late = wait(children, limit_seconds)
+    for index in late:
+        children[index].kill()
+        while children[index].listen():
+            pass
+    return late
+
+
+def wait(children: Sequence[Child], limit_seconds: float) -> list[int]:
+    """Wait until all have ended; the indices of those that had not within the limit."""
     deadline = time.monotonic() + limit_seconds
     while living := [child for child in children if child.status is None]:
         ready = _ready(living, deadline)
@@ -115,12 +154,22 @@ def gather(children: Sequence[Child], limit_seconds: float = _LIMIT_SECONDS) -> 
             break
         for child in ready:
             child.listen()
-    late = [index for index, child in enumerate(children) if child.status is None]
-    for index in late:
-        children[index].kill()
-        while children[index].listen():
-            pass
-    return late
+    return [index for index, child in enumerate(children) if child.status is None]
+
+
+def wait_for_word(children: Sequence[Child], words: Sequence[str], limit_seconds: float) -> None:
+    """Wait until every child has told a message with one of these keys, or has ended."""
+    deadline = time.monotonic() + limit_seconds
+    while silent := [child for child in children if child.status is None and not _has_said(child, words)]:
+        ready = _ready(silent, deadline)
+        if not ready:
+            return
+        for child in ready:
+            child.listen()
+
+
+def _has_said(child: Child, words: Sequence[str]) -> bool:
+    return any(word in message for message in child.told for word in words)
 
 
 def forked(act: Act) -> Child:
@@ -136,11 +185,7 @@ def answer(act: Callable[[], Any]) -> Any:
     Raises:
         RuntimeError: it failed; the message is its traceback.
     """
-    child = forked(lambda tell: tell(act()))
-    told = child.told[-1] if child.told else {"error": f"it ended with status {child.status}"}
-    if isinstance(told, dict) and "error" in told:
-        raise RuntimeError(told["error"])
-    return told
+    return _answered(forked(lambda tell: tell(act())))
 
 
 def spread(tasks: Iterable[Callable[[], Any]], jobs: int) -> Iterator[Any]:
@@ -169,7 +214,7 @@ def spread(tasks: Iterable[Callable[[], Any]], jobs: int) -> Iterator[Any]:
 
 
 def _answered(child: Child) -> Any:
-    told = child.told[-1] if child.told else {"error": f"a case ended with status {child.status}"}
+    told = child.told[-1] if child.told else {"error": f"it ended with status {child.status}"}
     if isinstance(told, dict) and "error" in told:
         raise RuntimeError(told["error"])
     return told
@@ -196,8 +241,33 @@ def adopt(modules: Iterable[str]) -> None:
 
 
 @final
+class Gate:
+    """Opened once, for all processes that were forked since it was made."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+
+    def open(self) -> None:
+        """Open it; nobody takes the byte out, so that it stays open."""
+        os.write(self._writer, b"!")
+
+    def is_open(self) -> bool:
+        """Whether it was opened."""
+        return bool(select.select([self._reader], [], [], 0)[0])
+
+    def wait(self) -> None:
+        """Return when it is opened."""
+        select.select([self._reader], [], [])
+
+    def discard(self) -> None:
+        """Give the descriptors back."""
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+@final
 class StoreServer:
-    """A torch Store in a process of its own, for the ranks of all experiments: none of them hosts it."""
+    """A torch Store in a process of its own, so that any rank may die without it."""
 
     def __init__(self) -> None:
         # When the parent is gone, however it went, the pipe is closed, and the server ends.
@@ -213,33 +283,63 @@ class StoreServer:
 
         self._process = fork(serve)
         os.close(alive)
-        self._process.listen()
-        self.port: int = self._process.told[0]
+        self.port: int = self._process.hear(0)
 
-    @property
-    def pid(self) -> int:
-        """Of the server's process, for those who try what becomes of its clients."""
-        return self._process.pid
+    def signal(self, number: int) -> None:
+        """Send a signal to the server, to see what becomes of its clients."""
+        os.kill(self._process.pid, number)
 
-    def close(self) -> None:
-        """End the server."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self._process.kill()
         gather([self._process])
         os.close(self._lifeline)
 
-    def join(self, name: str, rank: int, world_size: int) -> None:
-        """Make this process a rank of the job `name`, with a gloo group."""
-        import torch.distributed as dist
 
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        limit = timedelta(seconds=_LIMIT_SECONDS)
-        client = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=limit)
-        store = dist.PrefixStore(name, client)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+@contextlib.contextmanager
+def ranks(
+    world_size: int, act: Callable[[int, Tell], None], *, server: StoreServer | None = None, join: bool = True
+) -> Generator[list[Child]]:
+    """Fork the ranks of a job, in one kernel process group led by rank 0; killed at the end of the context.
+
+    Args:
+        world_size: how many; one rank alone gets no process group of torch.
+        act: what each does, with its rank.
+        server: where they meet; None for a Store of their own.
+        join: whether to initialise `torch.distributed`; else `act` may do so (`env://`).
+    """
+    children: list[Child] = []
+    own = StoreServer() if server is None and world_size > 1 else None
+    meeting = server or own
+
+    def be(rank: int, tell: Tell) -> None:
+        import torch
+
+        faulthandler.dump_traceback_later(_LIFE_SECONDS, exit=True)
+        torch.set_num_threads(1)
+        if meeting is not None:
+            os.environ.update(rank_environment(rank, world_size, meeting.port))
+            if join:
+                join_ranks()
+        act(rank, tell)
+
+    try:
+        for rank in range(world_size):
+            group = children[0].pid if children else 0
+            children.append(fork(lambda tell, rank=rank: be(rank, tell), group=group))
+        yield children
+    finally:
+        for child in children:
+            child.kill()
+        gather(children)
+        if own is not None:
+            own.__exit__()
 
 
-def stacks_to(path: Path, seconds: float) -> None:
-    """Write the stacks of all threads of this process to a file if it still lives then."""
-    import faulthandler
+def join_ranks() -> None:
+    """Make this process, which has the environment of a rank, a member of the gloo group."""
+    import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(seconds, file=path.open("w"))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_SECONDS))

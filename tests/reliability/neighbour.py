@@ -1,6 +1,6 @@
 """A neighbour: a process that exchanges directories and files of a root for links, as fast as it can.
 
-Run as `python -m benchmarks.crashing.neighbour ROOT UID`, with the user id that it takes when it is ready, or
+Run as `python -m tests.reliability.neighbour ROOT UID`, with the user id that it takes when it is ready, or
 that it has. It reads a bait, a line of JSON, from stdin; answers when the bait is there; exchanges until the
 next line comes; and answers how often. An empty line, or the end of stdin, ends it.
 """

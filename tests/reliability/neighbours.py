@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, Self, cast, final
 
-from benchmarks.crashing.outcome import Outcome
 from ckpt_core.checksums import checksum
 from ckpt_core.commit import Manifest, begin, collect_orphans, commit, quarantine, remove
 from ckpt_core.commit._quarantine import set_aside
@@ -27,6 +26,7 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.names import MANIFEST
 from ckpt_core.storage import LocalStorage
 from ckpt_core.types import CheckpointInfo, FileEntry
+from tests.reliability.outcome import Choice, Outcome
 
 ROUNDS: Final = 10_000
 NOBODY: Final = 65534
@@ -153,7 +153,7 @@ def _checkpoint(scene: Scene, number: int) -> Bait:
     save(scene)
     _open_to_all(scene, _NAME, f"{_NAME}/part")
     if number % 2:
-        (scene.root / _NAME / MANIFEST).unlink()  # what is ours is told by names, and deleted in place
+        (scene.root / _NAME / MANIFEST).unlink()  # names tell what is ours, which is deleted in place
     return _bait_in(scene, _NAME)
 
 
@@ -296,10 +296,10 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
 
 @final
 class Neighbour:
-    """The other process; see `benchmarks.crashing.neighbour`."""
+    """The other process; see `tests.reliability.neighbour`."""
 
     def __init__(self, scene: Scene, uid: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.crashing.neighbour", str(scene.root), str(uid)]
+        command = [sys.executable, "-m", "tests.reliability.neighbour", str(scene.root), str(uid)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def begin(self, bait: Bait) -> None:
@@ -336,7 +336,7 @@ def race(scene: Scene, neighbour: Neighbour, operation: Operation, number: int) 
         problem = operation.act(scene, number)
     except (OSError, CheckpointError) as error:
         came = type(error).__name__
-    except Exception:  # noqa: BLE001 - whatever it is, it is what the rounds look for
+    except Exception:
         problem = traceback.format_exc()
     swaps = neighbour.end()
     if damage := scene.damage():
@@ -345,23 +345,17 @@ def race(scene: Scene, neighbour: Neighbour, operation: Operation, number: int) 
     return f"{swaps} exchanges, {came}", problem
 
 
-def run(
-    *, seed: int, folder: Path, count: int | None, operations: Sequence[str] = tuple(OPERATIONS)
-) -> Iterator[Outcome]:
-    """Race `count` rounds of every operation (10,000 if None); nothing is drawn by the seed."""
-    del seed
+def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
+    """Race 10,000 rounds of every operation, or the chosen number; nothing is drawn by the seed."""
     uid = os.geteuid() or NOBODY
     who = "another user" if uid != os.geteuid() else "the same user"
-    for name in operations:
+    for name in [each for each in OPERATIONS if not choice.named or each in choice.named]:
         scene = Scene(folder / name.replace(" ", "-"))
         with Neighbour(scene, uid) as neighbour:
-            for number in range(ROUNDS if count is None else count):
+            for number in range(choice.least(ROUNDS)):
                 came, problem = race(scene, neighbour, OPERATIONS[name], number)
                 yield Outcome(
                     sweep=f"racing neighbour, {who}: {name}",
                     point=f"round {number}, {came}",
-                    kills=0,
-                    acknowledged=0,
-                    resumed=0,
                     problem=problem,
                 )

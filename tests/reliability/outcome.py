@@ -1,10 +1,54 @@
-"""What one kill or one fault did, as every experiment reports it."""
+"""What every experiment takes and gives: which cases are chosen, and what became of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, final
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, final
+
+from tests.reliability import forks
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Which of all cases are tried.
+
+    Attributes:
+        seed: of everything that is drawn by chance.
+        count: how many of each sweep; None for all.
+        named: beginnings of the names of cases; () for all.
+    """
+
+    seed: int = 1
+    count: int | None = None
+    named: Sequence[str] = ()
+
+    def of(self, cases: Iterable[T]) -> list[T]:
+        """Those that are named, or a sample, in an order drawn by the seed."""
+        found = [case for case in cases if not self.named or str(case).startswith(tuple(self.named))]
+        return random.Random(self.seed).sample(found, self.least(len(found)))
+
+    def may_name(self, beginning: str) -> bool:
+        """Whether cases are chosen whose names begin so."""
+        named = self.named or [beginning]
+        return any(name.startswith(beginning) or beginning.startswith(name) for name in named)
+
+    def least(self, total: int) -> int:
+        """How many that is of so many."""
+        return total if self.count is None else min(self.count, total)
+
+
+class Run(Protocol):
+    """A part of the rig: a module that has this function."""
+
+    def __call__(self, choice: Choice, folder: Path) -> Iterator[Outcome]:
+        """Try the chosen cases in an empty folder."""
+        ...
 
 
 @final
@@ -19,19 +63,36 @@ class Outcome:
         acknowledged: the newest step that the broken run had been told was committed.
         resumed: the step from which the fresh process resumed, None if it found nothing.
         problem: which promise was broken and how, "" if none was.
+        times: how many experiments ended like this, where each is not worth a line.
     """
 
     sweep: str
     point: str
-    kills: int
-    acknowledged: int
-    resumed: int | None
+    kills: int = 0
+    acknowledged: int = 0
+    resumed: int | None = 0
     problem: str = ""
+    times: int = 1
 
     @property
     def lost(self) -> bool:
         """Whether nothing as new as what was acknowledged could be resumed from."""
         return self.resumed is None or self.resumed < self.acknowledged
+
+
+def tried(tasks: Iterable[Callable[[], Sequence[Outcome]]], jobs: int) -> Iterator[Outcome]:
+    """What the tasks come to, each in a process of its own, up to `jobs` at once."""
+    acts = (lambda task=task: [asdict(each) for each in task()] for task in tasks)
+    for found in forks.spread(acts, jobs):
+        yield from (Outcome(**fields) for fields in found)
+
+
+def seen(look: Callable[[], int]) -> tuple[int | None, str]:
+    """The step that `look` finds in a fresh process, and which promise was broken, "" if none."""
+    try:
+        return forks.answer(look), ""
+    except RuntimeError as error:
+        return None, str(error).strip()
 
 
 def problems(outcomes: Iterable[Outcome]) -> list[str]:
@@ -50,7 +111,7 @@ def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
         row = rows.setdefault(
             outcome.sweep, {"sweep": outcome.sweep, "points": 0, "kills": 0, "lost": 0, "problems": 0}
         )
-        row["points"] += 1
+        row["points"] += outcome.times
         row["kills"] += outcome.kills
         row["lost"] += outcome.lost
         row["problems"] += bool(outcome.problem)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.crash` says what was broken, and that something was by its exit code."""
+"""`python -m tests.reliability` says what was broken, and that something was by its exit code."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import logging
 
 import pytest
 
-from benchmarks import crash
+from tests.reliability import command as rig
 
 pytestmark = pytest.mark.reliability
 
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    monkeypatch.setitem(crash.PARTS, "fake", "tests.crash.broken_parts")
+    monkeypatch.setitem(rig.PARTS, "fake", "tests.reliability.broken_parts")
 
     def run(seed):
         out = tmp_path / "out.json"
-        code = crash.main(
+        code = rig.main(
             [
                 "--only",
                 "fake",
@@ -63,5 +63,5 @@ def test_a_part_that_falls_over_is_told_and_the_exit_code_is_1(command, capsys):
 
 def test_unknown_parts_are_refused(capsys):
     with pytest.raises(SystemExit):
-        crash.main(["--only", "nothing"])
+        rig.main(["--only", "nothing"])
     assert "not one of local" in capsys.readouterr().err

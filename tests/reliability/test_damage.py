@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
 
-from benchmarks import damage
+from tests.reliability import damage
+from tests.reliability.outcome import Choice, problems
 
-
-def campaign(tmp_path, trials, seed):
-    return damage.run(trials, seed, tmp_path)
+pytestmark = pytest.mark.reliability
 
 
 def test_no_damage_loads_wrong_values(tmp_path):
-    trials = campaign(tmp_path, 60, 5)
-    assert [each for each in trials if each.outcome not in {"found", "harmless"}] == []
-    assert {each.directory for each in trials} == {damage.OURS, damage.STOCK}
+    outcomes = list(damage.run(Choice(seed=5, count=60), tmp_path))
+    assert problems(outcomes) == []
+    assert {directory for directory in (damage.OURS, damage.STOCK) if spoilt(outcomes, directory)} == {
+        damage.OURS,
+        damage.STOCK,
+    }
 
 
 @pytest.mark.slow
-def test_no_damage_of_a_thousand_loads_wrong_values(tmp_path):
-    trials = campaign(tmp_path, 1000, 6)
-    assert [each for each in trials if each.outcome not in {"found", "harmless"}] == []
-    assert {each.damage for each in trials} == set(damage.DAMAGES)
+def test_no_damage_of_any_kind_loads_wrong_values(tmp_path):
+    outcomes = list(damage.run(Choice(seed=6, count=240), tmp_path))
+    assert problems(outcomes) == []
+    assert {kind for kind in damage.DAMAGES if spoilt(outcomes, kind)} == set(damage.DAMAGES)
     # Of what is ours, only a change that changed nothing can be harmless.
-    harmless = {
-        each.damage for each in trials if each.outcome == "harmless" and each.directory == damage.OURS
-    }
-    assert harmless <= {"hole", "swap"}
+    ours = {each.sweep for each in spoilt(outcomes, damage.OURS) if each.sweep.endswith(damage.HARMLESS)}
+    assert ours <= {f"damage, {damage.OURS}, {kind}: {damage.HARMLESS}" for kind in ("hole", "swap")}
+
+
+def spoilt(outcomes, what):
+    return [each for each in outcomes if what in each.sweep]
 
 
 @pytest.mark.parametrize("kind", damage.DAMAGES)
@@ -37,9 +40,3 @@ def test_every_damage_is_one(kind):
     chance = random.Random(1)
     before = chance.randbytes(100_000)
     assert bytes(damage.DAMAGES[kind](bytearray(before), chance)) != before
-
-
-def test_the_command_line_writes_every_trial(tmp_path, capsys):
-    assert damage.main(["--trials", "4", "--json", str(tmp_path / "out.json")]) == 0
-    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 4
-    assert "4 trials" in capsys.readouterr().out

@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.crashing import forks
-from benchmarks.crashing.findings import AHEAD, Expected, ids_of, inspect
-from benchmarks.crashing.outcome import Outcome
-from benchmarks.crashing.victims import ALONE, SOUND, SWEPT, loop, prepare
 from ckpt_core.names import step_name
+from tests.reliability import forks
+from tests.reliability.disk.findings import AHEAD, Expected, ids_of, inspect
+from tests.reliability.disk.victims import ALONE, SOUND, SWEPT, loop, prepare
+from tests.reliability.outcome import Choice, Outcome, seen, tried
 
 KILLS: Final = 1000
 _LANES: Final = 20
@@ -29,17 +29,16 @@ _FROM_THE_START: Final = 0.25
 _NEVER: Final = 1 << 30
 
 
-def run(*, seed: int, folder: Path, count: int | None) -> Iterator[Outcome]:
-    """Kill `count` times, on several roots, each of which goes through many kills."""
-    total = KILLS if count is None else count
+def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
+    """Kill a thousand times, or as often as is chosen, on several roots, each of which sees many kills."""
+    total = choice.least(KILLS)
     lanes = min(_LANES, total)
     _warm_up(folder)
     tasks = (
-        partial(_lane, folder / f"lane-{lane}", seed + lane, len(range(lane, total, lanes)))
+        partial(_lane, folder / f"lane-{lane}", choice.seed + lane, len(range(lane, total, lanes)))
         for lane in range(lanes)
     )
-    for found in forks.spread(tasks, _JOBS):
-        yield from (Outcome(**fields) for fields in found)
+    yield from tried(tasks, _JOBS)
 
 
 def _warm_up(folder: Path) -> None:
@@ -54,26 +53,26 @@ def _warm_up(folder: Path) -> None:
     forks.adopt(forks.answer(act))
 
 
-def _lane(root: Path, seed: int, count: int) -> list[dict[str, Any]]:
+def _lane(root: Path, seed: int, count: int) -> list[Outcome]:
     torch.set_num_threads(1)
     chance = random.Random(seed)
     forks.forked(lambda _tell: prepare(root, ALONE))
     damaged = forks.answer(lambda: ids_of(root))[step_name(SWEPT)]
-    last, found = SOUND, list[dict[str, Any]]()
+    last, found = SOUND, list[Outcome]()
     for number in range(count):
         delay = chance.uniform(0.0, _LONGEST_SECONDS)
         child = _ambushed(root, last, delay, resumes_first=chance.random() > _FROM_THE_START)
         expected = _expected(child.told, last, damaged)
-        resumed, problem = _look(root, expected)
+        resumed, problem = seen(partial(inspect, root, expected))
         found.append(
-            {
-                "sweep": "local disk, 1 rank: random moments of a tight save loop",
-                "point": f"root {root.name}, kill {number}, after {delay * 1000:.1f} ms",
-                "kills": int(child.killed),
-                "acknowledged": expected.acknowledged,
-                "resumed": resumed,
-                "problem": problem,
-            }
+            Outcome(
+                sweep="local disk, 1 rank: random moments of a tight save loop",
+                point=f"root {root.name}, kill {number}, after {delay * 1000:.1f} ms",
+                kills=int(child.killed),
+                acknowledged=expected.acknowledged,
+                resumed=resumed,
+                problem=problem,
+            )
         )
         if resumed is None:
             break
@@ -97,10 +96,3 @@ def _expected(told: list[Any], last: int, damaged: str) -> Expected:
     committed = [message["committed"] for message in told if "committed" in message]
     # Retention goes by steps, so that `last.ckpt` may be gone between a save and its replacement.
     return Expected(acknowledged=max([last, *committed]), replaced=None, damaged=frozenset({damaged}))
-
-
-def _look(root: Path, expected: Expected) -> tuple[int | None, str]:
-    try:
-        return forks.answer(partial(inspect, root, expected)), ""
-    except RuntimeError as error:
-        return None, str(error)

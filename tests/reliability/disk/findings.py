@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.crashing.victims import (
+from ckpt_core.commit import Catalog, verify
+from ckpt_core.names import DAMAGED, PINS, WRITER
+from ckpt_core.storage import LocalStorage
+from tests.reliability.disk.victims import (
     ALONE,
     FOREIGN,
     KEPT,
@@ -17,9 +20,6 @@ from benchmarks.crashing.victims import (
     state_of,
     values,
 )
-from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import DAMAGED, PINS, WRITER
-from ckpt_core.storage import LocalStorage
 
 AHEAD: Final = 100
 """How many steps later the job after a crash saves again."""
@@ -132,6 +132,6 @@ def _require_replaced(steps: Mapping[str, int], expected: Expected) -> None:
     _require(expected.replaced is None or step >= expected.replaced, f"{LAST_NAME} is of step {step}")
 
 
-def _require(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - reads as an assertion
+def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise PromiseBrokenError(otherwise)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any, Final, final
 
 import torch
 
-from benchmarks.crashing import forks
-from benchmarks.crashing.findings import PromiseBrokenError
-from benchmarks.crashing.outcome import Outcome
-from benchmarks.crashing.traps import Call, Recorder, Trap, When
-from benchmarks.crashing.victims import manager, state_of, values
-from ckpt_core.testing import Fate, PowerLog, SystemCalls, power_cut
+from tests.reliability import forks
+from tests.reliability.disk.findings import PromiseBrokenError
+from tests.reliability.disk.power import FATES
+from tests.reliability.disk.traps import Call, Recorder, Trap, When
+from tests.reliability.disk.victims import manager, state_of, values
+from tests.reliability.outcome import Choice, Outcome, seen, tried
+from tests.support.power import PowerLog, power_cut
+from tests.support.system_calls import SystemCalls
 
 ROOT: Final = "runs/a"
 """Below a directory that is there: two directories have to be made."""
@@ -26,41 +28,33 @@ ROOT: Final = "runs/a"
 FIRST: Final = 1
 SECOND: Final = 2
 _JOBS: Final = 2
-_FATES: Final[Sequence[Fate]] = ("strict", "journal", "random", "random")
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Where the job ends: before or after its nth call. The seed is of what power cuts take."""
+    """Where the job ends: before or after its nth call."""
 
     call: Call
     number: int
     when: When
-    seed: int
 
     def __str__(self) -> str:
         return f"{self.when} {self.number}, {self.call.method} {self.call.key}"
 
 
-def run(*, seed: int, folder: Path, count: int | None) -> Iterator[Outcome]:
-    """Kill and cut at every point, or at `count` points, chosen by the seed."""
-    chance = random.Random(seed)
-    calls = _rehearse(folder)
-    points: list[tuple[int, When]] = [
-        (number, when) for number, call in enumerate(calls) for when in call.moments
+def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
+    """Kill and cut at every point, or at the chosen ones."""
+    points = [
+        Point(call=call, number=number, when=when)
+        for number, call in enumerate(_rehearse(folder))
+        for when in call.moments
     ]
-    points = chance.sample(points, len(points) if count is None else min(count, len(points)))
     tasks = (
-        partial(
-            _case,
-            folder / f"{when}-{number}",
-            Point(call=calls[number], number=number, when=when, seed=chance.randrange(1 << 30)),
-        )
-        for number, when in points
+        partial(_case, folder / f"{point.when}-{point.number}", point, choice.seed)
+        for point in choice.of(points)
     )
-    for found in forks.spread(tasks, _JOBS):
-        yield from (Outcome(**fields) for fields in found)
+    yield from tried(tasks, _JOBS)
 
 
 def begin(place: Path, tell: forks.Tell) -> None:
@@ -113,7 +107,7 @@ def _rehearse(folder: Path) -> list[Call]:
     return [Call(**call) for call in calls]
 
 
-def _case(place: Path, point: Point) -> list[dict[str, Any]]:
+def _case(place: Path, point: Point, seed: int) -> list[Outcome]:
     root, log = place / "disk", place / "log"
     root.mkdir(parents=True)
     PowerLog.begin(root, log)
@@ -125,27 +119,28 @@ def _case(place: Path, point: Point) -> list[dict[str, Any]]:
 
     child = forks.forked(act)
     acknowledged = FIRST if {"committed": FIRST} in child.told else 0
+    drawn = random.Random(f"{seed} {point}").randrange(1 << 30)
     found = []
     # The cuts first: what they are made of is the disk as the victim left it.
-    for index, fate in enumerate(_FATES):
+    for index, fate in enumerate(FATES):
         left = place / f"left-{index}"
-        power_cut(log, root, left, fate=fate, seed=point.seed + index)
-        found.append((f"power cut: {fate}", *_found(partial(inspect, left, acknowledged))))
-    found.append(("kill", *_found(partial(_heir, root, log, acknowledged))))
+        power_cut(log, root, left, fate=fate, seed=drawn + index)
+        found.append((f"power cut: {fate}", *seen(partial(inspect, left, acknowledged))))
+    found.append(("kill", *seen(partial(_heir, root, log, acknowledged))))
     left = place / "left"
     power_cut(log, root, left)
-    found.append(("kill, and a power cut after the next save", *_found(partial(inspect, left, SECOND))))
+    found.append(("kill, and a power cut after the next save", *seen(partial(inspect, left, SECOND))))
     shutil.rmtree(place)
     problem = "" if child.killed else f"it was not killed: {child.status}, {child.told}"
     return [
-        {
-            "sweep": f"the first save, 1 rank: {kind.partition(': ')[0]}",
-            "point": f"{point}; {kind}",
-            "kills": int(kind == "kill"),
-            "acknowledged": SECOND if "next" in kind else acknowledged,
-            "resumed": resumed,
-            "problem": problem or broken,
-        }
+        Outcome(
+            sweep=f"the first save, 1 rank: {kind.partition(': ')[0]}",
+            point=f"{point}; {kind}",
+            kills=int(kind == "kill"),
+            acknowledged=SECOND if "next" in kind else acknowledged,
+            resumed=resumed,
+            problem=problem or broken,
+        )
         for kind, resumed, broken in found
     ]
 
@@ -153,10 +148,3 @@ def _case(place: Path, point: Point) -> list[dict[str, Any]]:
 def _heir(root: Path, log: Path, acknowledged: int) -> int:
     with SystemCalls(root, [PowerLog(root, log).fault]):
         return inspect(root, acknowledged)
-
-
-def _found(look: Callable[[], int]) -> tuple[int | None, str]:
-    try:
-        return forks.answer(look), ""
-    except RuntimeError as error:
-        return None, str(error)

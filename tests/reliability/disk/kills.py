@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
-import torch
-
-from benchmarks.crashing import forks
-from benchmarks.crashing.findings import Expected, aftermath, go_on, ids_of, inspect, survey
-from benchmarks.crashing.outcome import Outcome
-from benchmarks.crashing.traps import NO_EXCHANGE, Call, Recorder, Trap, When
-from benchmarks.crashing.victims import (
+from ckpt_core.names import step_name
+from ckpt_core.testing import Fault
+from tests.reliability import forks
+from tests.reliability.disk.findings import Expected, aftermath, go_on, ids_of, inspect, survey
+from tests.reliability.disk.traps import NO_EXCHANGE, Call, Recorder, Trap, When
+from tests.reliability.disk.victims import (
     DEADLINE_SECONDS,
     LAST_NAME,
     SOUND,
@@ -29,16 +28,16 @@ from benchmarks.crashing.victims import (
     prepare,
     train,
 )
-from ckpt_core.names import step_name
-from ckpt_core.testing import Fault
+from tests.reliability.outcome import Choice, Outcome, tried
 
-WORLD_SIZES: Final = (1, 2, 4)
 _JOBS: Final = {1: 2, 2: 8, 4: 8}
-"""Cases at once: survivors mostly wait for a deadline."""
+"""World size -> cases at once: survivors mostly wait for a deadline."""
+
+_SMALL_SAMPLE: Final = 10
+"""Of fewer points none is on 4 ranks: they run the code of 2, and a rehearsal costs more than 10 kills."""
 
 _ATTEMPTS: Final = 3
 _PATIENCE_SECONDS: Final = 60.0
-
 _TOGETHER_EVERY: Final = 10
 _LIMIT_SECONDS: Final = 60.0
 
@@ -71,6 +70,9 @@ class Kill:
     together: bool = False
     exchanges: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.sweep}: {self.point}"
+
     @property
     def sweep(self) -> str:
         """The row of the table."""
@@ -95,17 +97,29 @@ class Kill:
 class Ground:
     """Prepared roots, one for each world size, and what a job does to a copy of each."""
 
-    def __init__(self, folder: Path, server: forks.StoreServer) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.server = server
-        self._names = iter(range(1 << 30))
         self._damaged: dict[int, list[str]] = {}
 
     def template(self, world_size: int) -> Path:
-        """A prepared root; made when first asked for."""
+        """A prepared root; made when first asked for.
+
+        A second one is used up by a job that does all that a case does: so every module is there before the
+        first fork of a case.
+        """
         root = self.folder / f"template-{world_size}"
         if not root.exists():
-            self.run(world_size, lambda place, _tell: prepare(root, place))
+
+            def act(place: Rank, tell: forks.Tell) -> None:
+                before = set(sys.modules)
+                prepare(root, place)
+                warm = self.folder / f"warm-{world_size}"
+                prepare(warm, place)
+                train(warm, place, lambda _said: None)
+                tell(sorted(set(sys.modules) - before))
+
+            for child in self.run(world_size, act):
+                forks.adopt(child.told[-1])
             self._damaged[world_size] = [forks.answer(lambda: ids_of(root))[step_name(SWEPT)]]
         return root
 
@@ -120,26 +134,15 @@ class Ground:
         Raises:
             RuntimeError: a rank failed.
         """
-        children = self.start(world_size, act)
-        forks.gather(children, _LIMIT_SECONDS)
+        with start(world_size, act) as children:
+            forks.gather(children, _LIMIT_SECONDS)
         for rank, child in enumerate(children):
             if child.status != 0:
                 raise RuntimeError(f"rank {rank} of {world_size} ended with {child.status}: {child.told}")
         return children
 
-    def start(self, world_size: int, act: Job) -> list[forks.Child]:
-        """Start a job: its ranks are one process group."""
-        # Unique among the forks of this process, too.
-        name = f"job-{os.getpid()}-{next(self._names)}"
-        children: list[forks.Child] = []
-        for rank in range(world_size):
-            group = children[0].pid if children else 0
-            place = Rank(number=rank, of=world_size)
-            children.append(forks.fork(partial(self._rank, name, place, act), group=group))
-        return children
-
     def rehearse(self, world_size: int, faults: Sequence[Fault] = ()) -> list[list[Call]]:
-        """Every call of every rank of a job that is let be."""
+        """Every call of every rank of a job that nobody kills."""
         root = copy_of(self.template(world_size), self.folder / f"rehearsal-{world_size}")
 
         def act(place: Rank, tell: forks.Tell) -> None:
@@ -150,73 +153,89 @@ class Ground:
         shutil.rmtree(root)
         return [[Call(**call) for call in child.told[-1]] for child in children]
 
-    def _rank(self, name: str, place: Rank, act: Job, tell: forks.Tell) -> None:
-        torch.set_num_threads(1)
-        if place.of > 1:
-            # Gloo and the store say a lot about peers that die; what Python says goes another way.
+    def kills(self, world_size: int) -> list[Kill]:
+        """Every point there is; with one rank also where names cannot be exchanged in one step."""
+        found = [
+            Kill(world_size=world_size, rank=rank, everyone=everyone, number=number, when=when, call=call)
+            for rank, calls in enumerate(self.rehearse(world_size))
+            for everyone in ((False, True) if world_size > 1 else (True,))
+            for number, call in enumerate(calls)
+            for when in call.moments
+        ]
+        return found + self._kills_without_exchange() if world_size == 1 else found
+
+    def _kills_without_exchange(self) -> list[Kill]:
+        (calls,) = self.rehearse(1, [NO_EXCHANGE])
+        return [
+            Kill(world_size=1, rank=0, everyone=True, number=number, when=when, call=call, exchanges=False)
+            for number, call in enumerate(calls)
+            for when in call.moments
+            if call.deed == "replace"
+        ]
+
+
+def start(world_size: int, act: Job) -> AbstractContextManager[list[forks.Child]]:
+    """Start the ranks of a job; they say nothing of peers that die."""
+
+    def be(rank: int, tell: forks.Tell) -> None:
+        if world_size > 1:
+            # Gloo and the store say a lot of them; what Python says goes another way.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            self.server.join(name, place.number, place.of)
-        act(place, tell)
+        act(Rank(number=rank, of=world_size), tell)
+
+    return forks.ranks(world_size, be)
 
 
-def kills(ground: Ground, world_size: int) -> list[Kill]:
-    """Every point there is."""
-    return [
-        Kill(world_size=world_size, rank=rank, everyone=everyone, number=number, when=when, call=call)
-        for rank, calls in enumerate(ground.rehearse(world_size))
-        for everyone in ((False, True) if world_size > 1 else (True,))
-        for number, call in enumerate(calls)
-        for when in call.moments
-    ]
+def sweep(
+    choice: Choice,
+    ground: Ground,
+    case: Callable[[Ground, Kill, int], list[Outcome]],
+    *,
+    sizes: Iterable[int],
+    jobs: Mapping[int, int],
+    wanted: Callable[[Kill], bool] = lambda _kill: True,
+) -> Iterator[Outcome]:
+    """Try the chosen points of each world size, in any order: survivors of some wait while others work."""
+    for world_size in sizes:
+        points = choice.of(filter(wanted, ground.kills(world_size)))
+        tasks = (partial(case, ground, kill, index) for index, kill in enumerate(points))
+        yield from tried(tasks, jobs[world_size])
 
 
-def kills_without_exchange(ground: Ground) -> list[Kill]:
-    """Every point of a replacement, where the filesystem leaves it to us to do it step by step."""
-    (calls,) = ground.rehearse(1, [NO_EXCHANGE])
-    return [
-        Kill(world_size=1, rank=0, everyone=True, number=number, when=when, call=call, exchanges=False)
-        for number, call in enumerate(calls)
-        for when in call.moments
-        if call.deed == "replace"
-    ]
+def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
+    """Kill at every point, or at the chosen points of each world size."""
+    small = choice.count is not None and choice.count < _SMALL_SAMPLE
+    yield from sweep(choice, Ground(folder), _case, sizes=(1, 2) if small else (1, 2, 4), jobs=_JOBS)
 
 
-def case(ground: Ground, kill: Kill, index: int) -> dict[str, Any]:
-    """Kill there, and look at what is left; the fields of an `Outcome`."""
+def _case(ground: Ground, kill: Kill, index: int) -> list[Outcome]:
+    """Kill there, and look at what is left."""
+    kill = replace(kill, together=kill.world_size > 1 and index % _TOGETHER_EVERY == 0)
     for attempt in range(_ATTEMPTS):
         root = copy_of(
             ground.template(kill.world_size), ground.folder / f"{kill.world_size}-{index}-{attempt}"
         )
-        children, late = _killed_apart(ground, kill, root)
+        children, late = _killed(kill, root)
         if children[kill.rank].killed:
             break
         # On a busy machine a rank may miss the short deadline before the victim comes to its end.
         shutil.rmtree(root)
     expected = expectation(kill, children, ground.damaged(kill.world_size))
-    resumed, broken = look(ground, kill.world_size if kill.together else 1, root, expected)
+    resumed, broken = _look(ground, kill, root, expected)
     shutil.rmtree(root, ignore_errors=True)
-    return {
-        "sweep": kill.sweep,
-        "point": kill.point,
-        "kills": sum(child.killed for child in children),
-        "acknowledged": expected.acknowledged,
-        "resumed": resumed,
-        "problem": _conduct(kill, children, late) or broken,
-    }
+    return [
+        Outcome(
+            sweep=kill.sweep,
+            point=kill.point,
+            kills=sum(child.killed for child in children),
+            acknowledged=expected.acknowledged,
+            resumed=resumed,
+            problem=conduct(kill, children, late) or broken,
+        )
+    ]
 
 
-def _killed_apart(ground: Ground, kill: Kill, root: Path) -> tuple[list[forks.Child], list[int]]:
-    """The same with a store of its own: one that has lost thousands of clients sometimes stands still."""
-    shared = ground.server
-    ground.server = forks.StoreServer()
-    try:
-        return _killed(ground, kill, root)
-    finally:
-        ground.server.close()
-        ground.server = shared
-
-
-def _killed(ground: Ground, kill: Kill, root: Path) -> tuple[list[forks.Child], list[int]]:
+def _killed(kill: Kill, root: Path) -> tuple[list[forks.Child], list[int]]:
     """The ranks of a job that has met its end, and which of them had to be stopped."""
     # Survivors of one rank must not wait long; if none survives, nobody need ever be late.
     deadline = _PATIENCE_SECONDS if kill.everyone else DEADLINE_SECONDS
@@ -229,8 +248,8 @@ def _killed(ground: Ground, kill: Kill, root: Path) -> tuple[list[forks.Child], 
         else:
             job()
 
-    children = ground.start(kill.world_size, act)
-    return children, forks.gather(children, _LIMIT_SECONDS)
+    with start(kill.world_size, act) as children:
+        return children, forks.gather(children, _LIMIT_SECONDS)
 
 
 def expectation(kill: Kill, children: Sequence[forks.Child], damaged: Sequence[str]) -> Expected:
@@ -246,24 +265,24 @@ def expectation(kill: Kill, children: Sequence[forks.Child], damaged: Sequence[s
     )
 
 
-def look(ground: Ground, world_size: int, root: Path, expected: Expected) -> tuple[int | None, str]:
+def _look(ground: Ground, kill: Kill, root: Path, expected: Expected) -> tuple[int | None, str]:
     """The step that a fresh job resumes, and which promise was broken, "" if none.
 
-    This process must be a fresh one: of one rank, it is the job.
+    This process is a fresh one: of one rank, it is the job.
     """
     try:
-        if world_size == 1:
+        if not kill.together:
             return inspect(root, expected), ""
         newest = survey(root, expected)
-        ranks = ground.run(world_size, lambda place, tell: tell(go_on(root, place, expected)))
+        ranks = ground.run(kill.world_size, lambda place, tell: tell(go_on(root, place, expected)))
         resumed = {rank.told[-1] for rank in ranks}
         aftermath(root, expected, newest=newest, resumed=min(resumed))
-    except Exception:  # noqa: BLE001 - whatever it is, it is what the sweep looks for
+    except Exception:
         return None, traceback.format_exc()
     return min(resumed), "" if len(resumed) == 1 else f"ranks resumed different steps: {resumed}"
 
 
-def _conduct(kill: Kill, children: Sequence[forks.Child], late: Sequence[int]) -> str:
+def conduct(kill: Kill, children: Sequence[forks.Child], late: Sequence[int]) -> str:
     """What the ranks did that they should not have done, "" if nothing."""
     if late:
         return f"ranks {list(late)} still ran after {_LIMIT_SECONDS:g} s: {[c.told for c in children]}"
@@ -285,47 +304,3 @@ def _ended_well(child: forks.Child) -> bool:
 
 def _last(child: forks.Child) -> dict[str, Any]:
     return child.told[-1] if child.told else {}
-
-
-def warm_up(ground: Ground, world_size: int) -> None:
-    """Do once all that a case does, so that every module is there before the first fork of a case."""
-
-    def act(place: Rank, tell: forks.Tell) -> None:
-        before = set(sys.modules)
-        root = ground.folder / f"warm-{world_size}"
-        prepare(root, place)
-        train(root, place, lambda _said: None)
-        tell(sorted(set(sys.modules) - before))
-
-    for child in ground.run(world_size, act):
-        forks.adopt(child.told[-1])
-    shutil.rmtree(ground.folder / f"warm-{world_size}")
-
-
-def _some_together(points: Sequence[Kill]) -> list[Kill]:
-    return [
-        replace(kill, together=kill.world_size > 1 and index % _TOGETHER_EVERY == 0)
-        for index, kill in enumerate(points)
-    ]
-
-
-def run(
-    *, seed: int, folder: Path, count: int | None, sizes: Sequence[int] = WORLD_SIZES
-) -> Iterator[Outcome]:
-    """Kill at every point, or at `count` points of each world size, chosen by the seed."""
-    chance = random.Random(seed)
-    server = forks.StoreServer()
-    try:
-        ground = Ground(folder, server)
-        for world_size in sizes:
-            warm_up(ground, world_size)
-            points = kills(ground, world_size)
-            if world_size == 1:
-                points += kills_without_exchange(ground)
-            # In any order, so that survivors of some wait while others work.
-            points = chance.sample(points, len(points) if count is None else min(count, len(points)))
-            tasks = (partial(case, ground, kill, index) for index, kill in enumerate(_some_together(points)))
-            for found in forks.spread(tasks, _JOBS[world_size]):
-                yield Outcome(**found)
-    finally:
-        server.close()

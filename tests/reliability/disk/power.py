@@ -5,45 +5,32 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final
 
-from benchmarks.crashing import forks
-from benchmarks.crashing.findings import Expected, inspect
-from benchmarks.crashing.local import Ground, Kill, expectation, kills, kills_without_exchange, warm_up
-from benchmarks.crashing.outcome import Outcome
-from benchmarks.crashing.traps import Trap
-from benchmarks.crashing.victims import Rank, copy_of, train
-from ckpt_core.testing import Fate, PowerLog, power_cut
+from tests.reliability import forks
+from tests.reliability.disk.findings import inspect
+from tests.reliability.disk.kills import Ground, Kill, expectation, start, sweep
+from tests.reliability.disk.traps import Trap
+from tests.reliability.disk.victims import Rank, copy_of, train
+from tests.reliability.outcome import Choice, Outcome, seen
+from tests.support.power import Fate, PowerLog, power_cut
 
-WORLD_SIZES: Final = (1, 2)
-_JOBS: Final = 2
+FATES: Final[Sequence[Fate]] = ("strict", "journal", "random", "random")
+_JOBS: Final = {1: 2, 2: 2}
 _LIMIT_SECONDS: Final = 60.0
-_FATES: Final[Sequence[Fate]] = ("strict", "journal", "random", "random")
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """One end of a job by a power cut.
-
-    Attributes:
-        kill: where.
-        index: of the case.
-        seed: of what the cut takes.
-    """
-
-    kill: Kill
-    index: int
-    seed: int
+def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
+    """Cut the power at every point, or at the chosen points of each world size."""
+    case = partial(_case, seed=choice.seed)
+    yield from sweep(choice, Ground(folder), case, sizes=_JOBS, jobs=_JOBS, wanted=lambda kill: kill.everyone)
 
 
-def case(ground: Ground, cut: Cut) -> list[dict[str, Any]]:
-    """Cut the power there, and look at several things that may be left; the fields of an `Outcome` each."""
-    kill = cut.kill
-    place = ground.folder / f"power-{kill.world_size}-{cut.index}"
+def _case(ground: Ground, kill: Kill, index: int, *, seed: int) -> list[Outcome]:
+    """Cut the power there, and look at several things that may be left."""
+    place = ground.folder / f"power-{kill.world_size}-{index}"
     root = copy_of(ground.template(kill.world_size), place / "root")
     log = place / "log"
     PowerLog.begin(root, log)
@@ -53,64 +40,30 @@ def case(ground: Ground, cut: Cut) -> list[dict[str, Any]]:
         trap = Trap(nth, kill.when, everyone=True, witness=[PowerLog(root, log).fault, *kill.faults])
         trap.spring(root, partial(train, root, rank, tell))
 
-    children = ground.start(kill.world_size, act)
-    late = forks.gather(children, _LIMIT_SECONDS)
+    with start(kill.world_size, act) as children:
+        late = forks.gather(children, _LIMIT_SECONDS)
     expected = expectation(kill, children, ground.damaged(kill.world_size))
-    problem = "" if not late and all(child.killed for child in children) else _survived(children)
+    survived = late or not all(child.killed for child in children)
+    problem = f"not all ranks were killed: {[(c.status, c.told) for c in children]}" if survived else ""
+    drawn = random.Random(f"{seed} {kill}").randrange(1 << 30)
     found = []
-    for number, fate in enumerate(_FATES):
+    for number, fate in enumerate(FATES):
         left = place / f"left-{number}"
-        power_cut(log, root, left, fate=fate, seed=cut.seed + number)
-        resumed, broken = _look(left, expected)
+        power_cut(log, root, left, fate=fate, seed=drawn + number)
+        resumed, broken = seen(partial(inspect, left, expected))
         found.append(
-            {
-                "sweep": f"power cut, {_disk(kill)}: {kill.call.deed}",
-                "point": f"{kill.point}; {fate} {cut.seed + number}",
+            Outcome(
+                sweep=f"power cut, {_disk(kill)}: {kill.call.deed}",
+                point=f"{kill.point}; {fate} {drawn + number}",
                 # One cut, of which several things may be left.
-                "kills": len(children) if number == 0 else 0,
-                "acknowledged": expected.acknowledged,
-                "resumed": resumed,
-                "problem": problem or broken,
-            }
+                kills=len(children) if number == 0 else 0,
+                acknowledged=expected.acknowledged,
+                resumed=resumed,
+                problem=problem or broken,
+            )
         )
     shutil.rmtree(place)
     return found
-
-
-def run(
-    *, seed: int, folder: Path, count: int | None, sizes: Sequence[int] = WORLD_SIZES
-) -> Iterator[Outcome]:
-    """Cut the power at every point, or at `count` points of each world size, chosen by the seed."""
-    chance = random.Random(seed)
-    server = forks.StoreServer()
-    try:
-        ground = Ground(folder, server)
-        for world_size in sizes:
-            warm_up(ground, world_size)
-            points = [kill for kill in kills(ground, world_size) if kill.everyone]
-            if world_size == 1:
-                points += kills_without_exchange(ground)
-            points = chance.sample(points, len(points) if count is None else min(count, len(points)))
-            cuts = (
-                Cut(kill=kill, index=index, seed=chance.randrange(1 << 30))
-                for index, kill in enumerate(points)
-            )
-            for found in forks.spread((partial(case, ground, cut) for cut in cuts), _JOBS):
-                yield from (Outcome(**fields) for fields in found)
-    finally:
-        server.close()
-
-
-def _look(root: Path, expected: Expected) -> tuple[int | None, str]:
-    """The step that a fresh job resumes, and which promise was broken, "" if none."""
-    try:
-        return forks.answer(partial(inspect, root, expected)), ""
-    except RuntimeError as error:
-        return None, str(error)
-
-
-def _survived(children: Sequence[forks.Child]) -> str:
-    return f"not all ranks were killed: {[(child.status, child.told) for child in children]}"
 
 
 def _disk(kill: Kill) -> str:

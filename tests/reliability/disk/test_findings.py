@@ -7,15 +7,15 @@ import shutil
 
 import pytest
 
-from benchmarks.crashing.findings import Expected, PromiseBrokenError, ids_of, inspect
-from benchmarks.crashing.forks import fork, gather
-from benchmarks.crashing.local import Kill, _conduct
-from benchmarks.crashing.traps import NO_EXCHANGE, Call, Recorder, Trap
-from benchmarks.crashing.victims import ALONE, LAST_NAME, SOUND, SWEPT, prepare, state_of, train
 from ckpt_core import CheckpointManager, KeepAll
 from ckpt_core.names import MARKER, data_name, step_name
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import CHANGING
+from tests.reliability.disk.findings import Expected, PromiseBrokenError, ids_of, inspect
+from tests.reliability.disk.kills import Kill, conduct
+from tests.reliability.disk.traps import NO_EXCHANGE, Call, Recorder, Trap
+from tests.reliability.disk.victims import ALONE, LAST_NAME, SOUND, SWEPT, prepare, state_of, train
+from tests.reliability.forks import fork, gather
+from tests.support.system_calls import CHANGING
 
 pytestmark = pytest.mark.reliability
 
@@ -169,15 +169,15 @@ def ended(*acts):
 def test_ranks_that_do_not_end_as_documented_are_noticed():
     fails, ends = (lambda tell: tell({"failed": "why"})), (lambda tell: tell({"ended": True}))
     raises, silent = (lambda _tell: 1 / 0), (lambda _tell: None)
-    assert _conduct(kill(), ended(dies, fails), []) == ""
-    assert _conduct(kill(), ended(dies, ends), []) == ""
-    assert "ZeroDivisionError" in _conduct(kill(), ended(dies, raises), [])
-    assert "documented" in _conduct(kill(), ended(dies, silent), [])
-    assert "rank 0 was not killed" in _conduct(kill(), ended(ends, ends), [])
-    assert "outlived" in _conduct(kill(everyone=True), ended(dies, fails), [])
-    assert _conduct(kill(everyone=True), ended(dies, ends), []) == "", "it may have ended just before"
-    assert "outlived" in _conduct(kill(), ended(dies, dies), [])
-    assert "still ran" in _conduct(kill(), ended(dies, fails), [1])
+    assert conduct(kill(), ended(dies, fails), []) == ""
+    assert conduct(kill(), ended(dies, ends), []) == ""
+    assert "ZeroDivisionError" in conduct(kill(), ended(dies, raises), [])
+    assert "documented" in conduct(kill(), ended(dies, silent), [])
+    assert "rank 0 was not killed" in conduct(kill(), ended(ends, ends), [])
+    assert "outlived" in conduct(kill(everyone=True), ended(dies, fails), [])
+    assert conduct(kill(everyone=True), ended(dies, ends), []) == "", "it may have ended just before"
+    assert "outlived" in conduct(kill(), ended(dies, dies), [])
+    assert "still ran" in conduct(kill(), ended(dies, fails), [1])
 
 
 def test_a_process_that_hangs_is_ended_and_named():

@@ -9,7 +9,9 @@ import pytest
 
 from ckpt_core.names import set_aside
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, PowerLog, SystemCalls, power_cut
+from ckpt_core.testing import Fault
+from tests.support.power import PowerLog, power_cut
+from tests.support.system_calls import SystemCalls
 
 pytestmark = pytest.mark.reliability
 

@@ -1,56 +1,46 @@
-"""P3 against SIGKILL and power cuts: whoever dies wherever, what was acknowledged, or newer, is there.
+"""P3 against SIGKILL and power cuts: what was acknowledged, or newer, is there, wherever a process dies.
 
-A sample of each sweep; `python -m benchmarks.crash` makes all of them.
+A sample of each sweep; `python -m tests.reliability` makes all of them.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.reliability.sampling import sample
+
 pytestmark = [pytest.mark.reliability, pytest.mark.slow]
 
 
-def sample(parts, count, tmp_path, seed=20261121):
-    """Outcomes of some parts; a command of its own, because it forks."""
-    out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.crash", "--only", parts, "--count", str(count)]
-    command += ["--seed", str(seed), "--root", str(tmp_path), "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=230, check=False)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
-    found = json.loads(out.read_text())
-    assert found["problems"] == []
-    assert not any(part["failure"] for part in found["parts"])
-    return found["outcomes"]
+KILLS = 5
 
 
-def assert_nothing_lost(outcomes):
-    assert [
-        each for each in outcomes if each["resumed"] is None or each["resumed"] < each["acknowledged"]
-    ] == []
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Of every sweep a few, in one command: they share its imports."""
+    return sample(tmp_path_factory.mktemp("samples"), "local,power,first,ambush", count=KILLS)
 
 
-def test_a_kill_at_any_system_call_on_any_rank_loses_no_acknowledged_checkpoint(tmp_path):
-    outcomes = sample("local", 6, tmp_path)
-    assert_nothing_lost(outcomes)
-    assert all(each["kills"] for each in outcomes)
-    for ranks in ("1 rank", "2 ranks", "4 ranks"):
-        assert len([each for each in outcomes if ranks in each["sweep"]]) == 6
+def of(outcomes, *sweeps):
+    return [each for each in outcomes if each.sweep.startswith(sweeps)]
 
 
-def test_a_power_cut_at_any_system_call_loses_no_acknowledged_checkpoint(tmp_path):
-    outcomes = sample("power,first", 4, tmp_path)
-    assert_nothing_lost(outcomes)
-    for fate in ("; strict", "; journal", "; random", "a power cut after the next save"):
-        assert [each for each in outcomes if fate in each["point"]]
+def test_a_kill_at_any_system_call_on_any_rank_loses_no_acknowledged_checkpoint(outcomes):
+    moments = of(outcomes, "local disk, 1 rank: random moments")
+    alone = [each for each in of(outcomes, "local disk, 1 rank", "disk without") if each not in moments]
+    several = of(outcomes, "local disk, 2 ranks")
+    assert len(alone) == len(several) == KILLS
+    assert all(each.kills for each in alone + several)
 
 
-def test_kills_at_random_moments_of_a_tight_save_loop_lose_no_acknowledged_checkpoint(tmp_path):
-    outcomes = sample("ambush", 25, tmp_path)
-    assert_nothing_lost(outcomes)
-    assert sum(each["kills"] for each in outcomes) == 25
+def test_a_power_cut_at_any_system_call_loses_no_acknowledged_checkpoint(outcomes):
+    for sweep in ("power cut, 1 rank", "power cut, 2 ranks", "the first save"):
+        cuts = of(outcomes, sweep)
+        assert sum(bool(each.kills) for each in cuts) == KILLS
+        for fate in ("; strict", "; journal", "; random"):
+            assert [each for each in cuts if fate in each.point.replace("power cut: ", "")]
+    assert of(outcomes, "the first save, 1 rank: kill, and a power cut after the next save")
+
+
+def test_kills_at_random_moments_of_a_tight_save_loop_lose_no_acknowledged_checkpoint(outcomes):
+    assert sum(each.kills for each in of(outcomes, "local disk, 1 rank: random moments")) == KILLS

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, final
 
-from ckpt_core.testing import CHANGING, Fault, Operation, SystemCalls
+from ckpt_core.testing import Fault, Operation
+from tests.support.system_calls import CHANGING, SystemCalls
 
 When = Literal["before", "after"]
 

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Final, final
 
-from benchmarks.crashing.object_jobs import (
-    BUCKET,
-    Child,
-    Service,
-    Tell,
-    forked,
-    inspect,
-    join,
-    state_of,
-    sweep_away,
-    values,
-)
-from benchmarks.crashing.outcome import Outcome
 from ckpt_core import CheckpointError, CheckpointManager, KeepLatest, SaveError
-from ckpt_core.testing import ServiceFault
+from ckpt_core.storage import Storage
+from tests.reliability import forks
+from tests.reliability.objects.jobs import BUCKET, Service, inspect, state_of, sweep_away, values
+from tests.reliability.outcome import Choice, Outcome, seen
+from tests.support.service_faults import ServiceFault
 
 DEADLINE_SECONDS: Final = 12.0
 _REQUEST_SECONDS: Final = DEADLINE_SECONDS / 3
@@ -82,6 +71,9 @@ class Case:
     lasts: bool
     world_size: int = 1
     who: str = "*"
+
+    def __str__(self) -> str:
+        return f"{self.sweep}: {self.label}"
 
     @property
     def sweep(self) -> str:
@@ -159,42 +151,46 @@ def cases() -> list[Case]:
     return [case for case in found if case.who != "rank1" or case.target.name in {"data", "load"}]
 
 
-def faults(found: Service, *, seed: int, folder: Path, count: int | None) -> Iterator[Outcome]:
-    """One case after another, each in a root of its own; all of them, or a sample of `count`."""
-    chosen = cases() if count is None else random.Random(seed).sample(cases(), min(count, len(cases())))
-    for number, case in enumerate(chosen):
-        yield meet(found, case, f"fault-{number}", Path(tempfile.mkdtemp(dir=folder)))
+def faults(found: Service, choice: Choice) -> Iterator[Outcome]:
+    """One case after another, each in a root of its own; all of them, or the chosen ones."""
+    for number, case in enumerate(choice.of(cases())):
+        yield meet(found, case, f"fault-{number}")
 
 
-def meet(found: Service, case: Case, root: str, folder: Path) -> Outcome:
+def meet(found: Service, case: Case, root: str) -> Outcome:
     """Save step 1 in peace, meet the fault, be rid of it, save again; then a fresh process looks."""
-    ranks = [_rank(found, case, root, folder, rank) for rank in range(case.world_size)]
-    for rank in ranks:
-        assert rank.hear() == "ready", f"{case}: {rank.hear()}"
-    target = f"/{BUCKET}" + case.target.path.format(root=root)
-    details = {"method": case.target.method, "target": target, "who": case.who}
-    # Two tries, of which one fails.
-    count = None if case.lasts else 1
-    found.control.set(_like(case.trouble.fault, count=count, **details))
-    for rank in ranks:
-        rank.start()
-    told = [rank.hear() for rank in ranks]
-    met = [request for request in found.control.log() if request.faults and f"{root}/" in request.target]
-    found.control.clear()
-    found.control.release()
-    for rank in ranks:
-        rank.start()
-    later = [rank.wait()[1] for rank in ranks]
+    begin, end = forks.Gate(), forks.Gate()
+
+    def be(rank: int, tell: forks.Tell) -> None:
+        _live(found.storage(root, f"rank{rank}", request_seconds=_REQUEST_SECONDS), case, begin, end, tell)
+
+    with forks.ranks(case.world_size, be) as ranks:
+        for child in ranks:
+            assert child.hear(0) == "ready", f"{case}: {child.hear(0)}"
+        target = f"/{BUCKET}" + case.target.path.format(root=root)
+        details = {"method": case.target.method, "target": target, "who": case.who}
+        # Two tries, of which one fails.
+        count = None if case.lasts else 1
+        found.control.set(_like(case.trouble.fault, count=count, **details))
+        begin.open()
+        told = [child.hear(1) for child in ranks]
+        met = [request for request in found.control.log() if request.faults and f"{root}/" in request.target]
+        found.control.clear()
+        found.control.release()
+        end.open()
+        forks.gather(ranks)
+    for gate in (begin, end):
+        gate.discard()
+    later = [child.told for child in ranks]
     acknowledged = 3 if all(answer[-1:] == ["saved 3"] for answer in later) else 1
-    seen = forked(lambda tell: tell(inspect(found, root, acknowledged, columns=8)))[1][-1]
-    forked(lambda _tell: sweep_away(found, root))
-    problem = _problem(case, told, later) or (seen["error"] if isinstance(seen, dict) else "")
+    resumed, broken = seen(partial(inspect, found, root, acknowledged, columns=8))
+    forks.forked(lambda _tell: sweep_away(found, root))
+    problem = _problem(case, told, later) or broken
     return Outcome(
         sweep=case.sweep,
         point=case.label,
-        kills=0,
         acknowledged=acknowledged,
-        resumed=None if isinstance(seen, dict) else seen,
+        resumed=resumed,
         problem=problem if met else "the fault was not met, so that this shows nothing",
     )
 
@@ -227,29 +223,25 @@ def _of_answer(case: Case, answer: dict[str, Any]) -> str:
     return "" if as_documented else f"not the documented error: {failed}"
 
 
-def _rank(found: Service, case: Case, root: str, folder: Path, rank: int) -> Child:  # noqa: PLR0917
-    def act(tell: Tell, go: Callable[[], None]) -> None:
-        join(folder, rank, case.world_size)
-        storage = found.storage(root, f"rank{rank}", request_seconds=_REQUEST_SECONDS)
+def _live(storage: Storage, case: Case, begin: forks.Gate, end: forks.Gate, tell: forks.Tell) -> None:
+    """One rank: in peace, in the fault, in peace again."""
 
-        def manager() -> CheckpointManager:
-            return CheckpointManager(storage, keep=KeepLatest(1), deadline_seconds=DEADLINE_SECONDS)
+    def manager() -> CheckpointManager:
+        return CheckpointManager(storage, keep=KeepLatest(1), deadline_seconds=DEADLINE_SECONDS)
 
-        checkpoints = manager()
-        checkpoints.resume(state_of(0))
-        _save(checkpoints, 1)
-        if case.target.act == "resume":
-            checkpoints.close()
-            checkpoints = manager()
-        tell("ready")
-        go()
-        tell(_timed(_ACTS[case.target.act], checkpoints))
-        go()
-        _save(checkpoints, 3)
+    checkpoints = manager()
+    checkpoints.resume(state_of(0))
+    _save(checkpoints, 1)
+    if case.target.act == "resume":
         checkpoints.close()
-        tell("saved 3")
-
-    return Child(act)
+        checkpoints = manager()
+    tell("ready")
+    begin.wait()
+    tell(_timed(_ACTS[case.target.act], checkpoints))
+    end.wait()
+    _save(checkpoints, 3)
+    checkpoints.close()
+    tell("saved 3")
 
 
 def _timed(act: Callable[[CheckpointManager], None], checkpoints: CheckpointManager) -> dict[str, Any]:

@@ -6,32 +6,26 @@ a function of the step, so that a checkpoint is recognised by its values.
 
 from __future__ import annotations
 
-import json
-import os
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ckpt_core import CheckpointManager, KeepLatest, TrainState
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import ObjectStorage
-from ckpt_core.testing import ServiceControl, ServiceFault
-from tests.emulators import emulator
+from tests.reliability import forks
+from tests.support.emulators import emulator
+from tests.support.service_faults import ServiceControl, ServiceFault
 
 BUCKET = "crashes"
 MIB = 2**20
 LARGE = 3 * MIB // 4
 """Columns of a float32 matrix with two rows: 6 MiB, more than one part of an upload."""
-
-Tell = Callable[[Any], None]
 
 
 @final
@@ -60,12 +54,15 @@ class Service:
 
 
 @contextmanager
-def service() -> Iterator[Service]:
+def service() -> Generator[Service]:
     """A fresh emulator with an empty bucket, for as long as the context."""
+    # Every child needs it, and it starts no thread.
+    import s3fs  # noqa: F401
+
     with emulator("s3") as endpoint:
         started = Service(endpoint=endpoint)
         client_of(started)  # it takes long to make, and children inherit it
-        forked(lambda _tell: client_of(started).create_bucket(Bucket=BUCKET))
+        forks.forked(lambda _tell: client_of(started).create_bucket(Bucket=BUCKET))
         yield started
 
 
@@ -81,69 +78,6 @@ def values(state: TrainState) -> list[float]:
     return [float(parameter.detach().double().sum()) for parameter in state.model.parameters()]
 
 
-def forked(act: Callable[[Tell], Any]) -> tuple[int, list[Any]]:
-    """Run `act(tell)` in a forked child: its wait status, and what it told."""
-    child = Child(lambda tell, _go: act(tell))
-    return child.wait()
-
-
-@final
-class Child:
-    """A forked process that tells what it has to tell, line by line.
-
-    Args:
-        act: called in the child with `tell` and with `go`, which returns when `start` is called.
-    """
-
-    def __init__(self, act: Callable[[Tell, Callable[[], None]], Any]) -> None:
-        reader, writer = os.pipe()
-        waits, self._starter = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(reader)
-            os.close(self._starter)
-            _be_child(act, writer, waits)
-        os.close(writer)
-        os.close(waits)
-        self._lines = os.fdopen(reader)
-
-    def start(self) -> None:
-        """Let it go on from where it called `go`."""
-        os.write(self._starter, b"g")
-
-    def hear(self) -> Any:
-        """The next thing that it tells."""
-        line = self._lines.readline()
-        return json.loads(line) if line else {"error": "it ended without a word"}
-
-    def wait(self) -> tuple[int, list[Any]]:
-        """Its wait status, and all that it told."""
-        with self._lines:
-            told = [json.loads(line) for line in self._lines if line.endswith("\n")]
-        os.close(self._starter)
-        return os.waitpid(self.pid, 0)[1], told
-
-
-def _be_child(act: Callable[..., Any], writer: int, waits: int) -> None:
-    def tell(message: Any) -> None:
-        os.write(writer, json.dumps(message).encode() + b"\n")
-
-    try:
-        act(tell, lambda: None if os.read(waits, 1) else os._exit(2))
-    except BaseException:  # noqa: BLE001 - told to the parent, whatever it is
-        tell({"error": traceback.format_exc()})
-        os._exit(1)
-    os._exit(0)
-
-
-def join(folder: Path, rank: int, world_size: int) -> None:
-    """Make this process a rank; nobody hosts the store, so that anyone may die."""
-    if world_size > 1:
-        store = dist.FileStore(str(folder / "store"), world_size)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-
-
 def litter(found: Service, root: str) -> None:
     """Leave what a job that was killed long ago would: objects without a marker, half an upload."""
     client = client_of(found)
@@ -151,7 +85,7 @@ def litter(found: Service, root: str) -> None:
     client.create_multipart_upload(Bucket=BUCKET, Key=f"{root}/step-000000008/__0_0.distcp")
 
 
-def train(checkpoints: CheckpointManager, steps: Sequence[int], columns: int, tell: Tell) -> None:
+def train(checkpoints: CheckpointManager, steps: Sequence[int], columns: int, tell: forks.Tell) -> None:
     """Resume, save each step and say so once it is committed."""
     checkpoints.resume(state_of(0, columns))
     for step in steps:
@@ -162,19 +96,19 @@ def train(checkpoints: CheckpointManager, steps: Sequence[int], columns: int, te
     checkpoints.wait()
 
 
-def inspect(found: Service, root: str, acknowledged: int, *, columns: int) -> int | None:
-    """What a fresh process finds: the step that it resumed from; raises where a promise is broken."""
+def inspect(found: Service, root: str, acknowledged: int, *, columns: int) -> int:
+    """The step that a fresh process resumes from, 0 for none; raises where a promise is broken."""
     storage = found.storage(root)
     committed = Catalog(storage).committed()
     broken = {info.name: verify(storage, info.name) for info in committed}
     assert not any(broken.values()), f"a committed checkpoint is damaged: {broken}"
     state = state_of(0, columns)
     with CheckpointManager(storage, keep=KeepLatest(1), deadline_seconds=60) as checkpoints:
-        step = checkpoints.resume(state)
-        assert (step or 0) >= acknowledged, f"step {acknowledged} was acknowledged, {step} was resumed"
-        if step is not None:
+        step = checkpoints.resume(state) or 0
+        assert step >= acknowledged, f"step {acknowledged} was acknowledged, {step} was resumed"
+        if step:
             assert values(state) == values(state_of(step, columns)), f"step {step} holds other values"
-        after = (step or 0) + 100
+        after = step + 100
         train(checkpoints, [after], columns, lambda _step: None)
         latest = checkpoints.latest()
         assert latest is not None, "what was saved next is gone"

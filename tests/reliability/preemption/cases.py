@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.crashing.preempted_jobs import HOSTS, STOCK, Job
-from benchmarks.crashing.signalling import Shot
+from tests.reliability.preemption.jobs import HOSTS, STOCK, Job
+from tests.reliability.preemption.signalling import Shot
 
 RANKS = 2
 
@@ -41,9 +41,7 @@ class Case:
         launcher = ", its own launcher" if self.launched else ""
         return f"preemption, {self.job.host}, {self.job.strategy}, {RANKS} ranks{launcher}"
 
-    @property
-    def title(self) -> str:
-        """What no other case is called."""
+    def __str__(self) -> str:
         return f"{self.sweep}: {self.name}"
 
 
@@ -55,7 +53,7 @@ def shot(rank: int, point: str, *to: int, name: str = "SIGTERM") -> Shot:
 def cases() -> list[Case]:
     """The whole matrix."""
     found: list[Case] = []
-    for host in sorted(HOSTS.keys() - {STOCK}):
+    for host in HOSTS:
         strategies = ("ddp",) if host == "trainer" else ("ddp", "fsdp2")
         for strategy in strategies:
             job = Job(host=host, strategy=strategy)

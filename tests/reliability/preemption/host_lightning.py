@@ -1,5 +1,4 @@
 """A fit by Lightning's Trainer, to be preempted."""
-# ruff: noqa: D102 - the hooks are Lightning's
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from benchmarks.crashing.preempted_jobs import BATCH, EVALUATIONS, Job, Numbers, digest, loader, network
-from benchmarks.crashing.signalling import Line
 from lightning_ckpt.lightning import ShardedCheckpoint
+from tests.reliability.preemption.jobs import BATCH, EVALUATIONS, Job, Numbers, digest, loader, network
+from tests.reliability.preemption.signalling import Line
 
 
 class Model(pl.LightningModule):
@@ -67,7 +66,7 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.trainer.model.parameters(), lr=0.01)
 
 
-def fit(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
+def train(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
     """Fit on this rank, with our callback."""
     checkpoint = ShardedCheckpoint(line.storage(root), save=job.policy, deadline_seconds=90, save_last=False)
     model = Model(job, line)
@@ -83,8 +82,9 @@ def fit(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
     }
 
 
-def fit_stock(job: Job, root: Path, line: Line) -> dict[str, Any]:
+def train_stock(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
     """Fit on this rank as Lightning does without us; a collective gives up after some seconds."""
+    del resume
     trainer = make_trainer(job, ModelCheckpoint(root, every_n_train_steps=1000), timeout_seconds=8)
     model = Model(job, line)
     trainer.fit(model, loader())
@@ -121,7 +121,7 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     line = Line(int(os.environ.get("LOCAL_RANK", "0")))
-    line.end(fit(Job(**told["job"]), Path(told["root"]), line, resume=told["resume"]))
+    line.end(train(Job(**told["job"]), Path(told["root"]), line, resume=told["resume"]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 """A run of the Hugging Face Trainer, to be preempted."""
-# ruff: noqa: D102 - the events are the Trainer's
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from transformers import (
 )
 
 import accelerate_ckpt
-from benchmarks.crashing.preempted_jobs import Job, digest
-from benchmarks.crashing.signalling import Line
+from tests.reliability.preemption.jobs import Job, digest
+from tests.reliability.preemption.signalling import Line
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):

@@ -1,4 +1,4 @@
-"""Small trainings under every host, to be preempted, with points at which signals arrive."""
+"""What every training has that is preempted: its settings, its data, its network; and the plain loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from benchmarks.crashing.signalling import Line
-from ckpt_core import CheckpointManager, OnPreemption, TrainState
-from ckpt_core.storage import LocalStorage
+from ckpt_core import CheckpointManager, EverySteps, OnPreemption, TrainState
+from tests.reliability.preemption.signalling import Line
 
 STOCK = "stock lightning"
+HOSTS = ("accelerate", "lightning", "loop", "trainer")
+"""Under what trainings run; each is a module `host_…`, but for the loop."""
 SAMPLES, WIDTH, BATCH, EVALUATIONS = 48, 8, 4, 4
 
 
@@ -28,7 +29,7 @@ class Job:
     """One training; an epoch has six batches on each of two ranks.
 
     Attributes:
-        host: one of `HOSTS`.
+        host: one of `HOSTS`, or `STOCK`.
         strategy: `ddp` or `fsdp2`.
         steps: how many optimizer steps it makes.
         evaluate_every: steps between evaluations, 0 for none.
@@ -48,8 +49,6 @@ class Job:
     @property
     def policy(self) -> Any:
         """When it saves."""
-        from ckpt_core import EverySteps
-
         preemption = OnPreemption(**self.save)
         return EverySteps(self.every) | preemption if self.every else preemption
 
@@ -90,7 +89,7 @@ def digest(weights: dict[str, Any]) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def train_loop(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
+def train(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
     """A plain loop over the core."""
     dist.init_process_group("gloo")
     net: Any = network()
@@ -116,7 +115,7 @@ def train_loop(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, A
             step += 1
             checkpoints.maybe_save(step, state)
             if job.evaluate_every and step % job.evaluate_every == 0 and not checkpoints.preempted:
-                _evaluate(model, line, checkpoints.due)
+                evaluate(model, line, checkpoints.due)
                 checkpoints.maybe_save(step, state)
         preempted = checkpoints.preempted
     weights = digest(net.state_dict())
@@ -129,7 +128,8 @@ def _forever(batches: Any) -> Iterator[Any]:
         yield from batches
 
 
-def _evaluate(model: nn.Module, line: Line, look: Callable[[], Any]) -> None:
+def evaluate(model: nn.Module, line: Line, look: Callable[[], Any]) -> None:
+    """A few batches, between which a preemption is looked for."""
     model.eval()
     for index in range(EVALUATIONS):
         line.point(f"evaluation {index}")
@@ -138,93 +138,3 @@ def _evaluate(model: nn.Module, line: Line, look: Callable[[], Any]) -> None:
         if look():
             break
     model.train()
-
-
-def train_lightning(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
-    """Lightning's Trainer, with the callback."""
-    from benchmarks.crashing.preempted_lightning import fit
-
-    return fit(job, root, line, resume=resume)
-
-
-def train_stock_lightning(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
-    """Lightning's Trainer as it is, with its own checkpoint callback."""
-    from benchmarks.crashing.preempted_lightning import fit_stock
-
-    del resume
-    return fit_stock(job, root, line)
-
-
-def train_accelerate(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
-    """A loop under Accelerate that calls `save_state` for every batch."""
-    import accelerate_ckpt
-
-    made = _accelerator(job)
-    accelerate_ckpt.enable(made, line.storage(root), save=job.policy, deadline_seconds=90)
-    ours = accelerate_ckpt.checkpoints(made)
-    line.point("start")
-    net = network()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    net, optimizer, batches = made.prepare(
-        net, optimizer, DataLoader(Numbers(), batch_size=BATCH, shuffle=True)
-    )
-    if resume and LocalStorage(root).list(""):
-        made.load_state()
-    losses: dict[int, float] = {}
-    began = ours.step
-    done = began * job.accumulation
-    while ours.step < job.steps and not ours.check_preemption():
-        within = done % len(batches)
-        for batch in made.skip_first_batches(batches, within) if within else batches:
-            line.point(f"batch {done}")
-            line.point(f"step {ours.step}")
-            with made.accumulate(net):
-                loss = (net(batch) - batch).pow(2).mean()
-                made.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses[done] = loss.item()
-            done += 1
-            made.save_state()
-            boundary = made.sync_gradients and job.evaluate_every
-            if boundary and ours.step % job.evaluate_every == 0 and not ours.preempted:
-                _evaluate(net, line, ours.check_preemption)
-                made.save_state()
-            if ours.preempted or ours.step >= job.steps:
-                break
-    preempted, step = ours.preempted, ours.step
-    weights = digest(made.unwrap_model(net).state_dict())
-    made.end_training()
-    return {"began": began, "step": step, "preempted": preempted, "losses": losses, "weights": weights}
-
-
-def _accelerator(job: Job) -> Any:
-    """An accelerator on the CPU; accelerate itself never selects FSDP there."""
-    os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_TORCH_DEVICE="cpu")
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    made = Accelerator(cpu=True, gradient_accumulation_steps=job.accumulation)
-    if job.strategy == "fsdp2":
-        made.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT"
-        )
-        made.state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    return made
-
-
-def train_trainer(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
-    """The Hugging Face Trainer."""
-    from benchmarks.crashing.preempted_trainer import train
-
-    return train(job, root, line, resume=resume)
-
-
-HOSTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "loop": train_loop,
-    "lightning": train_lightning,
-    "accelerate": train_accelerate,
-    "trainer": train_trainer,
-    STOCK: train_stock_lightning,
-}

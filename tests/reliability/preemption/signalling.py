@@ -1,4 +1,4 @@
-"""Signals at exact moments: ranks wait at named points until whoever sends signals lets them go on."""
+"""Signals at exact moments: ranks wait at named points until the sender of the signals lets them go on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, Self, cast, final
 
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.reliability import forks
 
 SOCKET, POINTS = "PREEMPTION_SOCKET", "PREEMPTION_POINTS"
 
@@ -89,83 +90,79 @@ class Run:
 
 
 @final
-@dataclass(kw_only=True, slots=True)
 class Director:
-    """Starts ranks and sends signals to them.
+    """Sends signals to ranks, which connect to it; made before they are started, for its environment.
 
-    Attributes:
+    Args:
         shots: what is sent, in this order.
         seconds: after which ranks that have not ended are killed.
-        results: how many ranks must have told a result, where not all of them are children.
     """
 
-    shots: Sequence[Shot]
-    seconds: float = 150.0
-    results: int = 0
-    _pids: dict[int, int] = field(default_factory=dict)
-    _held: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
-    _results: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _left: list[Shot] = field(default_factory=list)
+    def __init__(self, shots: Sequence[Shot] = (), seconds: float = 150.0) -> None:
+        self._shots = shots
+        self._left = list(shots)
+        self._seconds = seconds
+        self._pids: dict[int, int] = {}
+        self._held: dict[tuple[int, str], socket.socket] = {}
+        self._results: dict[int, dict[str, Any]] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="line-")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._selector = selectors.DefaultSelector()
 
-    def run(self, start: Callable[[], Collection[int]]) -> Run:
-        """Go through with it; `start` starts the ranks and returns their processes, in rank order."""
-        self._left = list(self.shots)
-        with (
-            tempfile.TemporaryDirectory(prefix="line-") as folder,
-            socket.socket(socket.AF_UNIX) as listener,
-            selectors.DefaultSelector() as selector,
-        ):
-            address = f"{folder}/line"
-            listener.bind(address)
-            listener.listen()
-            selector.register(listener, selectors.EVENT_READ)
-            os.environ[SOCKET] = address
-            os.environ[POINTS] = json.dumps([(shot.rank, shot.point) for shot in self.shots])
-            children = {pid: rank for rank, pid in enumerate(start())}
-            codes = self._attend(children, listener, selector)
+    def __enter__(self) -> Self:
+        address = f"{self._folder.name}/line"
+        self._listener.bind(address)
+        self._listener.listen()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        os.environ[SOCKET] = address
+        os.environ[POINTS] = json.dumps([(shot.rank, shot.point) for shot in self._shots])
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._selector.close()
+        self._listener.close()
+        self._folder.cleanup()
+
+    def attend(self, children: Sequence[forks.Child], results: int = 0) -> Run:
+        """Send the signals, and wait for all children to end and for that many ranks to give a result."""
+        for child in children:
+            self._selector.register(child.stream, selectors.EVENT_READ, child)
+        deadline = time.monotonic() + self._seconds
+        while any(child.status is None for child in children) or len(self._results) < results:
+            if not self._listen(deadline - time.monotonic()):
+                break  # nothing was said until then
+        late = forks.gather(children, 0.0)
+        while self._listen(0.0):
+            pass
+        codes = {rank: None if rank in late else child.exit_code for rank, child in enumerate(children)}
         return Run(codes=codes, results=self._results, missed=tuple(self._left))
 
-    def _attend(
-        self, children: dict[int, int], listener: socket.socket, selector: selectors.BaseSelector
-    ) -> dict[int, int | None]:
-        codes: dict[int, int | None] = {}
-        deadline = time.monotonic() + self.seconds
-        while self._waits(children, codes) and time.monotonic() < deadline:
-            self._listen(0.02, listener, selector)
-            for pid, rank in children.items():
-                if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                    codes[rank] = os.waitstatus_to_exitcode(ended[1])
-        for pid, rank in children.items():
-            if rank not in codes:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                codes[rank] = None
-        while self._listen(0, listener, selector):
-            pass
-        return codes
-
-    def _listen(self, seconds: float, listener: socket.socket, selector: selectors.BaseSelector) -> int:
-        said = selector.select(seconds)
+    def _listen(self, seconds: float) -> int:
+        said = self._selector.select(max(seconds, 0.0))
         for key, _ in said:
-            self._hear(key, listener, selector)
+            if isinstance(key.data, forks.Child):
+                self._follow(key.data)
+            else:
+                self._hear(key)
         return len(said)
 
-    def _waits(self, children: Sized, codes: Sized) -> bool:
-        return len(codes) < len(children) or len(self._results) < self.results
+    def _follow(self, child: forks.Child) -> None:
+        # Before it is closed: later ranks have it, too, so that closing it here would not end its events.
+        self._selector.unregister(child.stream)
+        if child.listen():
+            self._selector.register(child.stream, selectors.EVENT_READ, child)
 
-    def _hear(
-        self, key: selectors.SelectorKey, listener: socket.socket, selector: selectors.BaseSelector
-    ) -> None:
-        if key.fileobj is listener:
-            connection, _ = listener.accept()
-            selector.register(connection, selectors.EVENT_READ, bytearray())
+    def _hear(self, key: selectors.SelectorKey) -> None:
+        if key.fileobj is self._listener:
+            connection, _ = self._listener.accept()
+            self._selector.register(connection, selectors.EVENT_READ, bytearray())
             return
         connection = cast("socket.socket", key.fileobj)
         received = b""
         with contextlib.suppress(ConnectionResetError):  # a handler raised while its rank waited
             received = connection.recv(1 << 16)
         if not received:
-            selector.unregister(connection)
+            self._selector.unregister(connection)
         key.data.extend(received)
         while b"\n" in key.data:
             line, _, rest = key.data.partition(b"\n")
@@ -182,7 +179,7 @@ class Director:
             self._results[rank] = message["result"]
 
     def _fire(self) -> None:
-        """Send what is due, and let go whoever is not waited for any more."""
+        """Send what is due, and let go those whose point nobody waits for any more."""
         while self._left and (self._left[0].rank, self._left[0].point) in self._held:
             shot = self._left.pop(0)
             for target in shot.to:

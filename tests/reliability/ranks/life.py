@@ -1,37 +1,21 @@
-"""What a rank does whose peer or store fails at one place: what it is told, and whether it can go on."""
+"""One rank of a job in which something goes wrong: what it does, and what it tells its parent."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import select
-import signal
-import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
 import torch
 
-from benchmarks.crashing import forks
 from ckpt_core import CheckpointManager, EverySeconds, EverySteps, KeepLatest
 from ckpt_core.errors import CheckpointError
 from ckpt_core.storage import LocalStorage, Storage
-from ckpt_core.testing import Fault, FaultyStorage
-
-Kind = Literal[
-    "dies",
-    "is stopped",
-    "is busy",
-    "raises",
-    "store dies",
-    "store stands still",
-    "store file is removed",
-    "connections are reset",
-]
+from tests.reliability import forks
 
 DEADLINE_SECONDS: Final = 6.0
 FIRST: Final = 2
@@ -43,82 +27,97 @@ _TENSORS: Final = 6
 _ATTEMPTS: Final = 8
 _PAUSE_SECONDS: Final = 0.25
 
-STORAGE_PLACES: Final = {
-    "open": ("make_directory", "*step-000000003*"),
-    "write tensors": ("create", "*step-000000003*.distcp"),
-    "write small files": ("create", "*step-000000003*.json"),
-    "sync": ("sync_directory", "*step-000000003*"),
-    "commit: manifest": ("create", "*step-000000003*/manifest.json"),
-    "commit: marker": ("create", "*step-000000003*/COMMITTED"),
-    "commit: rename": ("rename", "*step-000000003* -> step-000000003"),
-    "prune": ("rename", "step-000000001 -> *"),
-    "load: look": ("list", ""),
-    "load: open": ("open", "step-000000002/*"),
-    "load: verify": ("open_ranges", "step-000000002/*.distcp"),
-    "load: fetch": ("read_into", "step-000000002/*.distcp"),
-}
-"""Place -> the storage operation before which the fault strikes, of those that go by one."""
 
-_READS_BEFORE_FETCH: Final = {0: 2}
-"""How often a rank reads of a data file to verify it: once, and the lowest once more."""
+class Trouble:
+    """What goes wrong on one rank: nothing, unless a method is overridden."""
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Entered for the whole life."""
+        return nullcontext()
+
+    def around(self, storage: Storage) -> Storage:
+        """The storage as this rank has it."""
+        return storage
+
+    def before_loading(self) -> None:
+        """The manager is made, nothing is loaded."""
+
+    def before_saving(self) -> None:
+        """All ranks have loaded."""
+
+    def deciding(self) -> None:
+        """A save is about to be decided on."""
+
+    def capturing(self) -> None:
+        """The state is about to be read."""
+
+    def end(self) -> None:
+        """The fault is over."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """One experiment.
+class Case(ABC):
+    """One experiment: what goes wrong where, and what must come of it.
 
     Attributes:
-        place: where the victim is when it fails.
-        kind: how it fails.
-        victim: its rank; -1 if it is no rank.
         world_size: how many ranks.
+        saves: how many steps are saved while something is wrong, until one is refused.
+        waits: whether a save counts when the prune behind it has ended, too.
+        reloads: whether the state is loaded once more when the fault is over.
+        closes_at_once: whether the manager is closed before the fault is over, and nothing is saved after it.
+        lasts: whether no save of this job can succeed any more.
+        strikes: whether a rank tells when it is struck.
+        store_fault: what happens to the job's Store: `is killed`, `is stopped`, `is removed`; "" for nothing.
     """
 
-    place: str
-    kind: Kind
-    victim: int
-    world_size: int = 2
+    world_size: int
+    saves: int = 3
+    waits: bool = False
+    reloads: bool = False
+    closes_at_once: bool = False
+    lasts: bool = False
+    strikes: bool = True
+    store_fault: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.sweep}, {self.point}"
 
     @property
-    def silences(self) -> bool:
-        """Whether the victim says nothing any more until the fault is over."""
-        return self.kind in {"dies", "is stopped", "is busy"}
+    @abstractmethod
+    def sweep(self) -> str:
+        """The row of the table."""
 
     @property
-    def is_lasting(self) -> bool:
-        """Whether no save of this job can succeed any more."""
-        return self.kind in {"dies", "store dies", "store file is removed"}
+    @abstractmethod
+    def point(self) -> str:
+        """Where in that row."""
 
+    @property
+    def deadline_seconds(self) -> float:
+        """Of the job."""
+        return DEADLINE_SECONDS
 
-@final
-class Gate:
-    """Opened once, by the parent, for all its children."""
+    @property
+    def dying(self) -> frozenset[int]:
+        """Ranks that are killed."""
+        return frozenset()
 
-    def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
+    @property
+    def silent(self) -> frozenset[int]:
+        """Ranks that say nothing until the fault is over."""
+        return frozenset()
 
-    def enter_child(self) -> None:
-        """To be called in every child: else the gate stays shut."""
-        os.close(self._writer)
+    def step_loaded(self, *, struck: bool) -> int:
+        """The step that a load gives, if it is not refused."""
+        del struck
+        return FIRST
 
-    def open(self) -> None:
-        """By the parent, once."""
-        os.close(self._writer)
+    @abstractmethod
+    def trouble(self, rank: int, root: Path, end: forks.Gate, tell: forks.Tell) -> Trouble:
+        """What goes wrong on a rank."""
 
-    def is_open(self) -> bool:
-        """Whether the parent has opened it."""
-        return bool(select.select([self._reader], [], [], 0)[0])
-
-    def wait(self) -> None:
-        """Return when the parent has opened it."""
-        select.select([self._reader], [], [])
-
-    def discard(self) -> None:
-        """Give the descriptors back."""
-        for descriptor in (self._reader, self._writer):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+    @abstractmethod
+    def complaints(self, rank: int, told: Sequence[dict[str, Any]], root: str) -> Collection[str]:
+        """What a rank that lives on should have been told, and was not."""
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -150,45 +149,15 @@ def prepare(root: Path) -> None:
 
 
 @final
-class Strike:
-    """How the victim fails, once, when it is called."""
-
-    def __init__(self, kind: Kind, gate: Gate, tell: forks.Tell) -> None:
-        self._kind = kind
-        self._gate = gate
-        self._tell = tell
-        self._struck = False
-
-    def __call__(self, *_: Any) -> None:
-        """Fail, the first time."""
-        if self._struck:
-            return
-        self._struck = True
-        self._tell({"struck": self._kind})
-        match self._kind:
-            case "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "is stopped":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "is busy":
-                while not self._gate.is_open():
-                    pass
-            case "raises":
-                raise RuntimeError("broken on purpose")
-            case _:
-                pass  # it is not this rank that fails
-
-
-@final
 class _Stateful:
-    """Something whose state cannot be had without the strike."""
+    """Something whose state cannot be had without the trouble."""
 
-    def __init__(self, strike: Callable[[], None]) -> None:
-        self._strike = strike
+    def __init__(self, trouble: Callable[[], None]) -> None:
+        self._trouble = trouble
 
     def state_dict(self) -> dict[str, Any]:
         """As a scheduler or loader does it."""
-        self._strike()
+        self._trouble()
         return {"x": torch.ones(1)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,10 +166,10 @@ class _Stateful:
 
 @final
 class Life:
-    """One rank, from joining the job to closing its manager; everything it is told it tells its parent.
+    """One rank, from joining the job to closing its manager; it tells its parent what each call came to.
 
     Args:
-        cell: what goes wrong.
+        case: what goes wrong.
         rank: of this process.
         root: of the checkpoints.
         begin: opened when all ranks may save.
@@ -209,95 +178,77 @@ class Life:
     """
 
     def __init__(
-        self, cell: Cell, rank: int, root: Path, *, begin: Gate, end: Gate, tell: forks.Tell
+        self, case: Case, rank: int, root: Path, *, begin: forks.Gate, end: forks.Gate, tell: forks.Tell
     ) -> None:
-        self._cell = cell
+        self._case = case
         self._rank = rank
         self._root = root
         self._begin = begin
         self._end = end
         self._tell = tell
-        self._strike = Strike(cell.kind, end, tell) if rank == cell.victim else None
-        self._step = FIRST
+        self._trouble = case.trouble(rank, root, end, tell)
 
     def live(self) -> None:
         """Load, save until something goes wrong, wait for the parent, and go on if all ranks are there."""
         logging.disable(logging.CRITICAL)
-        checkpoints = manager(self._storage())
+        with self._trouble.watching():
+            storage = self._trouble.around(LocalStorage(self._root))
+            checkpoints = manager(storage, self._case.deadline_seconds)
+            self._trouble.before_loading()
+            if not self._told("load", lambda: self._load(checkpoints, struck=True)):
+                self._tell({"loaded": self._rank})
+                self._begin.wait()
+                self._trouble.before_saving()
+                steps = range(FIRST + 1, FIRST + 1 + self._case.saves)
+                any(self._told("save", lambda step=step: self._save(checkpoints, step)) for step in steps)
+            if self._case.closes_at_once:
+                self._told("close", checkpoints.close)
+            self._tell({"waits": self._rank})
+            self._end.wait()
+            self._trouble.end()
+            self._go_on(checkpoints)
+            self._told("close", checkpoints.close)
+
+    def _load(self, checkpoints: CheckpointManager, *, struck: bool) -> None:
         state = state_of(0)
-        if not self._told("load", lambda: checkpoints.resume(state)):
-            if not is_exact(state, FIRST):
-                raise AssertionError("other values than were saved")
-            self._tell({"loaded": self._rank})
-            self._begin.wait()
-            if self._cell.kind == "connections are reset" and self._strike is not None:
-                self._tell({"struck": reset_connections()})
-            self._save_until_refused(checkpoints)
-        self._tell({"waits": self._rank})
-        self._end.wait()
-        self._go_on(checkpoints)
-        self._told("close", checkpoints.close)
+        checkpoints.resume(state)
+        if not is_exact(state, step := self._case.step_loaded(struck=struck)):
+            raise AssertionError(f"other values than those of step {step}")
 
-    def _save_until_refused(self, checkpoints: CheckpointManager) -> None:
-        for _ in range(3):
-            self._step += 1
-            if self._told("save", lambda: self._save(checkpoints)):
-                break
-
-    def _storage(self) -> Storage:
-        storage = LocalStorage(self._root)
-        where = STORAGE_PLACES.get(self._cell.place)
-        if self._strike is None or where is None:
-            return storage
-        nth = _READS_BEFORE_FETCH.get(self._rank, 1) if self._cell.place == "load: fetch" else 0
-        return FaultyStorage(storage, [Fault(method=where[0], key=where[1], nth=nth, before=self._strike)])
-
-    def _state(self) -> dict[str, Any]:
-        strike = self._strike if self._cell.place == "capture" and self._strike is not None else _nothing
-        return {**state_of(self._step), "scheduler": _Stateful(strike)}
-
-    def _save(self, checkpoints: CheckpointManager) -> None:
-        if self._cell.place == "decide" and self._strike is not None:
-            self._strike()
-        if checkpoints.due(self._step) is None:
+    def _save(self, checkpoints: CheckpointManager, step: int) -> None:
+        self._trouble.deciding()
+        if checkpoints.due(step) is None:
             raise AssertionError("every step is due")
-        handle = checkpoints.save(self._step, self._state())
+        state = {**state_of(step), "scheduler": _Stateful(self._trouble.capturing)}
+        handle = checkpoints.save(step, state)
         assert handle is not None
         self._tell({"committed": handle.result().step})
+        if self._case.waits:
+            checkpoints.wait()
+
+    def _go_on(self, checkpoints: CheckpointManager) -> None:
+        attempts = 0 if self._case.closes_at_once else 1 if self._case.lasts else _ATTEMPTS
+        for _ in range(attempts):
+            unloaded = self._case.reloads and self._told(
+                "again", lambda: self._load(checkpoints, struck=False)
+            )
+            if not unloaded and not self._told("again", lambda: self._save(checkpoints, AGAIN)):
+                return
+            time.sleep(_PAUSE_SECONDS)  # as between two steps: what was given up may still be ending
 
     def _told(self, what: str, act: Callable[[], Any]) -> bool:
         """Do something; whether it was refused. Tells how long it took, and with which error."""
         began = time.monotonic()
         try:
             act()
-        except CheckpointError as error:
-            told = {"error": type(error).__name__, "text": str(error)}
-        except RuntimeError as error:
-            told = {"error": type(error).__name__, "text": str(error)}
+        except (CheckpointError, OSError, RuntimeError) as error:
+            told = {
+                "error": type(error).__name__,
+                "text": str(error),
+                "ours": isinstance(error, CheckpointError),
+                "in_doubt": bool(getattr(error, "in_doubt", False)),
+            }
         else:
             told = {}
         self._tell({"rank": self._rank, "what": what, "seconds": time.monotonic() - began, **told})
         return bool(told)
-
-    def _go_on(self, checkpoints: CheckpointManager) -> None:
-        attempts = 1 if self._cell.is_lasting else _ATTEMPTS
-        self._step = AGAIN
-        for _ in range(attempts):
-            if not self._told("again", lambda: self._save(checkpoints)):
-                return
-            time.sleep(_PAUSE_SECONDS)  # as between two steps: what was given up may still be ending
-
-
-def _nothing() -> None:
-    pass
-
-
-def reset_connections() -> int:
-    """Shut the TCP connections of this process to other ranks, as a network does that fails; how many."""
-    store, count = int(os.environ["STORE_PORT"]), 0
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as duplicate:
-            if duplicate.family in {socket.AF_INET, socket.AF_INET6} and duplicate.getpeername()[1] != store:
-                duplicate.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count

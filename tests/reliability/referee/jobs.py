@@ -1,12 +1,11 @@
-"""Trainings as users write them: `python -m tests.crash.referee_jobs KIND FOLDER`.
+"""Trainings as users write them, one per host.
 
-Run once or many times, each ends with the same weights in `FOLDER/final.bin`, and prints the step it began
-from.
+Run once or many times, each ends with the same weights in `final.bin` of its folder, and prints the step it
+began from.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,3 @@ JOBS: dict[str, Callable[[Path], None]] = {
     "accelerate": accelerate,
     "trainer": trainer,
 }
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    JOBS[sys.argv[1]](Path(sys.argv[2]))

@@ -1,27 +1,29 @@
-"""Trainings killed again and again until they are complete, each life judged by the one after it."""
+"""Kills at random moments of real trainings: what was acknowledged is resumed from, exactly, to the end.
+
+A training of either adapter saves every few steps in the background. At a random moment its process, both
+of its ranks or one of them get SIGKILL; a rank that is left alone ends by itself, or is killed a little
+later, as launchers do. The job is started again, and again, until it is complete. Every step that any of
+these lives made, and what each began with, must be what one uninterrupted training had there, bit for bit.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-import torch
-
-from benchmarks.crashing.outcome import Outcome
-from benchmarks.crashing.training import EVERY, KEPT, STEPS, Sweep
-from benchmarks.crashing.training_lives import PATIENCE_SECONDS, Death, Ended, live
-from benchmarks.crashing.training_loops import Life
-from benchmarks.crashing.training_reference import Reference
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
+from tests.reliability.outcome import Choice, Outcome
+from tests.reliability.training.lives import PATIENCE_SECONDS, Death, Ended, live
+from tests.reliability.training.loops import Life
+from tests.reliability.training.reference import Reference
+from tests.reliability.training.sweeps import ALL_KILLS, EVERY, KEPT, STEPS, SWEEPS, Sweep
 
 _HORIZON = 0.5
 """Kills fall into this part of the time that an uninterrupted training takes, counted from each start."""
@@ -81,14 +83,8 @@ class Campaign:
 
     def _live(self, death: Death | None) -> Ended:
         self._lives += 1
-        life = Life(
-            root=self._root,
-            steps=STEPS,
-            rank=0,
-            world=self._sweep.world,
-            diary=self._root.parent / f"life-{self._lives}",
-        )
-        return live(self._sweep, life, death)
+        life = Life(root=self._root, steps=STEPS, rank=0, world=self._sweep.world)
+        return live(self._sweep, life, death, output=self._root.parent / f"life-{self._lives}")
 
     def _kill(self, ended: Ended, death: Death | None) -> Outcome:
         steps = ended.facts("step")
@@ -158,26 +154,22 @@ def campaigns(
             shutil.rmtree(here)
 
 
-def main() -> None:
-    """Run what the argument asks for, and print every outcome as a line of JSON."""
-    task = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
+    """Kill trainings a thousand times, or as often as is chosen; each kind by its share, at least once."""
+
     os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_TORCH_DEVICE="cpu")
     references: dict[tuple[str, int], Reference] = {}
-    for number, values in enumerate(task["sweeps"], start=1):
-        sweep, folder = Sweep(**values), Path(task["folder"]) / f"training-{number}"
+    for number, sweep in enumerate(SWEEPS, start=1):
+        if not choice.may_name(str(sweep)):
+            continue
+        place = folder / f"training-{number}"
         kind = sweep.adapter, sweep.world
         if kind not in references:
-            references[kind] = Campaign(sweep, folder / "uninterrupted").uninterrupted()
-        for outcome in campaigns(
+            references[kind] = Campaign(sweep, place / "uninterrupted").uninterrupted()
+        yield from campaigns(
             sweep,
-            kills=sweep.kills_of(task["kills"]),
-            chance=random.Random(f"{task['seed']}, {sweep}"),
-            folder=folder,
+            kills=sweep.kills_of(choice.least(ALL_KILLS)),
+            chance=random.Random(f"{choice.seed}, {sweep}"),
+            folder=place,
             reference=references[kind],
-        ):
-            print(json.dumps(asdict(outcome)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +17,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import accelerate_ckpt
-from benchmarks.crashing.training import EVERY, KEPT
 from ckpt_core import CheckpointNotFoundError, EverySteps, KeepLatest
 from ckpt_core.commit import Catalog
 from ckpt_core.state import model_state, optimizer_state
 from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import Event
 from lightning_ckpt import ShardedCheckpoint
+from tests.reliability.forks import Tell
+from tests.reliability.training.sweeps import EVERY, KEPT
 
 WIDTH, BATCH = 8, 4
 STEPS_PER_EPOCH = 16
@@ -36,35 +35,33 @@ _DEADLINE_SECONDS = 5.0
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
-    """What a training process is told before it starts.
+    """What a training process knows before it starts.
 
     Attributes:
         root: the checkpoints; the process goes on from the newest.
         steps: the step after which the training is complete.
         rank: of this process, from 0.
         world: processes of the job.
-        diary: the file that it writes what it knows to, a line each.
     """
 
     root: Path
     steps: int
     rank: int
     world: int
-    diary: Path
 
 
 @final
 class Witness:
-    """Writes what a training process knows where it outlives the process; also a sink of telemetry."""
+    """Tells what a training process knows to one that outlives it; also a sink of telemetry."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Life, tell: Tell) -> None:
         self._root = life.root
         self._rank = life.rank
-        self._file = os.open(life.diary, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._tell = tell
 
     def tell(self, **facts: Any) -> None:
-        """Write one line, whole."""
-        os.write(self._file, json.dumps({"rank": self._rank, **facts}).encode() + b"\n")
+        """Tell one line, whole."""
+        self._tell({"rank": self._rank, **facts})
 
     def began(self, step: int, state: str) -> None:
         """Training is about to go on from `step`."""
@@ -76,7 +73,7 @@ class Witness:
         self.tell(step=step, state=state, loss=loss)
 
     def emit(self, event: Event) -> None:
-        """Take an event: a commit is what a training is told, and acknowledges the step."""
+        """Take an event: a commit acknowledges its step."""
         if event.name == "save.commit" and event.phase == "finished":
             torn = self._torn() if self._rank == 0 else []
             self.tell(committed=event.attributes["step"], torn=torn)

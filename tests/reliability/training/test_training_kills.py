@@ -4,47 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.crashing import training
-from benchmarks.crashing.outcome import problems, table
-from benchmarks.crashing.training_reference import Reference
+from tests.reliability.outcome import table
+from tests.reliability.sampling import sample
+from tests.reliability.training.reference import Reference
+from tests.reliability.training.sweeps import ALL_KILLS, SWEEPS
 
 pytestmark = pytest.mark.reliability
 
-SEED = 20261121
-SAMPLE = 20
+SAMPLE = 10
 
 
-slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """A sample of every kind of victim under both adapters."""
-    return list(training.run(seed=SEED, folder=tmp_path_factory.mktemp("trainings"), count=SAMPLE))
-
-
-@slow
-def test_kills_at_random_moments_of_trainings_lose_no_acknowledged_checkpoint(outcomes):
-    assert not [each for each in outcomes if each.lost], problems(outcomes)
-
-
-@slow
-def test_killed_trainings_go_on_exactly_to_their_end_and_leave_nothing_behind(outcomes):
-    assert problems(outcomes) == []
-
-
-@slow
-def test_every_kind_of_victim_was_killed_under_both_adapters(outcomes):
+@pytest.mark.slow
+def test_killed_trainings_go_on_exactly_to_their_end_and_leave_nothing_behind(tmp_path):
+    """…from what was acknowledged, or newer, under both adapters, after a kill of one rank or of all."""
+    outcomes = sample(tmp_path, "training", count=SAMPLE)
     rows = {row["sweep"]: row for row in table(outcomes)}
-    assert {str(sweep) for sweep in training.SWEEPS} == set(rows)
-    for sweep in training.SWEEPS:
-        assert rows[str(sweep)]["points"] == sweep.kills_of(SAMPLE)
+    assert {sweep: row["points"] for sweep, row in rows.items()} == {
+        str(sweep): sweep.kills_of(SAMPLE) for sweep in SWEEPS
+    }
     assert max(each.acknowledged for each in outcomes) > 0, "the moments should cross commits"
 
 
 def test_the_shares_of_all_kinds_make_a_thousand_kills():
-    assert sum(sweep.share for sweep in training.SWEEPS) == training.ALL_KILLS
-    assert [sweep.kills_of(1) for sweep in training.SWEEPS] == [1] * len(training.SWEEPS)
+    assert sum(sweep.share for sweep in SWEEPS) == ALL_KILLS
+    assert [sweep.kills_of(1) for sweep in SWEEPS] == [1] * len(SWEEPS)
 
 
 WHOLE = [

@@ -1,1 +1,0 @@
-"""The mutations and readers of `python -m benchmarks.fuzz`."""
