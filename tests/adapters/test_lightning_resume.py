@@ -58,6 +58,7 @@ def test_overlapped_staging_saves_the_same(tmp_path):
     assert_same(full, resumed, first=5)
 
 
+@pytest.mark.slow
 def test_weights_that_averaging_exchanges_do_not_reach_an_overlapped_save(tmp_path, monkeypatch):
     """The copies are held back until somebody waits for them: an exchange that did not would be saved."""
     begin, start = threading.Event(), _host_copies.start_thread
@@ -93,6 +94,7 @@ def test_a_plain_loader_resumes_exactly_between_epochs(tmp_path):
     assert_same(full, resumed, first=EPOCH)
 
 
+@pytest.mark.slow
 def test_workers_of_the_loader_are_where_they_were(tmp_path):
     full, resumed = cut_and_resume(tmp_path, EPOCH + 3, EPOCH + 8, workers=1)
 

@@ -152,6 +152,7 @@ def test_a_fresh_run_never_resumes_an_older_one(tmp_path: Path, caplog: pytest.L
     assert (resumed.state.global_step, steps(tmp_path)) == (6, [4, 6])
 
 
+@pytest.mark.slow
 def test_going_back_by_path_abandons_what_lies_ahead(tmp_path: Path) -> None:
     job = TrainerJob(root=str(tmp_path), steps=8, save_steps=2)
     trained(job)
@@ -173,6 +174,7 @@ class Beginning(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._seen.append(state.global_step)
 
 
+@pytest.mark.slow
 def test_a_step_marked_as_bad_is_passed_over(tmp_path: Path) -> None:
     job = TrainerJob(root=str(tmp_path), steps=6, save_steps=2)
     whole = run(job)
@@ -189,6 +191,7 @@ def test_a_step_marked_as_bad_is_passed_over(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_whichever_was_written_last_is_the_newest_stock_or_ours(tmp_path: Path) -> None:
     job = TrainerJob(root=str(tmp_path), steps=4, save_steps=2)
     trained(job)
@@ -357,6 +360,7 @@ def test_a_directory_of_checkpoints_is_no_checkpoint(two_steps: TrainerJob) -> N
         trainer(two_steps).train(resume_from_checkpoint=two_steps.root)
 
 
+@pytest.mark.slow
 def test_one_script_serves_the_first_run_and_those_after_a_kill_in_the_first_save(tmp_path: Path) -> None:
     job = TrainerJob(root=str(tmp_path), steps=2, save_steps=1, resume=True)
     for left in (".incomplete-00112233-checkpoint-1", "checkpoint-1.incomplete-00112233"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,7 @@ from tests.adapters.trainer_jobs import TrainerJob, lora_under_fsdp2, trainer
 
 peft = pytest.importorskip("peft")
 
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    forget_accelerators()
-    yield
-    forget_accelerators()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def lora(model: Any) -> Any:
@@ -74,7 +69,13 @@ def adapted(
 
 @pytest.mark.parametrize(
     ("adapt", "stock_files"),
-    [(lora, True), *((each, False) for each in (lora, dora_and_a_head, ia3, prompt, two, integrated))],
+    [
+        (lora, True),
+        *(
+            pytest.param(each, False, marks=pytest.mark.slow)
+            for each in (lora, dora_and_a_head, ia3, prompt, two, integrated)
+        ),
+    ],
 )
 def test_what_peft_reads_is_what_was_trained(
     tmp_path: Path, adapt: Callable[[Any], Any], stock_files: bool

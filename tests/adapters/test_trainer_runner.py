@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import accelerate_ckpt
 from accelerate_ckpt import _runner as _trainer_runner
 from accelerate_ckpt.trainer._checkpoints import attached_to
 from ckpt_core import ConfigError
-from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, trainer
 from tests.scripts import run_python
 
@@ -41,14 +39,12 @@ print("finished at", made.state.global_step)
 
 
 @pytest.fixture
-def every_trainer_enabled(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def every_trainer_enabled(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """What the runner does, taken back afterwards."""
     for name in ("__init__", "create_accelerator_and_postprocess"):
         monkeypatch.setattr(Trainer, name, getattr(Trainer, name))
-    forget_accelerators()
     _trainer_runner.enable_every_trainer()
-    yield monkeypatch
-    forget_accelerators()
+    return monkeypatch
 
 
 class Preempted(TrainerCallback):  # type: ignore[misc,unused-ignore]

@@ -46,7 +46,7 @@ def endpoint(application):
     server = serving.make_server(
         "127.0.0.1", 0, FaultyService(application), threaded=True, request_handler=Quiet
     )
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield f"127.0.0.1:{server.server_port}"
     server.shutdown()

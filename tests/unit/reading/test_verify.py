@@ -26,7 +26,7 @@ def problems(storage, wanted, **options) -> list[str]:
         return [str(failure) for failure in engine.verify(wanted)]
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def file(request) -> DataFile:
     sizes, block_bytes = LAYOUTS[request.param]
     return DataFile("0.distcp", sizes, block_bytes=block_bytes)
