@@ -36,6 +36,13 @@ def emulator(kind: str) -> Generator[str]:
             process.kill()
 
 
+def forget_memory() -> None:
+    """Empty the one table that fsspec has for all `memory://` roots, and that each listing walks."""
+    if (memory := sys.modules.get("fsspec.implementations.memory")) is not None:
+        memory.MemoryFileSystem.store.clear()
+        memory.MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
 def _serve_s3() -> int:
     from moto.moto_server.werkzeug_app import (
         DomainDispatcherApplication,
