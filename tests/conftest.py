@@ -4,12 +4,14 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Generator
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
 
-from tests.support.emulators import emulator
+from tests.frozen import freeze
+from tests.support.emulators import emulator, forget_memory
 
 pytest.register_assert_rewrite("ckpt_core.testing._storage_suite")
 
@@ -25,24 +27,39 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-# What ranks would spend most of a test on: imports.
-_HEAVY = (
-    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.pipelining", "ckpt_core.manager", "lightning.pytorch", "pytorch_lightning",
-    "accelerate", "transformers.trainer",
+# What ranks would spend most of a test on: imports. The first optimizer of a process imports `torch._dynamo`,
+# and its first `torch.compile` what is behind it.
+_OF_TORCH = (
+    "torch._dynamo.repro.after_dynamo", "torch.profiler", "numpy.ma",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "ckpt_core.manager", "pytest",
 )  # fmt: skip
+_OF_HOSTS = ("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer")
 
 
 def pytest_collection_finish() -> None:
-    """Have the fork server of `run_ranks` import, once, what the chosen tests have imported already."""
-    multiprocessing.set_forkserver_preload([name for name in _HEAVY if name in sys.modules])
+    """Have the fork server of `run_ranks` import, once, what the chosen tests need; set it all aside."""
+    of_torch = _OF_TORCH if "torch" in sys.modules else ()
+    of_hosts = [name for name in _OF_HOSTS if name in sys.modules]
+    multiprocessing.set_forkserver_preload([*of_torch, *of_hosts, "tests.frozen"])
+    freeze()
+
+
+@pytest.fixture(autouse=True)
+def _memory_forgets() -> Generator[None]:
+    yield
+    forget_memory()
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Generator[str]:
     """An S3 emulator; credentials are `testing`, `testing`; tests make their own buckets."""
     _require("moto", "s3fs")
-    with emulator("s3") as endpoint:
+    import botocore.session
+
+    with pytest.MonkeyPatch.context() as patch, emulator("s3") as endpoint:
+        # Every client would parse botocore's description of S3, some megabytes of JSON, again.
+        patch.setattr(botocore.session, "create_loader", cache(botocore.session.create_loader))
         yield endpoint
 
 

@@ -135,15 +135,15 @@ def expected_file(root: str) -> Path:
     return Path(root).parent / f"{Path(root).name}.expected"
 
 
-def load_and_compare(root: str, strategy: str) -> tuple[list[str], list[str]]:
-    """Names of tensors that differ from those saved, and the losses of two more steps."""
+def load_and_compare(root: str, strategy: str, steps: int) -> tuple[list[str], list[str]]:
+    """Names of tensors that differ from those saved, and the losses of so many more steps."""
     model, optimizer, scheduler = build(strategy)
     torch.manual_seed(999)
     state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
     with CheckpointManager(root, deadline_seconds=60) as checkpoints:
         checkpoints.load(state, step=STEP)
         loaded = full_state(model, optimizer)
-        losses = [train_step(model, optimizer, scheduler) for _ in range(STEP, 6)]
+        losses = [train_step(model, optimizer, scheduler) for _ in range(steps)]
     expected = torch.load(expected_file(root), weights_only=True)
     different = sorted(loaded.keys() ^ expected.keys())
     for name in loaded.keys() & expected.keys():
@@ -153,22 +153,21 @@ def load_and_compare(root: str, strategy: str) -> tuple[list[str], list[str]]:
     return different, losses
 
 
-def strategies_job(
-    root: str, own: tuple[str, ...], targets: tuple[str, ...], sources: tuple[str, ...]
-) -> dict[str, Any]:
-    """Save under the own strategies and resume each; then load every source into every target.
+def strategies_job(root: str, own: list[str], loads: list[tuple[str, str]]) -> dict[str, Any]:
+    """Save under the own strategies; then load each source into its target, and go on from what is its own.
 
-    Sources are `<strategy>@<ranks>`. Everything in one process group, which is what takes long to make.
+    Both are `<strategy>@<ranks>`. Everything in one process group, which is what takes long to make.
     """
     logging.basicConfig(level=logging.ERROR)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    names = {strategy: f"{strategy}@{world}" for strategy in own}
-    trained = {name: train_and_save(f"{root}/{name}", strategy) for strategy, name in names.items()}
-    loads, resumed = {}, {}
-    for target in targets:
-        for source in (*names.values(), *sources):
-            different, losses = load_and_compare(f"{root}/{source}", target)
-            loads[source, f"{target}@{world}"] = different
-            if source == f"{target}@{world}":
-                resumed[source] = losses
-    return {"trained": trained, "resumed": resumed, "loads": loads}
+    trained = {name: train_and_save(f"{root}/{name}", strategy_of(name)) for name in own}
+    compared, resumed = {}, {}
+    for source, target in loads:
+        steps = 2 if source == target else 0
+        compared[source, target], losses = load_and_compare(f"{root}/{source}", strategy_of(target), steps)
+        if steps:
+            resumed[source] = losses
+    return {"trained": trained, "resumed": resumed, "loads": compared}
+
+
+def strategy_of(name: str) -> str:
+    return name.partition("@")[0]

@@ -18,7 +18,7 @@ from tests.distributed.manager_jobs import build, full_state, train_step
 
 pytestmark = pytest.mark.distributed
 
-DEADLINE = 3.0
+DEADLINE = 2.0
 
 
 def describe(error: CheckpointError) -> dict[str, Any]:

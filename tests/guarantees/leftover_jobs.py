@@ -1,17 +1,13 @@
-"""Processes that are killed between two system calls of something small; they need no torch.
-
-Usage: leftover_jobs.py JOB ROOT [METHOD NTH]: SIGKILL before the nth call of that function of `os`.
-"""
+"""Jobs that are killed between two system calls of something small, each in a process of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import signal
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +35,18 @@ def mark(root: Path) -> None:
     Catalog(LocalStorage(root)).mark_damaged(STEP, "a bit")
 
 
-def sweep_mark(root: Path) -> None:
+Kill = tuple[bool, list[str], list[str], int]
+"""Whether it was one; what it leaves marked as damaged and as bad; the exit code of the command after it."""
+
+
+def sweep_mark(root: Path) -> list[Kill]:
     """Kill `ckpt mark` before and after every call that changes the disk; tell what each kill leaves."""
+    prepare(root)
     mark(root)
     command = ["mark", f"@{OTHER_STEP}", "bad", "--reason", "a spike"]
     rehearsal = copy_of(root, "rehearsal")
     calls = Recorder(rehearsal).record(lambda: ckpt(rehearsal, command))
-    found = []
+    found: list[Kill] = []
     for nth, call in enumerate(calls):
         for when in call.moments:
             copy = copy_of(root, f"{nth}-{when}")
@@ -55,8 +56,8 @@ def sweep_mark(root: Path) -> None:
                 os._exit(0)
             killed = os.waitpid(child, 0)[1] == signal.SIGKILL
             marks = read_marks(LocalStorage(copy))
-            found.append([killed, sorted(marks.damaged), sorted(marks.bad), ckpt(copy, command)])
-    sys.stdout.write(json.dumps(found))
+            found.append((killed, sorted(marks.damaged), sorted(marks.bad), ckpt(copy, command)))
+    return found
 
 
 def copy_of(root: Path, name: str) -> Path:
@@ -106,13 +107,8 @@ def die_before(method: str, nth: int) -> None:
     setattr(os, method, counted)
 
 
-def main() -> None:
-    job, root, *dies = sys.argv[1:]
-    prepare(Path(root))
-    if dies:
-        die_before(dies[0], int(dies[1]))
-    globals()[job](Path(root))
-
-
-if __name__ == "__main__":
-    main()
+def run(job: Callable[[Path], None], root: Path, method: str, nth: int) -> None:
+    """Do a job; SIGKILL before the nth call of that function of `os`."""
+    prepare(root)
+    die_before(method, nth)
+    job(root)

@@ -179,19 +179,18 @@ def load_one(name: str, wrap: Wrap, root: Path, ranks: Coordinator) -> Seen:
         return Seen(error=f"{type(error).__name__}: {error}")
 
 
-def save_all(column: str, root: str) -> dict[str, Seen]:
+def save_all(column: str, root: str, names: list[str]) -> dict[str, Seen]:
     with one_coordinator() as ranks:
-        return {name: save_one(name, WRAPS[column], place(root, at), ranks) for at, name in enumerate(SHAPES)}
+        return {name: save_one(name, WRAPS[column], place(root, name), ranks) for name in names}
 
 
 def load_all(column: str, root: str, names: list[str]) -> dict[str, Seen]:
-    places = {name: place(root, at) for at, name in enumerate(SHAPES)}
     with one_coordinator() as ranks:
-        return {name: load_one(name, WRAPS[column], places[name], ranks) for name in names}
+        return {name: load_one(name, WRAPS[column], place(root, name), ranks) for name in names}
 
 
-def place(root: str, at: int) -> Path:
-    return Path(root) / f"shape-{at:03d}"
+def place(root: str, name: str) -> Path:
+    return Path(root) / f"shape-{list(SHAPES).index(name):03d}"
 
 
 @contextmanager

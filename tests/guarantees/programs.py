@@ -1,13 +1,20 @@
-"""Training scripts that are interrupted, ended and preempted. Run as `programs.py <name> <root>`."""
+"""Training scripts that are interrupted, ended and preempted, each in a process that ends as scripts do.
+
+Usage: programs.py FOLDER: forks one child per program, to import torch once for all; what each prints is in
+`FOLDER/<name>.out` and `.err`, and their exit codes, as JSON, on standard output.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -110,6 +117,25 @@ PROGRAMS = {
 }
 
 
-if __name__ == "__main__":
+def main(folder: Path) -> None:
+    """Start every program; in a child this returns, and the interpreter ends by itself."""
     torch.set_num_threads(1)
-    PROGRAMS[sys.argv[1]](sys.argv[2])
+    children: dict[int, str] = {}
+    for name, program in PROGRAMS.items():
+        child = os.fork()
+        if child == 0:
+            faulthandler.dump_traceback_later(100, exit=True)
+            for stream, end in ((sys.stdout, "out"), (sys.stderr, "err")):
+                os.dup2(os.open(folder / f"{name}.{end}", os.O_CREAT | os.O_WRONLY), stream.fileno())
+            program(str(folder / name))
+            return
+        children[child] = name
+    codes: dict[str, int] = {}
+    while children:
+        child, status = os.wait()
+        codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+    say(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -202,17 +202,23 @@ def experts(wrap: Wrap) -> Shape:
 
 SHAPES["moe, unused parameters"] = experts
 
+
+def compiled(model: nn.Module) -> Any:
+    """As `torch.compile` wraps it by default, without the seconds that the import of inductor takes."""
+    return torch.compile(model, backend="eager")
+
+
 for tied in (True, False):
     of_model(f"decoder, {'tied' if tied else 'untied'}", partial(Decoder, tied=tied))
 of_model("decoder, bf16", lambda: Decoder().bfloat16())
 of_model("decoder, fp16", lambda: Decoder().half())
 of_model("decoder, fp64", lambda: Decoder().double())
-of_model("decoder, compiled", lambda: torch.compile(Decoder()))
+of_model("decoder, compiled", lambda: compiled(Decoder()))
 of_model("decoder, compiled in place", lambda: _compiled_in_place(Decoder()))
-of_model("decoder, compiled blocks", lambda: Decoder(wrap=torch.compile))
+of_model("decoder, compiled blocks", lambda: Decoder(wrap=compiled))
 of_model("decoder, checkpointed blocks", lambda: Decoder(wrap=checkpoint_wrapper))
 of_model(
-    "decoder, checkpointed and compiled", lambda: Decoder(wrap=lambda b: torch.compile(checkpoint_wrapper(b)))
+    "decoder, checkpointed and compiled", lambda: Decoder(wrap=lambda b: compiled(checkpoint_wrapper(b)))
 )
 of_model("lora", Lora)
 of_model("resnet", ResNet)
@@ -228,7 +234,7 @@ of_model("frozen", lambda: nn.Linear(3, 3).requires_grad_(requires_grad=False))
 
 
 def _compiled_in_place(model: nn.Module) -> nn.Module:
-    model.compile()
+    model.compile(backend="eager")
     return model
 
 

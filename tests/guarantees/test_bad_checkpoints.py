@@ -15,7 +15,7 @@ from ckpt_core.commit import Catalog
 from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.storage import LocalStorage
 
-FLIPS = 200
+FLIPS = 64
 SEED = 20260101
 NEWEST, BEFORE = 3, 2
 

@@ -11,18 +11,23 @@ from torch import nn
 
 from ckpt_core import CheckpointManager, KeepLatest, TrainState
 
-SAVES = 200
-WARM_UP = 50
+SAVES = 80
+WARM_UP = 20
 
 
 def resources():
     gc.collect()
     process = psutil.Process()
-    return threading.active_count(), process.num_fds(), process.memory_info().rss
+    return len(threads_of_ours()), process.num_fds(), process.memory_info().rss
+
+
+def threads_of_ours():
+    """Others of this process, such as the test runner, may start threads meanwhile."""
+    return {each for each in threading.enumerate() if each.name.startswith("ckpt-")}
 
 
 def test_no_growth_over_many_saves(tmp_path):
-    model = nn.Linear(64, 64)
+    model = nn.Linear(256, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = TrainState(model=model, optimizer=optimizer)
     with CheckpointManager(tmp_path, keep=KeepLatest(2)) as checkpoints:
@@ -35,6 +40,6 @@ def test_no_growth_over_many_saves(tmp_path):
         threads_after, files_after, memory_after = resources()
     assert threads_after <= threads
     assert files_after <= files
-    # One state is 36 KiB: had every save left its copy or its files behind, it would show.
-    assert memory_after - memory < 8 << 20
+    # One state is 516 KiB: had each of 60 saves left its copy or its files behind, it would show.
+    assert memory_after - memory < 16 << 20
     assert len(list(tmp_path.glob("step-*"))) == 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,31 @@ from ckpt_core.storage import LocalStorage
 PROGRAMS = Path(__file__).with_name("programs.py")
 
 
-def ended(program, root):
-    """Run a program to its end."""
-    command = [sys.executable, str(PROGRAMS), program, str(root)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a program ended, and the root that it leaves."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Every program by its name, run to its end."""
+    folder = tmp_path_factory.mktemp("endings")
+    command = [sys.executable, str(PROGRAMS), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return {
+        name: Ended(
+            returncode=code,
+            stdout=(folder / f"{name}.out").read_text(),
+            stderr=(folder / f"{name}.err").read_text(),
+            root=folder / name,
+        )
+        for name, code in json.loads(done.stdout).items()
+    }
 
 
 def whole_steps(root):
@@ -28,36 +51,36 @@ def whole_steps(root):
     return [info.step for info in infos]
 
 
-def test_ctrl_c_drains_the_save_in_flight(tmp_path):
-    done = ended("interrupted", tmp_path)
+def test_ctrl_c_drains_the_save_in_flight(ended):
+    done = ended["interrupted"]
     assert done.stdout.split() == ["training"]
     assert "KeyboardInterrupt" in done.stderr
-    assert whole_steps(tmp_path) == [1, 2]
-    assert not (tmp_path / "writer.json").exists(), "the root was not given back"
+    assert whole_steps(done.root) == [1, 2]
+    assert not (done.root / "writer.json").exists(), "the root was not given back"
 
 
-def test_interpreter_exit_without_close_still_commits(tmp_path):
-    done = ended("exits_without_closing", tmp_path)
+def test_interpreter_exit_without_close_still_commits(ended):
+    done = ended["exits_without_closing"]
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["end"], "")
-    assert whole_steps(tmp_path) == [1, 2]
+    assert whole_steps(done.root) == [1, 2]
 
 
 @pytest.mark.parametrize("program", ["exits_before_the_last_prune", "exits_where_no_thread_begins_any_more"])
-def test_the_last_prune_is_made_though_the_interpreter_ends(tmp_path, program):
-    done = ended(program, tmp_path)
+def test_the_last_prune_is_made_though_the_interpreter_ends(ended, program):
+    done = ended[program]
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["end"], "")
-    assert whole_steps(tmp_path) == [2]
+    assert whole_steps(done.root) == [2]
 
 
-def test_an_exception_without_close_still_commits(tmp_path):
-    done = ended("raises_without_closing", tmp_path)
+def test_an_exception_without_close_still_commits(ended):
+    done = ended["raises_without_closing"]
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("RuntimeError: the training broke")
-    assert whole_steps(tmp_path) == [1, 2]
+    assert whole_steps(done.root) == [1, 2]
 
 
-def test_preemption_signal_saves_once_and_stops(tmp_path):
-    done = ended("preempted", tmp_path)
+def test_preemption_signal_saves_once_and_stops(ended):
+    done = ended["preempted"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "step 1 not saved",
@@ -67,4 +90,4 @@ def test_preemption_signal_saves_once_and_stops(tmp_path):
         "step 5 not saved",
         "stopped",
     ]
-    assert whole_steps(tmp_path) == [3]
+    assert whole_steps(done.root) == [3]

@@ -161,7 +161,7 @@ def test_storage_that_fails_before_it_was_verified_changes_nothing_live(root):
     fault = Fault(method="read_into", key="*.distcp", error=OSError(errno.ETIMEDOUT, "no answer"))
     storage = FaultyStorage(LocalStorage(root), [fault])
     error = fails(storage, Run(2), LoadError)
-    assert "nothing was loaded" in str(error)
+    assert "Nothing was loaded" in str(error)
 
 
 def test_a_load_that_succeeds_changes_everything(root):

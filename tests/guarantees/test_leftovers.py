@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -16,11 +13,13 @@ from ckpt_core import CheckpointManager
 from ckpt_core.commit import Catalog, collect_orphans, verify
 from ckpt_core.commit._marks import locked
 from ckpt_core.storage import LocalStorage
+from ckpt_core.testing import run_ranks
+from tests.guarantees import leftover_jobs
+from tests.guarantees.leftover_jobs import claim, mark, pin, prune, replace_last, set_quarantine, sweep_mark
 from tests.unit.commit.checkpoints import save, save_over
 
 pytestmark = pytest.mark.reliability
 
-JOBS = Path(__file__).with_name("leftover_jobs.py")
 FOREIGN = {
     "notes.txt": b"mine",
     ".notes.txt.swp": b"an editor's",
@@ -31,13 +30,13 @@ FOREIGN = {
 
 
 def killed(job, root, method, nth=0):
-    """Run a job until it is killed before the nth call of a method of `Path`; False if it was not."""
-    command = [sys.executable, str(JOBS), job, str(root), method, str(nth)]
-    paths = os.pathsep.join(path or "." for path in sys.path)
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode in {0, -signal.SIGKILL}, done.stderr
-    return done.returncode != 0
+    """Do a job until it is killed before the nth call of a function of `os`; False if it was not."""
+    forkserver = multiprocessing.get_context("forkserver")
+    process = forkserver.Process(target=leftover_jobs.run, args=(job, root, method, nth), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode in {0, -signal.SIGKILL}
+    return process.exitcode != 0
 
 
 def plant(root):
@@ -66,7 +65,7 @@ def strays(root):
     return names - checkpoints - small - {name.partition("/")[0] for name in FOREIGN}
 
 
-@pytest.mark.parametrize("job", ["claim", "pin", "mark"])
+@pytest.mark.parametrize("job", [claim, pin, mark])
 def test_a_draft_of_a_small_file_is_removed_by_the_next_run(tmp_path, job):
     assert killed(job, tmp_path, "replace")
     assert len(strays(tmp_path)) == 1
@@ -76,10 +75,7 @@ def test_a_draft_of_a_small_file_is_removed_by_the_next_run(tmp_path, job):
 
 
 def test_a_kill_at_any_call_of_ckpt_mark_leaves_the_marks_of_before_or_all_of_them(tmp_path):
-    command = [sys.executable, str(JOBS), "sweep_mark", str(tmp_path / "run")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    found = json.loads(done.stdout)
+    (found,) = run_ranks(sweep_mark, 1, tmp_path / "run", process_group=False)
     one, two = "step-000000001", "step-000000002"
     assert len(found) > 8
     assert all(killed and damaged == [one] and again == 0 for killed, damaged, _, again in found)
@@ -90,7 +86,7 @@ def test_a_kill_at_any_call_of_ckpt_mark_leaves_the_marks_of_before_or_all_of_th
 
 @pytest.mark.parametrize(("renames", "left"), [(0, 1), (1, 1), (2, 2)])
 def test_a_replacement_cut_short_without_exchange_loses_neither_name_nor_checkpoint(tmp_path, renames, left):
-    assert killed("replace_last", tmp_path, "rename", renames)
+    assert killed(replace_last, tmp_path, "rename", renames)
     catalog = Catalog(LocalStorage(tmp_path))
     assert catalog.find(name="last.ckpt").step == left, "readers must find it before any job has tidied up"
     assert len(catalog.committed()) == 3
@@ -99,7 +95,7 @@ def test_a_replacement_cut_short_without_exchange_loses_neither_name_nor_checkpo
 
 
 def test_without_exchange_three_renames_replace(tmp_path):
-    assert not killed("replace_last", tmp_path, "rename", 3)
+    assert not killed(replace_last, tmp_path, "rename", 3)
     assert next_run(tmp_path) == {"last.ckpt": 2, "step-000000001": 1, "step-000000002": 2}
 
 
@@ -116,15 +112,15 @@ def test_what_waits_for_a_name_that_is_no_checkpoint_is_left_for_a_person(tmp_pa
 
 @pytest.mark.parametrize(("renames", "there"), [(0, True), (1, False)])
 def test_a_prune_or_quarantine_cut_short_keeps_or_removes_the_whole(tmp_path, renames, there):
-    for job in ("prune", "set_quarantine"):
-        root = tmp_path / job
+    for job in (prune, set_quarantine):
+        root = tmp_path / job.__name__
         assert killed(job, root, "rename", renames) == there
         assert ("step-000000001" in next_run(root)) == there
         assert strays(root) == set() or next(iter(strays(root))).startswith(".corrupt-")
 
 
 def test_a_prune_killed_while_it_deletes_is_finished_by_the_next_run(tmp_path):
-    assert killed("prune", tmp_path, "unlink", 1)
+    assert killed(prune, tmp_path, "unlink", 1)
     assert any(".trash-" in name for name in strays(tmp_path))
     assert "step-000000001" not in next_run(tmp_path)
     assert strays(tmp_path) == set()

@@ -13,6 +13,7 @@ from ckpt_core import CheckpointExistsError, CheckpointManager, KeepLatest, Trai
 from ckpt_core.commit import Catalog, _strangers, begin, collect_orphans, commit, remove, replaced, verify
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.support.emulators import forget_memory
 from tests.support.power import PowerLog, power_cut
 from tests.support.system_calls import SystemCalls
 from tests.unit.commit.checkpoints import FILES, bucket_like, manifest_of, posix_like, save, save_over
@@ -79,6 +80,7 @@ def crashes(new_storage, prepare, act, *, every=1):
             with contextlib.suppress(CrashError):
                 act(FaultyStorage(storage, [fault]))
             yield storage
+            forget_memory()
 
 
 # --- put there before the save, or while it is in flight

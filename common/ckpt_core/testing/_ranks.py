@@ -216,6 +216,8 @@ def _child(task: _Task) -> None:
     os.environ.update(task.environment)
     stacks = open(stem + ".stacks.new", "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
     faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True)
+    # Of a crash below Python, such as an abort in a thread of gloo's, nothing else would be left.
+    faulthandler.enable(file=stacks, all_threads=True)
     Path(stem + ".stacks.new").rename(stem + ".stacks")
     # Should the parent be gone by then, nobody else would end this process.
     faulthandler.dump_traceback_later(task.timeout_seconds + 30, exit=True)

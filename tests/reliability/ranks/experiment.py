@@ -26,7 +26,7 @@ _ROOM_SECONDS: Final = 12.0
 
 _IDLE: Final = "nothing went wrong: the case tried nothing"
 _LIMIT_SECONDS: Final = 100.0
-_JOBS: Final = 6
+_JOBS: Final = 8
 
 
 def experiments(choice: Choice, cases: Iterable[Case], folder: Path) -> Iterator[Outcome]:

@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 
 import pytest
-from tests.emulators import forget_memory
 
 from ckpt_core.commit import Catalog, abandon, begin, collect_orphans, commit, remove, verify
 from ckpt_core.errors import CheckpointExistsError, ConfigError, SaveError
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.support.emulators import forget_memory
 from tests.unit.commit.checkpoints import FILES, bucket_like, manifest_of, posix_like, save, write_files
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 
@@ -43,6 +44,11 @@ def die_on_zero() -> str:
     return store.get("survived").decode()
 
 
+def abort() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.abort()
+
+
 def wait_forever() -> None:
     a_name_to_find_in_the_stacks()
 
@@ -71,6 +77,13 @@ def test_an_unexpected_death_and_an_unexpected_survival_are_failures():
         run_ranks(die_on_zero, 2)
     with pytest.raises(RanksFailedError, match="expected to die by SIGKILL"):
         run_ranks(os.getpid, 1, expect_death={0}, process_group=False)
+
+
+def test_a_crash_below_python_brings_the_stacks_of_its_rank():
+    with pytest.raises(RanksFailedError, match=f"exit code -{signal.SIGABRT:d}") as caught:
+        run_ranks(abort, 1, process_group=False)
+    assert "Fatal Python error: Aborted" in caught.value.reports[0]
+    assert "in abort" in caught.value.reports[0]
 
 
 @pytest.mark.slow
