@@ -29,6 +29,20 @@ ROLES = {
     *("connector", "evaluation", "factory", "hooks", "loading", "metrics", "options", "progress", "resume"),
     *("base", "roots", "session", "settings", "state", "storage", "reader", "checkpoints", "verify", "prune"),
 }
+TWINS = {
+    # One for each algebra of policies, for each Lightning, for each adapter, for each reader of `.metadata`.
+    *(
+        "AllOf",
+        "AnyOf",
+        "Not",
+        "PluginAttacher",
+        "ShardedCheckpoint",
+        "ShardedCheckpointIO",
+        "Roots",
+        "Settings",
+    ),
+    *("Index", "Properties"),
+}
 TEXT_IS_ALL_THERE_IS = {
     # gcsfs raises a plain OSError without a number for 403.
     "common/ckpt_core/storage/object/_translation.py",
@@ -240,6 +254,15 @@ def test_two_modules_of_one_name_play_one_role():
         if path.stem.strip("_") not in ROLES and path.stem not in {"__init__", "__main__"}:
             named.setdefault(path.stem.strip("_"), []).append(path.relative_to(ROOT))
     refuse([f"{name}: {', '.join(map(str, paths))}" for name, paths in named.items() if len(paths) > 1])
+
+
+def test_two_classes_of_one_name_play_one_role(modules):
+    named: dict[str, list[str]] = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and node.name.strip("_") not in TWINS:
+                named.setdefault(node.name.strip("_"), []).append(module.at(node))
+    refuse([", ".join(places) for places in named.values() if len(places) > 1])
 
 
 def test_no_decision_is_made_by_the_text_of_an_error(modules):

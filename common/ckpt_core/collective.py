@@ -29,7 +29,7 @@ _SOON_SECONDS = 5.0
 @message
 @final
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _PhaseOutcome:
     """The outcome of one rank, as sent to the others."""
 
     error: CheckpointError | None
@@ -72,22 +72,27 @@ def collective_phase(
     try:
         yield note
     except Exception as error:
-        own = _Outcome(error if isinstance(error, CheckpointError) else None, failure_text(error))
+        own = _PhaseOutcome(error if isinstance(error, CheckpointError) else None, failure_text(error))
         # A rank that has just failed to answer needs no second wait of full length.
         soon = _SOON_SECONDS if isinstance(error, DeadlineError) else None
         outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=soon)
         _raise_worst(outcomes, consequence, error)
         raise
     outcomes = _gathered(
-        coordinator, _Outcome(None, "", note.own), consequence, what=what, deadline_seconds=None
+        coordinator, _PhaseOutcome(None, "", note.own), consequence, what=what, deadline_seconds=None
     )
     _raise_worst(outcomes, consequence, None)
     note.all = [outcome.note for outcome in outcomes]
 
 
 def _gathered(
-    coordinator: Coordinator, own: _Outcome, consequence: str, *, what: str, deadline_seconds: float | None
-) -> list[_Outcome]:
+    coordinator: Coordinator,
+    own: _PhaseOutcome,
+    consequence: str,
+    *,
+    what: str,
+    deadline_seconds: float | None,
+) -> list[_PhaseOutcome]:
     try:
         return coordinator.gather(own, what=what, deadline_seconds=deadline_seconds)
     except CoordinationError as error:
@@ -95,7 +100,7 @@ def _gathered(
         raise error.retold(f"{error}{own_part}. {consequence}") from error
 
 
-def _raise_worst(outcomes: Sequence[_Outcome], consequence: str, cause: Exception | None) -> None:
+def _raise_worst(outcomes: Sequence[_PhaseOutcome], consequence: str, cause: Exception | None) -> None:
     damage = {
         rank: outcome.error
         for rank, outcome in enumerate(outcomes)
@@ -112,7 +117,7 @@ def _raise_worst(outcomes: Sequence[_Outcome], consequence: str, cause: Exceptio
             raise LoadError(f"{consequence} (rank {rank}: {outcome.text})") from cause
 
 
-def _is_secondhand(outcome: _Outcome) -> bool:
+def _is_secondhand(outcome: _PhaseOutcome) -> bool:
     return isinstance(outcome.error, CoordinationError)
 
 

@@ -63,7 +63,7 @@ STATE = {"model": {"weight": torch.arange(1 << 20, dtype=torch.float32)}}
 def test_a_save_is_read_in_fifteen_steps_from_the_call_to_the_write(tmp_path, monkeypatch):
     stacks = Stacks(monkeypatch)
     stacks.watch(SaveThread, "submit")
-    stacks.watch(_direct._Crew, "take")
+    stacks.watch(_direct._Writers, "take")
     stacks.watch(os, "pwrite")
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, STATE)

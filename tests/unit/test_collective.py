@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_core.collective import _Outcome, _raise_worst, collective_phase
+from ckpt_core.collective import _PhaseOutcome, _raise_worst, collective_phase
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import (
     CheckpointError,
@@ -23,9 +23,11 @@ def corrupt(path: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{path} is damaged", failures=(FileFailure(path=path, problem="flipped"),))
 
 
-def told(*errors: Exception | None) -> Sequence[_Outcome]:
+def told(*errors: Exception | None) -> Sequence[_PhaseOutcome]:
     return [
-        _Outcome(error if isinstance(error, CheckpointError) else None, "" if error is None else repr(error))
+        _PhaseOutcome(
+            error if isinstance(error, CheckpointError) else None, "" if error is None else repr(error)
+        )
         for error in errors
     ]
 

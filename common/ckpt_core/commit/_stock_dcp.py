@@ -89,13 +89,13 @@ def _verify_part(storage: Storage, part: str) -> Iterator[FileFailure]:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Chunk:
+class _StockChunk:
     key: str
     offset: int
     size_bytes: int
 
 
-def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str | None:
+def _file_problem(storage: Storage, key: str, chunks: Sequence[_StockChunk]) -> str | None:
     """Verify one data file; return the problem of the first damaged chunk, or None."""
     try:
         size = storage.size(key)
@@ -116,14 +116,14 @@ def _file_problem(storage: Storage, key: str, chunks: Sequence[_Chunk]) -> str |
     return f"{len(damaged)} of {len(chunks)} chunks damaged, first {first}"
 
 
-def _read_chunks(content: bytes) -> Mapping[str, Sequence[_Chunk]]:
+def _read_chunks(content: bytes) -> Mapping[str, Sequence[_StockChunk]]:
     """Return file -> its chunks in file order; raises one of `BROKEN_PICKLE`."""
-    chunks: defaultdict[str, list[_Chunk]] = defaultdict(list)
+    chunks: defaultdict[str, list[_StockChunk]] = defaultdict(list)
     for index, where in read_index(content).storage_data.items():
         path, offset, size = where.relative_path, where.offset, where.length
         if not (type(path) is str and type(offset) is type(size) is int):
             raise TypeError(f"the place of chunk {index.fqn!r} is not a path, an offset and a length")
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or min(offset, size) < 0:
             raise ValueError(f"chunk {index.fqn!r} is outside the checkpoint, in {path!r}")
-        chunks[path].append(_Chunk(key=index.fqn, offset=offset, size_bytes=size))
+        chunks[path].append(_StockChunk(key=index.fqn, offset=offset, size_bytes=size))
     return {path: sorted(chunks[path], key=lambda chunk: chunk.offset) for path in sorted(chunks)}

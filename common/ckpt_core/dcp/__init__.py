@@ -7,7 +7,7 @@ from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._leaves import is_expanded
 from ckpt_core.dcp._metadata import entries, load_metadata
-from ckpt_core.dcp._plan import Decision, Part, Task, decide
+from ckpt_core.dcp._plan import Decision, Part, WriteTask, decide
 from ckpt_core.dcp._rank_names import GroupNames, held_by_this_rank, kept_name
 from ckpt_core.dcp._reader import (
     SafeLoadPlanner,
@@ -38,9 +38,9 @@ __all__ = [
     "SafeLoadPlanner",
     "ShardSpec",
     "ShardWriter",
-    "Task",
     "TensorRead",
     "TensorTarget",
+    "WriteTask",
     "check_metadata",
     "check_stock",
     "checked_zip",

@@ -35,7 +35,7 @@ _places = cast("Callable[[WriteItem], _Place]", attrgetter("index.offset"))
 
 @final
 @dataclass(kw_only=True, slots=True)
-class _Chunk:
+class _SharedChunk:
     """A chunk as its lowest holder describes it; `ranks` grows while plans are read.
 
     `group` and `at` are its position among the replicas, once it has one.
@@ -78,7 +78,7 @@ class Division:
     places: list[dict[int, list[int]]]
 
 
-_Chunks: TypeAlias = dict[str, dict[_Place, _Chunk]]
+_Chunks: TypeAlias = dict[str, dict[_Place, _SharedChunk]]
 _Writers: TypeAlias = Mapping[str, Mapping[_Place, int]]
 Meshes: TypeAlias = Mapping[str, tuple[int, int]]
 """Name of a DTensor -> the number of ranks in its mesh, and a number that identifies the mesh."""
@@ -152,14 +152,14 @@ def _gather(rank: int, plan: SavePlan, chunks: _Chunks, rank_local: Collection[s
             continue
         chunk = chunks[name].get(place)
         if chunk is None:
-            chunks[name][place] = _Chunk(item=item, size_bytes=_size_bytes(item), ranks=[rank])
+            chunks[name][place] = _SharedChunk(item=item, size_bytes=_size_bytes(item), ranks=[rank])
         else:
             if name not in rank_local:
                 _check_alike(chunk, item, rank)
             chunk.ranks.append(rank)
 
 
-def _check_alike(chunk: _Chunk, item: WriteItem, rank: int) -> None:
+def _check_alike(chunk: _SharedChunk, item: WriteItem, rank: int) -> None:
     if _form(item) != _form(chunk.item):
         raise ConfigError(
             f"rank {rank} has {_describe(item)} as {item.index.fqn}, "
@@ -226,7 +226,7 @@ def _choose(chunks: _Chunks, loads: list[int], fixed: Collection[str]) -> _Write
     The bytes of every rank in `loads` grow accordingly.
     """
     writers: dict[str, dict[_Place, int]] = {name: {} for name in chunks}
-    free: list[tuple[str, _Place, _Chunk]] = []
+    free: list[tuple[str, _Place, _SharedChunk]] = []
     for name, of_name in chunks.items():
         for place, chunk in of_name.items():
             if len(chunk.ranks) > 1 and name not in fixed:

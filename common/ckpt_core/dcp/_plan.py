@@ -37,7 +37,7 @@ _Replica: TypeAlias = tuple[int, MetadataIndex, int | None]
 @message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class WriteTask:
     """One rank's share of the writes of one part.
 
     Attributes:
@@ -65,7 +65,7 @@ class Decision:
         replicas: entries that several ranks hold.
     """
 
-    tasks: list[Task]
+    tasks: list[WriteTask]
     metadata: Metadata
     replicas: list[Replicas]
 
@@ -134,7 +134,7 @@ class Part:
                 found[name] = known[id(mesh)]
         return found
 
-    def accept(self, task: Task, rank: int = 0) -> None:
+    def accept(self, task: WriteTask, rank: int = 0) -> None:
         """Accept the task of `rank`, this one, for the last local plan.
 
         Raises:
@@ -269,7 +269,7 @@ def decide(
             _with_kept(rank, *each) for rank, each in enumerate(zip(named, written, kept, strict=True))
         ]
     tasks = [
-        Task(share=share, kept=own, replicas=places, renamed=names)
+        WriteTask(share=share, kept=own, replicas=places, renamed=names)
         for share, own, places, names in zip(shares, kept, division.places, renamed, strict=True)
     ]
     return Decision(tasks=tasks, metadata=describe(written), replicas=division.groups)

@@ -127,10 +127,10 @@ def build_archive(
     body = bytearray()
     directory = bytearray()
     for name, content in records:
-        record = _Record(name, len(content), zlib.crc32(content), len(body), zip64_from)
+        record = _ZipRecord(name, len(content), zlib.crc32(content), len(body), zip64_from)
         body += record.local_header() + content
         directory += record.central_header()
-    payload = _Record(_PAYLOAD, payload_bytes, payload_crc, len(body), zip64_from)
+    payload = _ZipRecord(_PAYLOAD, payload_bytes, payload_crc, len(body), zip64_from)
     unpadded = offset + len(body) + len(payload.local_header()) + 4
     body += payload.local_header(padding=-unpadded % ALIGNMENT)
     crc_in_suffix = len(directory) + _CRC_IN_CENTRAL_HEADER
@@ -145,7 +145,7 @@ def build_archive(
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _ZipRecord:
     name: str
     size: int
     crc: int
@@ -264,7 +264,7 @@ class _StorageKind:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class _StorageKey:
     dtype: torch.dtype | None
     numel: int
 
@@ -300,7 +300,7 @@ _CALLS: Final[dict[tuple[str, str], Any]] = {
 
 def _form(storage: Any, dtype: Any, args: tuple[Any, ...], extra: tuple[Any, ...]) -> TensorForm:
     offset, shape, strides, _, hooks = args
-    if type(storage) is not _Storage or type(dtype) is not torch.dtype or hooks or any(extra):
+    if type(storage) is not _StorageKey or type(dtype) is not torch.dtype or hooks or any(extra):
         raise NotPlainError("a tensor with more to it than its values, such as a conjugate view or hooks")
     if not {int}.issuperset(map(type, (offset, storage.numel, *shape, *strides))):
         raise NotPlainError("a shape that is not of integers")
@@ -338,7 +338,7 @@ class _FormUnpickler(pickle.Unpickler):  # noqa: S301 - the allow-list is what m
         kind, storage, key, _, numel = pid
         if kind != "storage" or type(storage) is not _StorageKind or key != "0":
             raise NotPlainError("it refers to something other than its own storage")
-        return _Storage(storage.dtype, numel)
+        return _StorageKey(storage.dtype, numel)
 
 
 def read_record(read_at: ReadAt, directory: Directory, name: str) -> bytes | None:

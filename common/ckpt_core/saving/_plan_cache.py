@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import Decision, GroupNames, Meshes, Part, Replicas, Task, decide
+from ckpt_core.dcp import Decision, GroupNames, Meshes, Part, Replicas, WriteTask, decide
 from ckpt_core.messages import message
 from ckpt_core.options import OnDivergence
 from ckpt_core.saving._replicas import Evidence
@@ -64,10 +64,10 @@ class _Proposal:
 
 @message
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Assignment:
+class _RankPlan:
     """One rank's share of the writes."""
 
-    parts: dict[str, Task]
+    parts: dict[str, WriteTask]
     files: frozenset[str]
     shared: frozenset[str]
     keeping: KeepOwn
@@ -176,7 +176,7 @@ class PlanCache:
             return error
         return _Proposal(plans=plans, offer=self._offer, meshes=meshes)
 
-    def _decide(self, proposals: list[_Proposal]) -> list[_Assignment]:
+    def _decide(self, proposals: list[_Proposal]) -> list[_RankPlan]:
         decided = {
             part: _decide_part(part, proposals, self._on_divergence)
             for part in sorted({part for proposal in proposals for part in proposal.plans})
@@ -188,7 +188,7 @@ class PlanCache:
         shared = [proposal.offer.shared for proposal in proposals]
         writers = shared if self._on_divergence == "keep-each" else _lowest(shared)
         return [
-            _Assignment(
+            _RankPlan(
                 parts={part: decision.tasks[rank] for part, decision in decided.items()},
                 files=files[rank],
                 shared=writers[rank],

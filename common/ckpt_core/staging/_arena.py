@@ -26,7 +26,7 @@ class Arena:
             of its last use.
     """
 
-    def __init__(self, ring: Arenas, slot: _Slot, size_bytes: int) -> None:
+    def __init__(self, ring: Arenas, slot: _ArenaSlot, size_bytes: int) -> None:
         self.memory: torch.Tensor = slot.memory.tensor[:size_bytes]
         self._ring = ring
         self._slot = slot
@@ -46,7 +46,7 @@ class Arena:
 
 
 @final
-class _Slot:
+class _ArenaSlot:
     """One slot of the ring, without memory until it is needed."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Arenas:
         *,
         probe: Callable[[], FreeMemory | None] = free_memory,
     ) -> None:
-        self._slots = [_Slot() for _ in range(count)]
+        self._slots = [_ArenaSlot() for _ in range(count)]
         self._budget_bytes = budget_bytes
         self._probe = probe
         self._lock = threading.Lock()
@@ -151,7 +151,7 @@ class Arenas:
                 slot.empty()
             slot.taken = False
 
-    def _take(self, size_bytes: int, *, pinned: bool) -> _Slot:
+    def _take(self, size_bytes: int, *, pinned: bool) -> _ArenaSlot:
         with self._lock:
             free = [slot for slot in self._slots if not slot.taken]
             if not free:
@@ -170,7 +170,7 @@ class Arenas:
             slot.taken = True
             return slot
 
-    def _fit(self, slot: _Slot, size_bytes: int, *, pinned: bool) -> None:
+    def _fit(self, slot: _ArenaSlot, size_bytes: int, *, pinned: bool) -> None:
         if slot.memory.serves(size_bytes, pinned=pinned):
             return
         self._afford(slot.memory.extra_bytes(size_bytes, pinned=pinned))

@@ -46,7 +46,7 @@ class Work(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CopyPiece:
     """A part of the work.
 
     Attributes:
@@ -117,7 +117,7 @@ class _Whole:
             self.copy.target.copy_(self.copy.source)
 
 
-def pieces_of(copies: Sequence[Copy]) -> Generator[Piece]:
+def pieces_of(copies: Sequence[Copy]) -> Generator[CopyPiece]:
     """Cut copies with ascending slots into pieces of about `PIECE_BYTES`.
 
     The pieces are about in the order of the slots; those of one tensor may be made in any order.
@@ -130,14 +130,14 @@ def pieces_of(copies: Sequence[Copy]) -> Generator[Piece]:
         else:
             floor = batch.slot if batch else copy.slot
             for work in _slices(copy) if _plain(copy) else [_Whole(copy)]:
-                yield Piece(work, copy.slot, floor)
+                yield CopyPiece(work, copy.slot, floor)
             if batch:
                 batch.pass_by(copy)
         if batch and batch.full:
-            yield Piece(batch, batch.slot, copy.slot)
+            yield CopyPiece(batch, batch.slot, copy.slot)
             batch = None
     if batch:
-        yield Piece(batch, batch.slot, copies[-1].slot)
+        yield CopyPiece(batch, batch.slot, copies[-1].slot)
 
 
 def _plain(copy: Copy) -> bool:

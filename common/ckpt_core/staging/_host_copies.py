@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import final
 
 from ckpt_core.disclosure import logger_of
-from ckpt_core.staging._copies import Copy, Piece, Versions, pieces_of
+from ckpt_core.staging._copies import Copy, CopyPiece, Versions, pieces_of
 
 _logger = logger_of(__name__)
 
@@ -23,7 +23,7 @@ class HostCopies:
     def __init__(self, copies: Sequence[Copy]) -> None:
         self.changed: Sequence[str] = ()
         self._versions = Versions(copies)
-        self._pieces: Generator[Piece] = pieces_of(copies)
+        self._pieces: Generator[CopyPiece] = pieces_of(copies)
         self._lock = threading.Condition()
         self._busy: dict[int, int] = {}
         self._floor = copies[0].slot if copies else 0
@@ -80,7 +80,7 @@ class HostCopies:
             self._return(error)
             raise
 
-    def _take(self) -> Piece | None:
+    def _take(self) -> CopyPiece | None:
         with self._lock:
             if self._exhausted:
                 return None

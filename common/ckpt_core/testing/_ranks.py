@@ -76,7 +76,7 @@ def run_ranks(
         try:
             for rank in ranks:
                 rank.start(
-                    _Task(
+                    _RankCall(
                         call=call,
                         stem=rank.stem,
                         environment=rank_environment(rank.rank, world_size, store.port),
@@ -100,7 +100,7 @@ class _Rank:
         self.expected_to_die = expected_to_die
         self.process: ForkServerProcess
 
-    def start(self, task: _Task) -> None:
+    def start(self, task: _RankCall) -> None:
         context = multiprocessing.get_context("forkserver")
         self.process = context.Process(target=_child, args=(task,), name=f"rank-{self.rank}", daemon=True)
         self.process.start()
@@ -197,7 +197,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Task:
+class _RankCall:
     """The work of a rank.
 
     `call` is pickled apart, so that its import errors are reported like others.
@@ -210,7 +210,7 @@ class _Task:
     process_group: bool
 
 
-def _child(task: _Task) -> None:
+def _child(task: _RankCall) -> None:
     stem = task.stem
     os.environ.clear()
     os.environ.update(task.environment)
@@ -236,7 +236,7 @@ def _child(task: _Task) -> None:
     os._exit(0)
 
 
-def _call(task: _Task) -> Any:
+def _call(task: _RankCall) -> Any:
     import torch
     import torch.distributed as dist
 

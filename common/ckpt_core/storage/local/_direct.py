@@ -29,7 +29,7 @@ def write_direct(target: PathAt, pieces: Iterable[memoryview]) -> None:
         OSError: a write or the fsync failed.
     """
     with target.create_stream(buffering=0) as file, _DirectFile(target, file.fileno()) as direct:
-        with _Crew(direct) as crew:
+        with _Writers(direct) as crew:
             offset = 0
             for piece in pieces:
                 crew.take(piece, offset)
@@ -39,7 +39,7 @@ def write_direct(target: PathAt, pieces: Iterable[memoryview]) -> None:
 
 
 @final
-class _Crew:
+class _Writers:
     """Threads that each write a piece while the next one is being prepared.
 
     Plain threads, because an executor takes no work while the interpreter ends, when a last save may still
