@@ -266,7 +266,9 @@ def test_a_write_that_wakes_up_after_the_root_was_given_back_leaves_the_next_job
         others = set(threading.enumerate())
         first.save(1, state_of(7))
         (thread,) = (each for each in set(threading.enumerate()) - others if each.name == "ckpt-save")
-        with pytest.raises(SaveError, match=r"step 1 was not saved.*rank 0: writing the tensors has made no progress"):
+        with pytest.raises(
+            SaveError, match=r"step 1 was not saved.*rank 0: writing the tensors has made no progress"
+        ):
             first.close()
         with manager(root) as second:
             assert saved(second, 1) == 1
