@@ -311,7 +311,7 @@ def prune_by_name(storage):
 
 def test_that_files_stay_behind_is_said_once_for_a_root(caplog):
     storage = posix_like()
-    _strangers._told.discard(storage.url)
+    _strangers._warned.discard(storage.url)
     for step in (1, 2, 3):
         save(storage, step)
         put(storage, f"step-{step:09d}")
