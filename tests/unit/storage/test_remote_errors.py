@@ -37,6 +37,13 @@ def test_an_unreachable_endpoint_is_an_os_error():
         raise exceptions.EndpointConnectionError(endpoint_url="http://x")
 
 
+@pytest.mark.parametrize("response", [None, object()])
+def test_a_lost_connection_is_an_os_error(response):
+    exceptions = pytest.importorskip("botocore.exceptions")
+    with pytest.raises(OSError, match="ConnectionClosedError"), translated_errors("s3://b/r"):
+        raise exceptions.ConnectionClosedError(endpoint_url="http://x", request=None, response=response)
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("x"), OSError(28, "x"), FileNotFoundError(2, "x")])
 def test_other_errors_pass_unchanged(error):
     with pytest.raises(type(error)) as caught, translated_errors("s3://b/r"):

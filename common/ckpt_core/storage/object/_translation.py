@@ -140,7 +140,9 @@ def _of_answer(error: OSError, answer: Exception, text: str, url: str) -> OSErro
 
 def _code(answer: Exception) -> str:
     """Return S3's code of an error; "" if it is not from S3."""
-    return str(getattr(answer, "response", {}).get("Error", {}).get("Code", ""))
+    # Of a lost connection botocore has the attribute, too: None, or a response without a body.
+    response = getattr(answer, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def _archived(text: str, url: str) -> ArchivedError:
