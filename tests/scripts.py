@@ -52,6 +52,7 @@ def _child(command: list[str], cwd: str, environment: dict[str, str], folder: st
         warnings.simplefilter(environment["PYTHONWARNINGS"])
     if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    multiprocessing.set_start_method(None, force=True)  # as in any script, not as in this child
     code = _code_of(command)
     # In the order of the interpreter; `os._exit` in place of its end, at which gloo's threads may abort.
     threading._shutdown()

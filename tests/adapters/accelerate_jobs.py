@@ -114,7 +114,12 @@ def loader(job: Job) -> Any:
     dataset: Any = Stream() if job.data == "iterable" else Samples()
     shuffle = None if job.data == "iterable" else True
     return torch.utils.data.DataLoader(
-        dataset, batch_size=batch, shuffle=shuffle, num_workers=job.num_workers
+        dataset,
+        batch_size=batch,
+        shuffle=shuffle,
+        num_workers=job.num_workers,
+        # Of a rank, too, which comes from a fork server and would start another one for them.
+        multiprocessing_context="fork" if job.num_workers else None,
     )
 
 
