@@ -12,6 +12,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +38,12 @@ def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
 def _hearing(kind: str, points: int, folder: Path) -> Iterator[Outcome]:
     """All that the referee finds of one kind of training."""
     folder.mkdir()
-    address = str(folder / "socket")
+    # Elsewhere: the name of a socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory() as short:
+        yield from _heard(kind, points, folder, f"{short}/socket")
+
+
+def _heard(kind: str, points: int, folder: Path, address: str) -> Iterator[Outcome]:
     command = [
         sys.executable, "-m", "ckpt_chaos", "run",
         "--work", str(folder / "work"),
