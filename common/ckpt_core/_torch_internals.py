@@ -6,8 +6,8 @@ When a new torch moves one, this module is where to mend it, and `tests/test_pri
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
@@ -23,18 +23,15 @@ from torch.storage import _dtype_to_storage_type_map as storage_types_by_dtype
 from torch.storage import _new_dtypes as new_dtypes
 from torch.storage import _storage_type_to_dtype_map as dtypes_by_storage_type
 
-STEP_HOOKS: Final[Mapping[str, Any]] = {
-    "_optimizer_step_pre_hooks": OrderedDict(),
-    "_optimizer_step_post_hooks": OrderedDict(),
-}
-"""Attributes of an optimizer whose `step` runs no hooks."""
+
+def without_step_hooks() -> dict[str, Any]:
+    """Return attributes for an optimizer without step hooks; new ones, to be added to."""
+    return {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
 
 
-def copy_all(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False
-) -> None:
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
     """Copy many tensors with one call, `torch._foreach_copy_`."""
-    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -72,7 +69,6 @@ def metadata_path(reader: Any, rank: int | None) -> Any:
 
 
 __all__ = [
-    "STEP_HOOKS",
     "PrefixStore",
     "ShardedTensor",
     "StorageInfo",
@@ -91,4 +87,5 @@ __all__ = [
     "sharded_tensor",
     "storage_types_by_dtype",
     "version_of",
+    "without_step_hooks",
 ]

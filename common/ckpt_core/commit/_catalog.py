@@ -10,6 +10,7 @@ from typing import Final, final
 from ckpt_core.commit._lineage import on_present_line, present_lineage
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._marks import (
+    PINS_REMEDY,
     Mark,
     Marks,
     known_marks,
@@ -433,7 +434,7 @@ def _pins_or_none(storage: Storage) -> dict[int, str] | None:
         pins = read_pins(storage)
     except CorruptCheckpointError as error:
         problem = "; ".join(failure.problem for failure in error.failures)
-        warn_once(storage, PINS, problem, so_that="no checkpoint is pruned until it is repaired or deleted")
+        warn_once(storage, PINS, problem, so_that=PINS_REMEDY)
         return None
     note_readable(storage, PINS)
     return pins

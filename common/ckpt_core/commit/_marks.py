@@ -88,7 +88,7 @@ def _acquire(storage: Storage, key: str, patience_seconds: float) -> Lock:
 
 MAX_PINS_BYTES: Final = 16 << 20
 
-_REMEDY: Final = "no checkpoint is pruned until the file is repaired or deleted"
+PINS_REMEDY: Final = "no checkpoint is pruned until the file is repaired or deleted"
 
 
 def read_pins(storage: Storage) -> dict[int, str]:
@@ -102,12 +102,14 @@ def read_pins(storage: Storage) -> dict[int, str]:
     except FileNotFoundError:
         return {}
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{error}; {_REMEDY}", failures=error.failures) from error
+        raise CorruptCheckpointError(f"{error}; {PINS_REMEDY}", failures=error.failures) from error
     try:
         return {int(step): str(reason) for step, reason in json.loads(content)["pins"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         failure = FileFailure(path=PINS, problem=f"malformed: {error}")
-        raise CorruptCheckpointError(f"{storage.url}/{failure}; {_REMEDY}", failures=(failure,)) from error
+        raise CorruptCheckpointError(
+            f"{storage.url}/{failure}; {PINS_REMEDY}", failures=(failure,)
+        ) from error
 
 
 def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:

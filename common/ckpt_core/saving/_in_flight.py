@@ -34,10 +34,6 @@ class _Heartbeat:
         return self.since + self.limit_seconds - time.monotonic()
 
 
-def _log_broken(error: BaseException) -> None:
-    _logger.error("a task of the save thread broke", exc_info=error)
-
-
 @final
 class Task:
     """One piece of work for the save thread.
@@ -56,7 +52,7 @@ class Task:
         self,
         run: Callable[[], None],
         give_up: Callable[[str], None],
-        fail: Callable[[BaseException], None] = _log_broken,
+        fail: Callable[[BaseException], None],
     ) -> None:
         self.run = run
         self.give_up = give_up

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from ckpt_core._torch_internals import STEP_HOOKS
+from ckpt_core._torch_internals import without_step_hooks
 from ckpt_core.errors import IncompatibleCheckpointError
 
 
@@ -25,7 +25,7 @@ def probe(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor)
     double.__dict__.update(
         state=defaultdict(dict),
         param_groups=[{**optimizer.param_groups[group], "params": [copy]}],
-        **STEP_HOOKS,
+        **without_step_hooks(),
     )
     # The instance's `step` may be a scheduler's wrapper around the live optimizer.
     type(optimizer).step(double)

@@ -24,6 +24,7 @@ from ckpt_core.state import (
     rng_state,
     unwrap_optimizer,
 )
+from ckpt_core.state._groups import probe
 from tests.unit.state.round_trip import assert_equal, full, load, save, stock
 
 
@@ -164,6 +165,28 @@ def test_names_are_those_of_torch_whatever_wraps_the_model():
     assert_equal(ours, theirs)
     assert_equal(dict(model_state(wrapped)), dict(get_model_state_dict(wrapped)))
     assert ours["state"]["embed.weight"]["exp_avg"] is optimizer.state[net.embed.weight]["exp_avg"]
+
+
+class Hooking(torch.optim.SGD):
+    """Adds a hook to itself in every step, as a profiler or a clipping wrapper may."""
+
+    def __init__(self, parameters, calls):
+        super().__init__(parameters, lr=0.1)
+        self.calls = calls
+
+    def step(self, closure=None):
+        self.register_step_post_hook(lambda *_: self.calls.append("hook"))
+        return super().step(closure)
+
+
+def test_a_probe_leaves_no_hook_to_the_live_optimizer_nor_to_the_next_probe():
+    weight, calls = nn.Parameter(torch.zeros(2)), []
+    optimizer = Hooking([weight], calls)
+    probe(optimizer, 0, weight)
+    calls.clear()
+    probe(Hooking([weight], []), 0, weight)
+    assert calls == []
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_tied_and_frozen_parameters_come_back(tmp_path):
