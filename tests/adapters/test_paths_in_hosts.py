@@ -105,3 +105,17 @@ def test_the_command_line_finds_a_checkpoint_by_any_spelling(
     for path in (f"{link}/run", f"file://{root}", "."):
         assert main(["ls", path, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["root"] == str(root)
+
+
+def test_a_trainer_whose_output_directory_is_a_url_saves_to_that_store_and_resumes_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)  # the Trainer itself makes a directory of that name here
+    job = TrainerJob(root="memory://trainers/run", steps=2, save_steps=1)
+    trainer(job).train()
+    assert [info.step for info in CheckpointManager(job.root).checkpoints()] == [1, 2]
+    trainer(job.but(steps=3)).train(resume_from_checkpoint=True)
+    trainer(job.but(steps=4)).train(resume_from_checkpoint=f"{job.root}/checkpoint-3")
+    assert [info.step for info in CheckpointManager(job.root).checkpoints()] == [1, 2, 3, 4]
+    assert list(tmp_path.rglob("*.distcp")) == []
