@@ -8,6 +8,9 @@ WORKERS ?= 2
 ARGS    ?=
 MODULE  ?= benchmarks.save
 
+# Without bytecode every process compiles all of ours again, and pytest rewrites every test.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV    := .venv
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check

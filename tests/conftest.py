@@ -6,17 +6,20 @@ import sys
 from collections.abc import Generator
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests.frozen import freeze
 from tests.support.emulators import emulator, forget_memory
+from tests.support.fork_server import start_fork_server, use_fork_server
 
 pytest.register_assert_rewrite("ckpt_core.testing._storage_suite")
 
-# A busy machine is no defect: no property may fail for being slow.
-settings.register_profile("ckpt-suite", deadline=None)
+# A busy machine is no defect: no property may fail for being slow. For more: `--hypothesis-profile=thorough`.
+settings.register_profile("ckpt-suite", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("ckpt-suite")
 
 # gcsfs asks Google over gRPC what kind of bucket it has, which on an emulator ends in a minute of time-outs.
@@ -35,6 +38,29 @@ _OF_TORCH = (
     "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "ckpt_core.manager", "pytest",
 )  # fmt: skip
 _OF_HOSTS = ("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer")
+_FORK_SERVER = pytest.StashKey[str | None]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that no worker is left alone with one in the end."""
+    longest = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in longest)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have one fork server for all workers of xdist, which imports while they collect."""
+    if (address := getattr(config, "workerinput", {}).get("fork_server")) is not None:
+        use_fork_server(address)
+    elif getattr(config.option, "numprocesses", None):
+        hosts = [name for name in _OF_HOSTS if find_spec(name.partition(".")[0]) is not None]
+        multiprocessing.set_forkserver_preload([*_OF_TORCH, *hosts, "tests.frozen"])
+        config.stash[_FORK_SERVER] = start_fork_server()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["fork_server"] = node.config.stash.get(_FORK_SERVER, None)
 
 
 def pytest_collection_finish() -> None:

@@ -15,8 +15,6 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -107,15 +105,6 @@ def fork(act: Act, *, group: int | None = None) -> Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(child, group)
     return Child(pid=child, stream=reader)
-
-
-def spawn(command: Sequence[str]) -> Child:
-    """Run a command, whose output goes to the standard error; its end is all that it tells."""
-    reader, writer = os.pipe()
-    process = subprocess.Popen(command, stdout=sys.stderr, pass_fds=[writer])
-    os.close(writer)
-    process.returncode = 0  # it is waited for here
-    return Child(pid=process.pid, stream=reader)
 
 
 def _perform(act: Act, writer: int, group: int | None) -> None:

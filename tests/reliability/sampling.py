@@ -1,15 +1,14 @@
-"""Samples for pytest: a part of `python -m tests.reliability`, in a process that may fork."""
+"""Samples for pytest: a part of `python -m tests.reliability`, in a warm process that may fork."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.reliability.outcome import Outcome
+from tests.scripts import run_python
 
 ROOT = Path(__file__).parents[2]
 SEED = 20261121
@@ -28,11 +27,11 @@ def attempt(
 ) -> tuple[dict[str, Any], str]:
     """What the command writes as JSON, whatever it found, and what it prints."""
     out = folder / "out.json"
-    command = [sys.executable, "-m", "tests.reliability", "--only", parts, "--seed", str(seed)]
-    command += ["--root", str(folder), "--json", str(out)]
+    command: list[str | Path] = ["-m", "tests.reliability", "--only", parts, "--seed", str(seed)]
+    command += ["--root", folder, "--json", out]
     command += [] if count is None else ["--count", str(count)]
     command += [word for case in cases for word in ("--case", case)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=230, check=False)
+    done = run_python(*command, cwd=ROOT, timeout=230)
     output = f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     assert out.exists(), output
     return json.loads(out.read_text()), output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import runpy
 import shutil
 import sys
 import traceback
@@ -121,11 +122,17 @@ def pair(job: Job, root: Path, case: Case | None, *, resume: bool) -> Run:
 
 
 def launch(job: Job, root: Path, case: Case | None, *, resume: bool) -> Run:
-    """A script that Lightning runs once more for the other rank."""
+    """A module, run in a fork, that Lightning runs once more, in a fresh interpreter, for the other rank."""
     told = json.dumps({"job": asdict(job), "root": str(root), "resume": resume})
-    command = [sys.executable, "-m", "tests.reliability.preemption.host_lightning", told]
+
+    def be(tell: forks.Tell) -> None:
+        del tell
+        os.dup2(2, 1)
+        sys.argv[1:] = [told]
+        runpy.run_module("tests.reliability.preemption.host_lightning", run_name="__main__", alter_sys=True)
+
     with _director(case) as director:
-        return director.attend([forks.spawn(command)], results=RANKS)
+        return director.attend([forks.fork(be)], results=RANKS)
 
 
 def _director(case: Case | None) -> Director:
