@@ -53,6 +53,9 @@ TORCH = {
     "torch.distributed.distributed_c10d:PrefixStore": None,
     "torch.distributed.distributed_c10d:_get_default_store": "",
     "torch.distributed.tensor.placement_types:_StridedShard": "dim",
+    "torch.utils.data:DataLoader._get_iterator": "",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter": None,
+    "torch.utils.data.dataloader:_BaseDataLoaderIter._reset": "loader first_iter",
 }
 LIGHTNING = {
     "strategies.fsdp:_lazy_load": "filename",
@@ -170,6 +173,12 @@ FSSPEC = {
 # Of objects that tests of their own make; and what other languages than Python's privacy means by "_".
 ELSEWHERE = {
     "_drop_last": "accelerate.data_loader.DataLoaderDispatcher",
+    "_dataset_fetcher": "a loader's iterator, set in its constructor: see tests/unit/data",
+    "_index_sampler": "the same",
+    "_iterator": "torch.utils.data.DataLoader, set in its constructor: the same",
+    "_num_yielded": "a loader's iterator: the same",
+    "_sampler_iter": "the same",
+    "_sampler_iter_yielded": "torchdata's iterator: the same",
     "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",
     "_fields": "namedtuple, public",
