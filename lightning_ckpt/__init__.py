@@ -1,8 +1,8 @@
 """Asynchronous, sharded, committed checkpoints for Lightning.
 
-One callback or one plugin is all that a Trainer needs.
+One callback or one plugin is all that a Trainer needs; `setup_fabric` is for Fabric.
 
-The names here are those of the `lightning` package, or of `pytorch_lightning` where only that is installed.
+Those for a Trainer are of the `lightning` package, or of `pytorch_lightning` where only that is installed.
 With both installed, users of the latter import them from `lightning_ckpt.pytorch_lightning`: the two packages
 do not accept each other's classes.
 """
@@ -14,14 +14,25 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_ckpt.fabric._checkpoints import FabricCheckpoints, setup_fabric
     from lightning_ckpt.lightning import ShardedCheckpoint, ShardedCheckpointIO, load_from_checkpoint
 
-__all__ = ["ShardedCheckpoint", "ShardedCheckpointIO", "load_from_checkpoint"]
+__all__ = [
+    "FabricCheckpoints",
+    "ShardedCheckpoint",
+    "ShardedCheckpointIO",
+    "load_from_checkpoint",
+    "setup_fabric",
+]
+
+_FABRIC = {"FabricCheckpoints", "setup_fabric"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'lightning_ckpt' has no attribute {name!r}")
+    if name in _FABRIC:  # without a Trainer's package, which takes seconds to import
+        return getattr(import_module("lightning_ckpt.fabric._checkpoints"), name)
     for package in ("lightning", "pytorch_lightning"):
         if find_spec(package) is not None:
             value = getattr(import_module(f"lightning_ckpt.{package}"), name)

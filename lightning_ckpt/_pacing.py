@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 from ckpt_core.cadence import PREEMPTION
 from ckpt_core.disclosure import logger_of
@@ -18,6 +19,8 @@ from lightning_ckpt.loops import Evaluations, Running, SignalTakeover, Validatio
 _logger = logger_of(__name__)
 _LAST_STEP = "last step"
 _BEST = "best"
+_warned_of: Final = set[str]()
+"""The roots for which this process has warned of a fit that continues from nothing."""
 _NEVER_LEFT_OUT = {_LAST_STEP, _BEST}
 _FOLLOWED_BY_TRAINING = {"on_train_batch_end", "on_validation_end"}
 """Hooks after which no averaging callback changes weights before `Session.settle` is called again."""
@@ -229,11 +232,16 @@ class Pacing:
 
     def _warn_of_abandoned(self, committed: Sequence[CheckpointInfo]) -> None:
         if self._trainer.is_global_zero:
-            _logger.warning(
+            # The folds of a cross-validation are many fits, and one warning.
+            level = logging.INFO if self._root in _warned_of else logging.WARNING
+            _warned_of.add(self._root)
+            _logger.log(
+                level,
                 "this fit continues from no checkpoint in %s, which holds %d of an earlier run, up to %s: "
                 "from its first save on those are abandoned, and ckpt_path='last' and 'best' mean this "
                 "run's. To continue from them instead, stop it and call fit(..., ckpt_path='last'); to keep "
-                "runs apart, give each a dirpath of its own",
+                "runs apart, such as the folds of a cross-validation, give each a dirpath of its own. "
+                "Further fits of this process into it are logged as information only",
                 self._root, len(committed), committed[-1].name,
             )  # fmt: skip
 

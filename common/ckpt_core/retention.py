@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, final
 
@@ -81,8 +82,9 @@ class KeepEvery(RetentionPolicy):
         require("KeepEvery", integer("steps", self.steps, minimum=1))
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        past_first = sorted((info for info in history if info.step >= self.steps), key=_by_step)
-        return _first_of_each(past_first, lambda info: info.step // self.steps)
+        # The last to be set is the first of its interval.
+        newest_first = sorted((info.step for info in history), reverse=True)
+        return frozenset({step // self.steps: step for step in newest_first if step >= self.steps}.values())
 
 
 @final
@@ -304,28 +306,49 @@ def plan_prune(
         last: the step committed last; by default by timestamps, although a clock may have been set back.
     """
     ordered = sorted(history, key=_by_step)
-    usable = [info for info in ordered if info.usable]
+    usable = [info for info in ordered if info.damaged is None and info.bad is None]
     present = [info for info in usable if not info.abandoned]
     others = [info for info in usable if info.abandoned and (abandoned == "keep" or info.pinned is not None)]
     if abandoned == "prune":
         others += _in_free_places(policy, [info for info in usable if info.abandoned], present, now)
-    reasons: dict[int, tuple[str, ...]] = {}
-    kept = list(_kept(policy, present, now))
-    if not kept and unknown_metrics(policy, present):
-        kept = [(info.step, UNRANKED) for info in present]
-    for step, reason in (*_guaranteed(present, last), *kept):
-        reasons[step] = (*reasons.get(step, ()), reason)
+    reasons = _reasons(policy, present, now, last)
     stays = {info.name for info in others}
     drop = [
         info for info in usable if info.name not in stays and (info.abandoned or info.step not in reasons)
     ]
+    marked = [info for info in ordered if not info.usable] if len(usable) < len(ordered) else []
     return PrunePlan(
-        keep=MappingProxyType(dict(sorted(reasons.items()))),
+        keep=MappingProxyType(reasons),
         drop=tuple(drop),
-        damaged=tuple(info for info in ordered if info.damaged is not None),
-        bad=tuple(info for info in ordered if info.bad is not None and info.damaged is None),
+        damaged=tuple(info for info in marked if info.damaged is not None),
+        bad=tuple(info for info in marked if info.damaged is None),
         abandoned=tuple(others),
     )
+
+
+def _reasons(
+    policy: RetentionPolicy, present: Sequence[CheckpointInfo], now: float, last: int | None
+) -> dict[int, tuple[str, ...]]:
+    """Map each step that stays to the reasons, lowest step first.
+
+    Args:
+        policy: to apply.
+        present: the usable checkpoints of the present lineage, lowest step first.
+        now: Unix time in seconds.
+        last: the step committed last, if known.
+    """
+    kept = [(repr(member), member.keep(present, now)) for member in _flat(policy, AnyOf)]
+    if not any(steps for _, steps in kept) and unknown_metrics(policy, present):
+        kept = [(UNRANKED, frozenset(info.step for info in present))]
+    reasons = dict[int, tuple[str, ...]]()
+    for step, reason in _guaranteed(present, last):
+        reasons[step] = (*reasons.get(step, ()), reason)
+    for reason, steps in kept:
+        # Thousands of steps share the tuple of their only reason.
+        alone = (reason,)
+        twice = {step: (*reasons[step], reason) for step in reasons.keys() & steps}
+        reasons = {**reasons, **dict.fromkeys(steps, alone), **twice}
+    return {step: reasons[step] for step in sorted(reasons)}
 
 
 def _in_free_places(
@@ -396,6 +419,8 @@ def _as_the_past(
 
 def withheld(plan: PrunePlan, drop: Sequence[CheckpointInfo]) -> PrunePlan:
     """Restrict a plan to `drop`, if no checkpoint that stays is known to be whole."""
+    if len(drop) == len(plan.drop):
+        return plan
     names = {info.name for info in drop}
     kept = {info.step: (UNVERIFIED,) for info in plan.drop if info.name not in names and not info.abandoned}
     others = tuple(info for info in plan.drop if info.name not in names and info.abandoned)
@@ -405,8 +430,11 @@ def withheld(plan: PrunePlan, drop: Sequence[CheckpointInfo]) -> PrunePlan:
 
 def unknown_metrics(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> tuple[str, ...]:
     """List metrics that the policy ranks by and that no checkpoint has; sorted."""
-    there = {name for info in history for name, value in info.metrics.items() if math.isfinite(value)}
-    return tuple(sorted(_worst(policy).keys() - there))
+    return tuple(
+        metric
+        for metric in sorted(_worst(policy))
+        if not any(math.isfinite(info.metrics.get(metric, math.nan)) for info in history)
+    )
 
 
 def _worst(policy: RetentionPolicy) -> dict[str, float]:
@@ -425,21 +453,13 @@ def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable
         return
     newest, youngest = max(history, key=_by_step).step, max(history, key=_by_age).step
     yield newest, "newest"
-    there = {info.step for info in history if info.step != newest}
-    for step in there & {youngest, last}:
-        yield step, "committed last"
+    if last is not None and last != newest and any(info.step == last for info in history):
+        yield last, "committed last"
+    if youngest not in {newest, last}:
+        yield youngest, "committed last"
     for info in history:
         if info.pinned is not None:
             yield info.step, f"pinned: {info.pinned}"
-
-
-def _kept(
-    policy: RetentionPolicy, history: Sequence[CheckpointInfo], now: float
-) -> Iterable[tuple[int, str]]:
-    for member in _flat(policy, AnyOf):
-        reason = repr(member)
-        for step in member.keep(history, now):
-            yield step, reason
 
 
 def _first_of_each(
@@ -451,12 +471,8 @@ def _first_of_each(
     return frozenset(first.values())
 
 
-def _by_step(info: CheckpointInfo) -> int:
-    return info.step
-
-
-def _by_age(info: CheckpointInfo) -> tuple[float, int]:
-    return info.created, info.step
+_by_step = attrgetter("step")
+_by_age = attrgetter("created", "step")
 
 
 def _flat(policy: RetentionPolicy, kind: type[AnyOf] | type[AllOf]) -> tuple[RetentionPolicy, ...]:

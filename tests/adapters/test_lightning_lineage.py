@@ -110,6 +110,16 @@ def test_a_fresh_fit_into_a_used_directory_trains_to_its_end_and_says_so_at_its_
     assert lineages(tmp_path) == 2
 
 
+def test_folds_in_one_directory_are_one_warning(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "lightning_ckpt"):
+        for _ in range(4):
+            train(tmp_path, 2)
+
+    said = [each for each in caplog.records if "of an earlier run" in each.getMessage()]
+    assert [each.levelno for each in said] == [logging.WARNING, logging.INFO, logging.INFO]
+    assert lineages(tmp_path) == 4
+
+
 def test_retention_and_best_never_count_an_earlier_run(tmp_path):
     keep = KeepLatest(1) | KeepBest("score")
     for max_epochs in (3, 2):

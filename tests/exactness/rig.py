@@ -84,6 +84,7 @@ def in_turn(jobs: list[Job]) -> list[Observed]:
     # Ranks are daemons, which may have no children; loaders with workers need some.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)
     return [_train(job) for job in jobs]
 
 

@@ -169,7 +169,7 @@ class Net(nn.Module):
         """The samples with noise from every generator that is part of a checkpoint."""
         if not self.noisy:
             return x
-        return x + 0.01 * (random.random() + np.random.rand() + torch.rand(()))  # noqa: NPY002
+        return x + 0.01 * (random.random() + np.random.rand() + torch.rand(()))
 
 
 def schedule(step: int) -> float:
@@ -181,7 +181,7 @@ def seed_everything(job: Job, rank: int) -> None:
     """Give every rank that sees data of its own other random numbers."""
     seed = job.seed + job.place.replica(rank)
     torch.manual_seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
     random.seed(seed)
 
 
@@ -223,7 +223,7 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def generators() -> str:
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    kind, keys, *rest = np.random.get_state()
     parts = (torch.get_rng_state().numpy().tobytes(), keys.tobytes(), repr((kind, rest, random.getstate())))
     return digest(*parts)
 

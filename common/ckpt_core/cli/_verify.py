@@ -53,16 +53,16 @@ class _Result:
 
 def run(arguments: Namespace) -> Outcome:
     """Verify a checkpoint, chosen ones of a root, or what stock DCP wrote."""
-    wants_root = arguments.step is not None or arguments.all
     digest = _digest(arguments)
+    wants_root = arguments.step is not None or arguments.all
     if not wants_root and (found := _one_checkpoint(arguments, digest)) is not None:
         return found
     storage = open_root(arguments.place, arguments.storage_options)
+    if arguments.all:
+        return _every_one(storage, strict=arguments.strict)
     names = _names(Catalog(storage), arguments)
     if names:
         return outcome(storage, names, strict=arguments.strict, digest=digest)
-    if wants_root:
-        raise CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
     return _stock(arguments, digest)
 
 
@@ -98,8 +98,19 @@ def _one_checkpoint(arguments: Namespace, digest: str | None) -> Outcome | None:
 def _names(catalog: Catalog, arguments: Namespace) -> list[str]:
     if arguments.step is not None:
         return [catalog.find(step=arguments.step).name]
-    infos = catalog.committed(abandoned=bool(arguments.all))
-    return [info.name for info in (infos if arguments.all else infos[-1:])]
+    return [info.name for info in catalog.committed()[-1:]]
+
+
+def _every_one(storage: Storage, *, strict: bool) -> Outcome:
+    """Verify every checkpoint of a root; one whose marker cannot be read fails."""
+    survey = Catalog(storage).survey()
+    results = [_verified(storage, info.name) for info in survey.everything]
+    for name, error in sorted(survey.unreadable.items()):
+        failures = getattr(error, "failures", ()) or [FileFailure(path=MARKER, problem=str(error))]
+        results.append(_Result(name=name, failures=failures, note=" (its marker cannot be read)"))
+    if not results:
+        raise CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
+    return _reported(storage, results, strict=strict)
 
 
 def _stock(arguments: Namespace, digest: str | None) -> Outcome:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
-from ckpt_core.commit._lineage import on_present_line, present_lineage
+from ckpt_core.commit._lineage import by_step, on_present_line, present_lineage
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._marks import (
     PINS_REMEDY,
@@ -68,21 +68,19 @@ class Survey:
             step is unknown.
         abandoned: committed checkpoints of other lineages, oldest step first.
         lineage: the present lineage.
-        size: the number of directories with a marker.
     """
 
     committed: list[CheckpointInfo]
     unreadable: dict[str, CheckpointError | OSError]
     abandoned: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
     lineage: Lineage = field(default_factory=Lineage)
-    size: int = 0
 
     @property
     def everything(self) -> list[CheckpointInfo]:
         """All committed checkpoints, abandoned ones included, oldest step first."""
         if not self.abandoned:
             return list(self.committed)
-        return on_present_line([*self.committed, *self.abandoned], self.lineage)
+        return sorted([*self.committed, *self.abandoned], key=by_step)
 
 
 @final
@@ -120,12 +118,15 @@ class Catalog:
         def read(name: str) -> CheckpointInfo:
             return self.marker(name).info(name)
 
-        for _ in range(_MOST_LISTINGS - 1):
-            listed = countable_names(self._storage)
-            survey = survey_of(self._storage, listed, read)
-            if survey.size == len(listed) or countable_names(self._storage) == listed:
-                return survey
-        return survey_of(self._storage, countable_names(self._storage), read)
+        listed = countable_names(self._storage)
+        for _ in range(_MOST_LISTINGS):
+            infos, unreadable = read_all(listed, read)
+            if len(infos) + len(unreadable) == len(listed):
+                break
+            before, listed = listed, countable_names(self._storage)
+            if before == listed:
+                break
+        return with_remarks(self._storage, arrange(self._storage, infos, unreadable), unreadable)
 
     def latest(self) -> CheckpointInfo | None:
         """Return the newest unmarked checkpoint of the present lineage, or None.
@@ -207,7 +208,7 @@ class Catalog:
         in_place = not self._storage.supports_rename
         return [
             name
-            for name in _directories(self._storage)
+            for name in sorted(self._storage.directories(""))
             if is_incomplete(name) or is_trash(name) or (in_place and _is_torn_step(self._storage, name))
         ]
 
@@ -216,7 +217,7 @@ class Catalog:
 
         Only a user deletes them.
         """
-        return [name for name in _directories(self._storage) if is_corrupt(name)]
+        return [name for name in sorted(self._storage.directories("")) if is_corrupt(name)]
 
     def pins(self) -> dict[int, str]:
         """Return step -> reason for every step protected from pruning.
@@ -353,53 +354,75 @@ def _preferred(info: CheckpointInfo) -> tuple[bool, bool, int, float, str]:
     return not info.abandoned, info.usable, info.lineage.number, info.created, info.name
 
 
-def _directories(storage: Storage) -> list[str]:
-    """List the directories of the root, without links, which never count."""
-    return [entry.name for entry in storage.list("") if entry.is_directory and not entry.is_link]
-
-
 def countable_names(storage: Storage) -> list[str]:
     """List the directories that are checkpoints if they hold a marker."""
-    return [name for name in _directories(storage) if can_count(name)]
+    return [name for name in sorted(storage.directories("")) if can_count(name)]
 
 
-def survey_of(storage: Storage, names: Sequence[str], read: Callable[[str], CheckpointInfo]) -> Survey:
-    """Build the survey of these directories.
-
-    Args:
-        storage: the root.
-        names: the directories.
-        read: reads the marker of a directory; errors as by `Catalog.marker`.
-    """
-    pins, marks = _pins_or_none(storage), known_marks(storage)
-    has_remarks = pins != {} or bool(marks.damaged or marks.bad)
-    committed: list[CheckpointInfo] = []
+def read_all(
+    names: Iterable[str], read: Callable[[str], CheckpointInfo]
+) -> tuple[list[CheckpointInfo], dict[str, CheckpointError | OSError]]:
+    """Read the markers of directories; return the checkpoints, and errors by name."""
+    infos: list[CheckpointInfo] = []
     unreadable: dict[str, CheckpointError | OSError] = {}
     for name in names:
         try:
-            info = read(name)
+            infos.append(read(name))
         except CheckpointNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
             unreadable[name] = error
-        else:
-            if not has_remarks:
-                committed.append(info)
-                continue
-            pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step)
-            damaged, bad = (problem_of(kind, name, info.save_id) for kind in (marks.damaged, marks.bad))
-            plain = pinned is None and damaged is None and bad is None
-            committed.append(info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad))
+    return infos, unreadable
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arranged:
+    """The checkpoints of a root without pins and marks, as they were committed.
+
+    Attributes:
+        infos: oldest step first, with `abandoned` set.
+        lineage: the present lineage.
+    """
+
+    infos: list[CheckpointInfo]
+    lineage: Lineage
+
+
+def arrange(storage: Storage, infos: Sequence[CheckpointInfo], unreadable: Iterable[str] = ()) -> Arranged:
+    """Arrange checkpoints along the present lineage.
+
+    Args:
+        storage: the root.
+        infos: every committed checkpoint.
+        unreadable: directories whose marker cannot be read.
+    """
     others = [lineage for name in unreadable if (lineage := _lineage_in_manifest(storage, name)) is not None]
-    present = present_lineage(committed, others)
-    judged = on_present_line(_without_replaced(committed), present)
+    present = present_lineage(infos, others)
+    return Arranged(infos=on_present_line(_without_replaced(infos), present), lineage=present)
+
+
+def with_remarks(
+    storage: Storage, arranged: Arranged, unreadable: Mapping[str, CheckpointError | OSError]
+) -> Survey:
+    """Add the present pins and marks, and directories whose marker cannot be read."""
+    pins, marks = _pins_or_none(storage), known_marks(storage)
+    infos = arranged.infos
+    if pins != {} or marks.damaged or marks.bad:
+        infos = [_remarked(info, pins, marks) for info in infos]
     return Survey(
-        lineage=present,
-        committed=[info for info in judged if not info.abandoned],
-        unreadable=unreadable,
-        abandoned=[info for info in judged if info.abandoned],
-        size=len(committed) + len(unreadable),
+        lineage=arranged.lineage,
+        committed=[info for info in infos if not info.abandoned],
+        unreadable=dict(unreadable),
+        abandoned=[info for info in infos if info.abandoned],
     )
+
+
+def _remarked(info: CheckpointInfo, pins: Mapping[int, str] | None, marks: Marks) -> CheckpointInfo:
+    pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step)
+    damaged, bad = (problem_of(kind, info.name, info.save_id) for kind in (marks.damaged, marks.bad))
+    plain = pinned is None and damaged is None and bad is None
+    return info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad)
 
 
 def _lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
@@ -410,7 +433,7 @@ def _lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
         return None
 
 
-def _without_replaced(committed: list[CheckpointInfo]) -> list[CheckpointInfo]:
+def _without_replaced(committed: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     """Leave out checkpoints that were set aside and whose successor has the name."""
     names = {info.name for info in committed}
     return [info for info in committed if set_aside(info.name) not in names]

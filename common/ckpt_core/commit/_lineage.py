@@ -37,7 +37,7 @@ def on_present_line(infos: Sequence[CheckpointInfo], present: Lineage | None = N
         for info in infos
         for abandoned in (info.step > limits.get(info.lineage.id, -1),)
     ]
-    return sorted(judged, key=_by_step)
+    return sorted(judged, key=by_step)
 
 
 def present_lineage(infos: Sequence[CheckpointInfo], others: Sequence[Lineage] = ()) -> Lineage:
@@ -121,5 +121,6 @@ def _id(value: object) -> str:
     return value
 
 
-def _by_step(info: CheckpointInfo) -> tuple[int, bool, int, float]:
+def by_step(info: CheckpointInfo) -> tuple[int, bool, int, float]:
+    """Return the place of a checkpoint in a listing, by its step and lineage."""
     return info.step, not info.abandoned, info.lineage.number, info.created

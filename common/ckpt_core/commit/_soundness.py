@@ -6,13 +6,22 @@ Nothing older is deleted in favour of a checkpoint that is not whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from bisect import insort
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final, TypeAlias, final
 
-from ckpt_core.commit._catalog import Catalog, Survey, can_count, survey_of
-from ckpt_core.commit._lineage import is_same
+from ckpt_core.commit._catalog import (
+    Arranged,
+    Catalog,
+    Survey,
+    arrange,
+    can_count,
+    read_all,
+    with_remarks,
+)
+from ckpt_core.commit._lineage import by_step, is_same
 from ckpt_core.commit._verify import share, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -31,6 +40,7 @@ class Inventory:
 
     A survey costs one listing, the pins and the marks, however many checkpoints there are, because other
     processes may pin, mark and delete meanwhile. A checkpoint of another job is read when it is first seen.
+    What is known stays arranged, so that names which appeared or disappeared are all that a survey works on.
 
     Concurrency: any thread.
     """
@@ -38,27 +48,24 @@ class Inventory:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._catalog = Catalog(storage)
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._known: dict[str, CheckpointInfo] = {}
+        self._arranged: Arranged | None = None
         self._foreign: set[str] = set()
         self._size_checked: set[str] = set()
 
     def survey(self) -> Survey:
         """Return the present content of the root; see `Catalog.survey`."""
-        children = self._storage.list("")
+        names = self._storage.directories("")
         with self._guard:
-            # Known names need no second check, which matters with thousands of them.
-            names = [
-                child.name
-                for child in children
-                if child.is_directory
-                and not child.is_link
-                and (child.name in self._known or can_count(child.name))
-            ]
-            self._known = known = {name: self._known[name] for name in names if name in self._known}
-            self._foreign.intersection_update(names)
-            self._size_checked.intersection_update(names)
-        return survey_of(self._storage, names, lambda name: known.get(name) or self._read(name))
+            for name in self._known.keys() - names:
+                self.forget(name)
+            self._foreign &= names
+            unknown = sorted(filter(can_count, names - self._known.keys() - self._foreign))
+        found, unreadable = read_all(unknown, self._read)
+        for info in found:
+            self.add(info)
+        return with_remarks(self._storage, self._arrange(unreadable), unreadable)
 
     def history(self) -> list[CheckpointInfo]:
         """Return every committed checkpoint for retention, oldest first.
@@ -67,20 +74,39 @@ class Inventory:
         Such a checkpoint must not cause another to be pruned, so it is reported as damaged.
         """
         infos = self.survey().everything
-        return infos if self._storage.supports_rename else [self._with_size_checked(info) for info in infos]
+        if self._storage.supports_rename:
+            return infos
+        return [info if info.name in self._size_checked else self._with_size_checked(info) for info in infos]
 
     def add(self, info: CheckpointInfo) -> None:
-        """Add a checkpoint that this job has committed."""
+        """Add a committed checkpoint; the one that had its name, if any, is replaced."""
+        info = replace(info, pinned=None, damaged=None, bad=None, abandoned=False)
         with self._guard:
-            self._known[info.name] = replace(info, pinned=None, damaged=None, bad=None)
+            arranged = self._arranged
+            if arranged is None or info.name in self._known or info.lineage != arranged.lineage:
+                self._arranged = None
+            else:
+                insort(arranged.infos, info, key=by_step)
+            self._known[info.name] = info
             self._foreign.discard(info.name)
-            self._size_checked.add(info.name)
+
+    def note_written(self, info: CheckpointInfo) -> None:
+        """Add a checkpoint that this job has committed, so that all of it is there."""
+        self._size_checked.add(info.name)
+        self.add(info)
 
     def forget(self, name: str) -> None:
         """Remove a checkpoint; its directory may remain, with files of the user's."""
         with self._guard:
-            self._known.pop(name, None)
+            gone, arranged = self._known.pop(name, None), self._arranged
             self._size_checked.discard(name)
+            if gone is None or arranged is None:
+                return
+            present = arranged.lineage
+            left = [info for info in arranged.infos if info.name != name]
+            ids = {info.lineage.id for info in left if info.lineage.number == present.number}
+            # Otherwise another lineage may be the present one now.
+            self._arranged = Arranged(infos=left, lineage=present) if ids == {present.id} else None
 
     def still_there(self, info: CheckpointInfo) -> bool:
         """Ask storage whether the name still leads to that checkpoint."""
@@ -92,32 +118,30 @@ class Inventory:
             self.forget(info.name)
         return same
 
-    def _read(self, name: str) -> CheckpointInfo:
+    def _arrange(self, unreadable: Collection[str]) -> Arranged:
+        """Return the known checkpoints in order, as a copy."""
         with self._guard:
-            known, foreign = self._known.get(name), name in self._foreign
-        if known is not None:
-            return known
-        if foreign:
-            raise CheckpointNotFoundError(f"{self._storage.url}/{name} holds no committed checkpoint")
+            if unreadable:
+                return arrange(self._storage, list(self._known.values()), unreadable)
+            if self._arranged is None:
+                self._arranged = arrange(self._storage, list(self._known.values()))
+            return replace(self._arranged, infos=list(self._arranged.infos))
+
+    def _read(self, name: str) -> CheckpointInfo:
         try:
-            info = self._catalog.marker(name).info(name)
+            return self._catalog.marker(name).info(name)
         except CheckpointNotFoundError:
             with self._guard:
                 self._foreign.add(name)
             raise
-        with self._guard:
-            return self._known.setdefault(name, info)
 
     def _with_size_checked(self, info: CheckpointInfo) -> CheckpointInfo:
-        with self._guard:
-            checked = info.name in self._size_checked
-        if checked or info.damaged is not None:
+        if info.damaged is not None:
             return info
         found = _bytes_below(self._storage, info.name)
         if found < info.size_bytes:
             return replace(info, damaged=f"only {found} of {info.size_bytes} bytes are there")
-        with self._guard:
-            self._size_checked.add(info.name)
+        self._size_checked.add(info.name)
         return info
 
 
@@ -204,14 +228,14 @@ class Soundness:
             if self._damaged:
                 history = [self._with_known_damage(info) for info in history]
             drop = choose(history)
+            if not drop:
+                return drop
             names = {info.name for info in drop}
             stays = [
                 info for info in history if info.usable and not info.abandoned and info.name not in names
             ]
             # The newest first: it is the most likely to be known, and there may be thousands.
-            if not drop or any(
-                _key(info) in self._whole and inventory.still_there(info) for info in reversed(stays)
-            ):
+            if any(_key(info) in self._whole and inventory.still_there(info) for info in reversed(stays)):
                 return drop
             if not stays:
                 return ()

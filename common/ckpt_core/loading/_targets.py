@@ -83,7 +83,7 @@ class Misfits:
         self.missing += missing
         self.mismatched += [f"{key}: {problem}" for key, problem in mismatched.items()]
         known: Paths = metadata.planner_data or {}
-        loaded = {str((known.get(key) or paths.get(key, (key,)))[0]) for key in target}
+        loaded = {_item(known.get(key) or paths.get(key, (key,))) for key in target}
         self.foreign |= {(part, item): names for item, names in _foreign(target, loaded, metadata).items()}
         return [*missing, *mismatched]
 
@@ -162,10 +162,15 @@ def _foreign(target: Mapping[str, Any], items: Collection[str], metadata: Metada
     paths: Paths = metadata.planner_data or {}
     found: dict[str, list[str]] = {item: [] for item in items}
     for key in metadata.state_dict_metadata:
-        names = found.get(str(paths.get(key, (key,))[0]))
+        names = found.get(_item(paths.get(key, (key,))))
         if names is not None and key not in target:
             names.append(key)
     return found
+
+
+def _item(path: tuple[str | int, ...]) -> str:
+    """Return the item that an entry belongs to; of a `TrainState`, each large one is by itself."""
+    return ".".join(map(str, path[:2])) if path[0] == "items" else str(path[0])
 
 
 def _shorten(keys: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ class Ancestry:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._known: list[CheckpointInfo] = []
+        self._known: dict[str, CheckpointInfo] = {}
         self._origin: CheckpointInfo | None = None
         self._root = Lineage()
         self._own: Lineage | None = None
@@ -36,7 +36,7 @@ class Ancestry:
             infos: its committed checkpoints, of any lineage.
             present: its present lineage.
         """
-        self._known, self._root = list(infos), present
+        self._known, self._root = {info.name: info for info in infos}, present
 
     def continue_from(self, info: CheckpointInfo) -> None:
         """Note that the live state is that of this checkpoint: it was loaded as a whole."""
@@ -52,15 +52,14 @@ class Ancestry:
     def lineage_of(self, step: int) -> Lineage:
         """Return the lineage of a save made now; a new one unless it continues the newest."""
         if self._own is None:
-            self._own, begun = next_lineage(self._known, self._root, self._origin, step)
+            self._own, begun = next_lineage(list(self._known.values()), self._root, self._origin, step)
             if begun and self._known:
                 self._log(step, self._own)
         return self._own
 
     def record_commit(self, info: CheckpointInfo) -> None:
         """Record a committed save of this job, which the live state continues."""
-        self._known = [known for known in self._known if known.name != info.name]
-        self._known.append(info)
+        self._known[info.name] = info
         self._origin, self._root = info, info.lineage
 
     def is_committed(self, info: CheckpointInfo, step: int) -> bool:
@@ -68,7 +67,8 @@ class Ancestry:
         return info.usable and self.lineage_of(step).includes(info.lineage, info.step)
 
     def _log(self, step: int, lineage: Lineage) -> None:
-        abandoned = [info for info in on_present_line(self._known, lineage) if info.abandoned]
+        known = list(self._known.values())
+        abandoned = [info for info in on_present_line(known, lineage) if info.abandoned]
         if self._origin is None:
             _logger.log(
                 logging.INFO if self._on_purpose else logging.WARNING,
@@ -77,8 +77,8 @@ class Ancestry:
                 'abandoned="prune". To continue from them instead, stop, and resume the newest before the '
                 "first save",
                 self._url,
-                len(self._known),
-                max(info.step for info in self._known),
+                len(known),
+                max(info.step for info in known),
                 step,
             )
         elif abandoned:

@@ -175,7 +175,7 @@ class Ownership:
     def note_committed(self, info: CheckpointInfo) -> None:
         """Remember a checkpoint that this job has committed."""
         self._occupied.add(info.name)
-        self.inventory.add(info)
+        self.inventory.note_written(info)
         self.line.record_commit(info)
 
     def note_damaged(self, damaged: Mapping[str, str]) -> None:

@@ -56,7 +56,7 @@ class Pruner:
             newest: the step committed last. Timestamps are not enough: a clock may have been set back.
         """
         history = Inventory(self._storage).history() if history is None else history
-        self._check_metrics([info for info in history if not info.abandoned])
+        self._check_metrics(history)
         return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest)
 
     def apply(self, *, newest: int | None = None, go_on: Callable[[], bool] = lambda: True) -> PrunePlan:
@@ -110,7 +110,11 @@ class Pruner:
 
     def _check_metrics(self, history: Sequence[CheckpointInfo]) -> None:
         """Warn once if the policy ranks by a metric that no checkpoint has."""
-        unknown = () if self._warned or len(history) < _ENOUGH else unknown_metrics(self._policy, history)
+        ranks_by = unknown_metrics(self._policy, ())
+        if self._warned or not ranks_by:
+            return
+        history = [info for info in history if not info.abandoned]
+        unknown = () if len(history) < _ENOUGH else unknown_metrics(self._policy, history)
         if unknown:
             self._warned = True
             there = sorted({metric for info in history for metric in info.metrics})

@@ -74,6 +74,15 @@ class CarefulSource(StateSource, Protocol):
         ...
 
 
+@runtime_checkable
+class SelectiveSource(StateSource, Protocol):
+    """A training state that may be a part of what was saved."""
+
+    def takes_all(self, saved: SavedState) -> bool:
+        """Return whether a load uses every model and optimizer of a checkpoint."""
+        ...
+
+
 _PART = ""
 
 
@@ -187,9 +196,11 @@ def as_captured(state: State | CapturedState) -> CapturedState:
 def takes_all(state: State, saved: SavedState) -> bool:
     """Return whether a load into `state` uses every top-level entry of a checkpoint.
 
-    For a `TrainState`, the entries are models and optimizers. A source without names, such as a host's, uses
-    all.
+    For a `TrainState`, the entries are models and optimizers. Another source uses all, unless it is a
+    `SelectiveSource`.
     """
+    if isinstance(state, SelectiveSource):
+        return state.takes_all(saved)
     there = {str(path[0]) for leaves in saved.sharded.values() for path in leaves}
     if isinstance(state, TrainState):
         return there & {"model", "optimizer"} <= state.names

@@ -152,6 +152,10 @@ class Storage(ABC):
     def list(self, key: str) -> list[StorageEntry]:
         """List a directory, sorted by name; [] if it does not exist."""
 
+    def directories(self, key: str) -> set[str]:
+        """Return the names of the directories in a directory, without links."""
+        return {entry.name for entry in self.list(key) if entry.is_directory and not entry.is_link}
+
     def entry(self, key: str) -> StorageEntry | None:
         """Return the entry of one child, as `list` does; None if it does not exist."""
         directory, _, name = key.rpartition("/")

@@ -214,6 +214,7 @@ class StorageTests:
         found = [(entry.name, entry.is_directory, entry.size_bytes) for entry in storage.list("step")]
         assert found == [(".metadata", False, 1), ("a.json", False, 5), ("b", True, 0)]
         assert [entry.name for entry in storage.list("")] == ["step", "step-other"]
+        assert [storage.directories(key) for key in ("", "step", "nothing")] == [{"step"}, {"b"}, set()]
         assert [storage.entry(f"step/{entry.name}") for entry in storage.list("step")] == storage.list("step")
         assert [storage.entry(key) for key in ("nothing", "step/nothing")] == [None, None]
 

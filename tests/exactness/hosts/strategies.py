@@ -25,12 +25,16 @@ def model_of(cell: Cell, place: Place, seed: int) -> nn.Module:
         return Net(cell, seed=seed, layers=_layers_of_stage(place))
     if cell.strategy == "ep":
         return Experts(cell, place, seed=seed)
-    net: nn.Module = Net(cell, seed=seed)
+    net = Net(cell, seed=seed)
+    if place.strategy == "ddp":
+        return DistributedDataParallel(net)
+    if place.strategy == "fsdp1":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    return _over_mesh(net, place)
+
+
+def _over_mesh(net: Net, place: Place) -> nn.Module:
     match place.strategy:
-        case "ddp":
-            return DistributedDataParallel(net)
-        case "fsdp1":
-            return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
         case "fsdp2":
             return _sharded(net, init_device_mesh("cpu", (place.world,)))
         case "hsdp":

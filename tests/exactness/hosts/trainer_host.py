@@ -17,7 +17,7 @@ from tests.exactness.training import Job, Net, Observed, Recorder, dataset_of, s
 def train(job: Job) -> Observed:
     """Train as a script with a Trainer does."""
     os.environ.update(ACCELERATE_USE_CPU="true", ACCELERATE_TORCH_DEVICE="cpu")
-    from transformers import Trainer
+    from transformers import PrinterCallback, Trainer
 
     recorder = Recorder(job)
     net = _Recorded(job, recorder)
@@ -31,6 +31,7 @@ def train(job: Job) -> Observed:
         optimizers=(optimizer, scheduler),
         callbacks=[_watch(job, recorder)],
     )
+    trainer.remove_callback(PrinterCallback)
     if job.place.strategy == "fsdp2":
         _choose_fsdp2(trainer)
     if job.role != "stock":

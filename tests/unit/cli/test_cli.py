@@ -372,6 +372,20 @@ def test_a_torn_directory_does_not_verify(ckpt, root):
     assert "COMMITTED: missing" in out
 
 
+@pytest.mark.parametrize("left", [[200, 300], []])
+def test_verify_of_all_fails_where_a_marker_cannot_be_read(ckpt, ckpt_json, root, left):
+    for step in {100, 200, 300} - set(left):
+        (root / f"step-000000{step}" / "COMMITTED").write_text("not a marker")
+    code, out, _ = ckpt("verify", root, "--all")
+    assert code == 1
+    assert f"FAILED  {root / 'step-000000100'} (its marker cannot be read)" in out
+    assert "the commit marker: is malformed" in out
+    found = ckpt_json("verify", root, "--all")[1]["checkpoints"]
+    assert {each["name"]: each["ok"] for each in found} == {
+        f"step-000000{step}": step in left for step in (100, 200, 300)
+    }
+
+
 def test_verify_of_a_step_that_is_not_there_is_exit_code_3(ckpt, root):
     code, _, err = ckpt("verify", root, "--step", 7)
     assert code == 3

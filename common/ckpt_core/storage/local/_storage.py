@@ -137,6 +137,14 @@ class LocalStorage(Storage):
             return []
         return [entry for entry in found if entry is not None]
 
+    def directories(self, key: str) -> set[str]:
+        """Return the names of directories, without an object for each child."""
+        try:
+            with os.scandir(self.local_path(key)) as children:
+                return {child.name for child in children if child.is_dir(follow_symlinks=False)}
+        except FileNotFoundError:
+            return set()
+
     def entry(self, key: str) -> StorageEntry | None:
         """Return the entry of one child, without listing the others."""
         path = self.local_path(file_key(key))

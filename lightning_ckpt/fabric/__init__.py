@@ -1,0 +1,1 @@
+"""Fabric: `fabric.save` and `fabric.load` through the core."""

@@ -1,0 +1,357 @@
+"""`setup_fabric`: `fabric.save` and `fabric.load` of one Fabric, made by the core."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, final
+
+import torch
+
+from ckpt_core.cadence import SavePolicy
+from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import ConfigError, UntrustedCheckpointError
+from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, close_at_exit
+from ckpt_core.manager import CheckpointManager
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.retention import RetentionPolicy
+from ckpt_core.saving import SaveHandle
+from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Sink
+from lightning_ckpt._hooks import PluginOptions
+from lightning_ckpt._options import Settings
+from lightning_ckpt._session import refuse_hidden_shards
+from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
+from lightning_ckpt.fabric._state import Everything, FabricState, Filters, Parts
+
+T = TypeVar("T")
+
+LAST: Final = "last"
+"""The path that stands for the newest checkpoint of the root that verifies."""
+
+_ATTACHED: Final = "_ckpt_suite"
+_COUNTER: Final = "_num_iter_calls"
+_logger = logger_of(__name__)
+
+
+def setup_fabric(
+    fabric: Any,
+    root: str | os.PathLike[str] | Storage,
+    *,
+    save: SavePolicy | Mapping[str, Any] | Sequence[Any] | None = None,
+    keep: RetentionPolicy | Mapping[str, Any] | Sequence[Any] | None = None,
+    step: str = "step",
+    **options: Any,
+) -> FabricCheckpoints:
+    """Make `fabric.save`, `load` and `load_raw` asynchronous, sharded and committed.
+
+    Call it on every rank, before or after `fabric.launch()`. A second call for the same Fabric replaces the
+    first.
+
+    Args:
+        fabric: of `lightning` or `lightning_fabric`, on one device, DDP, FSDP or ModelParallelStrategy.
+        root: directory, URL (`s3://bucket/run`) or `Storage` of the run.
+        save: when `maybe_save` saves; `fabric.save` always does.
+        keep: what to keep in `root`; everything if None.
+        step: the key of the state that counts steps; without it, saves are counted.
+        **options: every other field of `CheckpointOptions`, such as `back_pressure`, and `sinks`.
+
+    Raises:
+        ConfigError: an option is wrong, or the strategy hides its state.
+    """
+    package = _package_of(fabric)
+    _refuse_plugin(fabric)
+    refuse_hidden_shards(fabric.strategy)
+    sinks: Sequence[Sink] = options.pop("sinks", ())
+    given = {"save": save, "keep": keep, **options}
+    settings = Settings(
+        own=RunRoot.of(root), options=CheckpointOptions.from_mapping(given), save_last=False, sinks=sinks
+    )
+    attached: FabricCheckpoints | None = fabric.__dict__.get(_ATTACHED)
+    if attached is not None:
+        attached.close()
+    wrappers = importlib.import_module(f"{package}.wrappers")
+    checkpoints = FabricCheckpoints(fabric, settings, unwrap=wrappers._unwrap_objects, step=step)
+    fabric.__dict__.update({name: getattr(checkpoints, name) for name in _SHADOWED}, **{_ATTACHED: checkpoints})
+    close_at_exit(checkpoints)
+    return checkpoints
+
+
+def _package_of(fabric: Any) -> str:
+    """Return the package that a Fabric is of: `lightning.fabric` or `lightning_fabric`."""
+    for cls in type(fabric).__mro__:
+        package, _, module = cls.__module__.rpartition(".")
+        if cls.__name__ == "Fabric" and module == "fabric" and package:
+            return package
+    raise ConfigError(
+        f"setup_fabric() takes a Fabric, not a {type(fabric).__name__}; for a Trainer there is the callback "
+        "lightning_ckpt.ShardedCheckpoint"
+    )
+
+
+def _refuse_plugin(fabric: Any) -> None:
+    with suppress(NotImplementedError):  # sharded strategies have none
+        if isinstance(fabric.strategy.checkpoint_io, PluginOptions):
+            raise ConfigError(
+                "ShardedCheckpointIO serves a Trainer: make the Fabric without it, and give its options to "
+                "setup_fabric()"
+            )
+
+
+_SHADOWED: Final = ("save", "load", "load_raw")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Stock:
+    """The Fabric's own methods."""
+
+    load: Callable[..., Any]
+    load_raw: Callable[..., Any]
+
+
+@final
+class FabricCheckpoints:
+    """The checkpoints of one Fabric.
+
+    `save`, `load` and `load_raw` are those of the Fabric, too.
+
+    - Threads: all methods on the thread that trains.
+    - Ranks: every method is collective, `preempted` excepted.
+
+    Args:
+        fabric: the Fabric.
+        settings: root and options.
+        unwrap: Fabric's own function that takes its wrappers off a state.
+        step: the key of the state that counts steps.
+    """
+
+    def __init__(
+        self, fabric: Any, settings: Settings, *, unwrap: Callable[[Any], Any], step: str
+    ) -> None:
+        self._fabric = fabric
+        self._stock = _Stock(fabric.load, fabric.load_raw)
+        self._settings = settings
+        self._unwrap = unwrap
+        self._step = step
+        self._counts: dict[str, int] = {}
+        deadline = settings.options.deadline_seconds
+        self._managers = ManagersByRoot(self._make, deadline_seconds=deadline)
+
+    @property
+    def manager(self) -> CheckpointManager:
+        """The manager of the root."""
+        return self._managers.at(str(self._settings.root))
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a preemption that stops training was announced to any rank."""
+        return any(manager.preempted for manager in self._managers)
+
+    def maybe_save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        total_steps: int | None = None,
+    ) -> SaveHandle | None:
+        """Save to the root if the save policy requires it; see `CheckpointManager.maybe_save`."""
+        manager = self.manager
+        reason = manager.due(step, total_steps=total_steps)
+        if reason is None:
+            return None
+        self._wait_for_others(manager)
+        return manager.save(step, self._source(state), metrics=metrics, annotations={"reason": reason})
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Filters | None = None,  # noqa: A002 - Fabric's name
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle | None:
+        """Save now, under this path; return once everything is copied.
+
+        Args:
+            path: of the checkpoint, a directory afterwards; its parent is the root. If there is a checkpoint
+                of that name, it is replaced once the new one is complete.
+            state: as Fabric takes it: modules, optimizers, loaders, objects with state, plain values.
+            filter: key of a model or dictionary -> function of name and value that returns whether to save.
+            metrics: numbers for `KeepBest`.
+
+        Raises:
+            SaveError: it could not start, or the save before has failed.
+            ConfigError: the path or the state cannot be saved.
+        """
+        place = path_of(self._once(lambda: os.fspath(path)))
+        if str(place) == self._settings.root:
+            raise ConfigError(f"{place} is the root: give the path of a checkpoint in it, such as {place}/last")
+        manager = self._managers.at(place.root)
+        self._wait_for_others(manager)
+        return manager.save(
+            self._step_of(state, place.root, manager),
+            self._source(state, filter),
+            name=place.name,
+            metrics=metrics,
+            annotations={"reason": "asked for by path"},
+        )
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any] | None = None,
+        strict: bool = True,  # noqa: FBT001, FBT002 - Fabric's signature
+        *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint into `state`, in place; return the values that it does not name.
+
+        Random number generators are put back if the state has an optimizer.
+
+        Args:
+            path: a checkpoint of ours or of Fabric's; a root, which stands for its newest that verifies; or
+                "last", which stands for that of our root, and for nothing, with a line in the log, as long as
+                there is none.
+            state: as at the save, or a part of it; if None, everything is read into new memory on each rank.
+            strict: whether the checkpoint must have every key, and every name of a model.
+            weights_only: False lets Fabric unpickle its own files.
+
+        Raises:
+            CheckpointError: see `CheckpointManager.load`; nothing was touched.
+        """
+        text = self._once(lambda: os.fspath(path))
+        self._managers.wait()
+        if text != LAST:
+            kind = self._once(lambda: kind_at(text, self._settings.storage_at))
+            if kind is Kind.STOCK:
+                return self._load_stock(text, self._stock.load, weights_only, state, strict)
+            return self._load(path_of(text, kind), state, strict=strict)
+        manager = self.manager
+        if not self._once(lambda: bool(manager.checkpoints(abandoned=True))):
+            # A resume says whether there is really nothing, and takes the root.
+            manager.resume(Everything())
+            return {}
+        return self._load(CheckpointPath(str(self._settings.root)), state, strict=strict)
+
+    def load_raw(
+        self,
+        path: str | os.PathLike[str],
+        obj: Any,
+        strict: bool = True,  # noqa: FBT001, FBT002 - Fabric's signature
+        *,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Load a module or optimizer from a file, or a module from the `model` of a checkpoint.
+
+        Raises:
+            CheckpointError: see `load`.
+        """
+        text = self._once(lambda: os.fspath(path))
+        self._managers.wait()
+        kind = self._once(lambda: kind_at(text, self._settings.storage_at))
+        if kind is Kind.STOCK:
+            self._load_stock(text, self._stock.load_raw, weights_only, obj, strict)
+        elif not isinstance(obj, torch.nn.Module):
+            raise ConfigError("load an optimizer with its model: fabric.load(path, {'model': …, 'optimizer': …})")
+        else:
+            self._load(path_of(text, kind), {"model": obj}, strict=strict)
+
+    def wait(self) -> None:
+        """Wait for every save in flight.
+
+        Raises:
+            SaveError: one failed.
+        """
+        self._managers.wait()
+
+    def close(self) -> None:
+        """Wait for every save, release the roots, and give Fabric its own methods back.
+
+        Idempotent. A script that ends without it has closed at exit.
+
+        Raises:
+            SaveError: a save in flight failed.
+        """
+        if self._fabric.__dict__.get(_ATTACHED) is self:
+            for name in (*_SHADOWED, _ATTACHED):
+                self._fabric.__dict__.pop(name, None)
+        self._managers.close()
+
+    def _make(self, root: str, coordinator: Coordinator) -> CheckpointManager:
+        manager = CheckpointManager(
+            self._settings.given(root),
+            options=self._settings.for_root(root, training=True),
+            coordinator=coordinator,
+            sinks=self._settings.sinks,
+        )
+        if root != self._settings.root:
+            manager.start_afresh()  # elsewhere only the user's names show what belongs together
+        return manager
+
+    def _once(self, decide: Callable[[], T]) -> T:
+        return self._managers.coordinator.run_on_coordinator(decide)
+
+    def _wait_for_others(self, manager: CheckpointManager) -> None:
+        """Wait for saves to other roots: the coordinator's channel serves one at a time."""
+        for other in self._managers:
+            if other is not manager:
+                other.wait()
+
+    def _source(self, state: Mapping[str, Any], filters: Filters | None = None) -> FabricState:
+        parts = Parts.of(self._unwrap(dict(state)))
+        counts = {key: getattr(state[key], _COUNTER, None) for key in parts.loaders}
+        epochs = {key: count for key, count in counts.items() if count is not None}
+        return FabricState(parts, filters=filters, epochs=epochs)
+
+    def _step_of(self, state: Mapping[str, Any], root: str, manager: CheckpointManager) -> int:
+        """Return the step in a state, else one more than that of the last save there."""
+        given = state.get(self._step)
+        if isinstance(given, int) and not isinstance(given, bool):
+            return given
+        if isinstance(given, torch.Tensor) and given.numel() == 1 and not given.is_floating_point():
+            return int(given)
+        if root not in self._counts:
+            steps = self._once(lambda: [info.step for info in manager.checkpoints(abandoned=True)])
+            self._counts[root] = max(steps, default=0)
+        self._counts[root] += 1
+        return self._counts[root]
+
+    def _load(self, place: CheckpointPath, state: dict[str, Any] | None, *, strict: bool) -> dict[str, Any]:
+        manager = self._managers.at(place.root)
+        if not state:
+            everything = Everything()
+            manager.load(everything, name=place.name or None)
+            return everything.found
+        parts = Parts.of(self._unwrap(dict(state)))
+        source = FabricState(parts, rng=bool(parts.optimizers))
+        if parts.optimizers and strict and not place.name and place.root == self._settings.root:
+            manager.resume(source)
+        else:
+            manager.load(source, name=place.name or None, strict=strict)
+        state.update({key: plain.value for key, plain in parts.plain.items()})
+        for key, epoch in source.epochs.items():
+            if hasattr(state.get(key), _COUNTER):
+                setattr(state[key], _COUNTER, epoch)
+        return source.remainder
+
+    def _load_stock(
+        self, path: str, load: Callable[..., Any], weights_only: bool | None, *arguments: Any
+    ) -> dict[str, Any]:
+        """Load what Fabric wrote by itself, without pickle unless the user allows it."""
+        if self._settings.options.verify_manifest is not None:
+            why = "Fabric wrote it, so that it has no manifest for verify_manifest to judge"
+            raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)
+        if weights_only is False or self._settings.options.allow_pickle:
+            return load(path, *arguments, weights_only=False) or {}
+        self._once(lambda: check_stock_checkpoint(path))
+
+        def plain(*, weights_only: bool) -> dict[str, Any]:
+            return load(path, *arguments, weights_only=weights_only) or {}
+
+        return load_without_pickle(path, type(self._fabric.strategy), plain)

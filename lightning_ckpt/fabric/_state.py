@@ -1,0 +1,328 @@
+"""The state of a Fabric training, as its users write it, as a `StateSource`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, TypeAlias, final
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state import (
+    TrainState,
+    as_module,
+    check_groups,
+    leaves,
+    load_model_state,
+    load_optimizer_state,
+    local_buffers,
+    model_state,
+    model_target,
+    optimizer_state,
+    optimizer_target,
+    stable_tensors,
+    template,
+    under,
+)
+from ckpt_core.types import CapturedState, SavedState
+
+Filters: TypeAlias = Mapping[str, Callable[[str, Any], bool]]
+
+_PART: Final = ""
+_ITEMS: Final = "items"
+_LOADERS: Final = "dataloader"
+_EPOCHS: Final = "fabric.epochs"
+"""Shared item: key of a loader -> the epoch that its next iteration is in."""
+_PREFIX: Final = "fabric."
+_TAKEN: Final = frozenset({"self", "model", "optimizer", _LOADERS, "rng", "rng_seed"})
+"""Names that `TrainState` and its checkpoints use by themselves; items of these keys get the prefix."""
+_OWN: Final = frozenset({_EPOCHS, "rng_seed"})
+
+
+@final
+class Plain:
+    """A plain value of the state: of a number, a list, a tensor, settings."""
+
+    _KEY: Final = "$value"
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the value, marked as plain."""
+        return {self._KEY: self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the value."""
+        self.value = self.unmarked(state)
+
+    @classmethod
+    def unmarked(cls, state: Any) -> Any:
+        """Return the plain value, or the state of an object unchanged."""
+        is_plain = isinstance(state, Mapping) and state.keys() == {cls._KEY}
+        return state[cls._KEY] if is_plain else state
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The entries of a state by kind, each under the user's key.
+
+    Attributes:
+        models: modules.
+        optimizers: torch optimizers.
+        loaders: data loaders and samplers.
+        stateful: other objects with `state_dict` and `load_state_dict`.
+        plain: the rest.
+    """
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    loaders: Mapping[str, Any]
+    stateful: Mapping[str, Any]
+    plain: Mapping[str, Plain]
+
+    @classmethod
+    def of(cls, state: Mapping[Any, Any]) -> Parts:
+        """Sort what Fabric's wrappers hold.
+
+        Raises:
+            ConfigError: a key cannot be stored.
+        """
+        wrong = [key for key in state if not isinstance(key, str) or not key]
+        if wrong:
+            raise ConfigError(f"the keys of a state must be names, not {wrong!r:.200}")
+        parts = cls(models={}, optimizers={}, loaders={}, stateful={}, plain={})
+        for key, value in state.items():
+            kind: Any = parts.plain
+            if isinstance(value, nn.Module):
+                kind = parts.models
+            elif isinstance(value, torch.optim.Optimizer):
+                kind = parts.optimizers
+            elif isinstance(value, DataLoader | Sampler):
+                kind = parts.loaders
+            elif callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
+                kind = parts.stateful
+            kind[key] = Plain(value) if kind is parts.plain else value
+        if reserved := {_ITEMS, "pickled"} & (parts.models.keys() | parts.optimizers.keys()):
+            raise ConfigError(f"give {', '.join(sorted(reserved))} another key: checkpoints use that name")
+        return parts
+
+    @property
+    def tensors(self) -> set[str]:
+        """The keys of models and optimizers."""
+        return self.models.keys() | self.optimizers.keys()
+
+    def home(self, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """Return the model that an optimizer trains; a container if it trains several."""
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for model in self.models.values():
+            if trained <= {id(each) for each in model.parameters()}:
+                return model
+        if not self.models:
+            raise ConfigError("an optimizer is saved and loaded with its model: add the model to the state")
+        return as_module(self.models)
+
+
+@final
+class FabricState:
+    """A state as `fabric.save` takes it; a `CarefulSource`.
+
+    Tensors are under the user's keys, as in `dcp.save({"model": model.state_dict()})`; everything else is as
+    in a `TrainState`, which does it.
+
+    Attributes:
+        saved: what was loaded.
+
+    Args:
+        parts: the entries.
+        filters: key -> function that is given name and value, and returns whether to save it.
+        rng: whether the random number generators are part of it.
+        epochs: key of a loader -> the epoch that its next iteration is in, if Fabric counts them.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        filters: Filters | None = None,
+        rng: bool = True,
+        epochs: Mapping[str, int] | None = None,
+    ) -> None:
+        self.saved: SavedState | None = None
+        self._parts = parts
+        self._filters = _checked(filters or {}, parts)
+        self._epochs = dict(epochs or {})
+        rest = TrainState(
+            model=nn.Module(),
+            dataloader=dict(parts.loaders),
+            rng=rng and not {"rng", "rng_seed"} & parts.plain.keys(),
+            **{_item(key): each for key, each in (*parts.stateful.items(), *parts.plain.items())},
+        )
+        self._rest = rest.select(rest.names - {"model"})
+
+    def capture(self) -> CapturedState:
+        """Return the present state, with live tensors."""
+        rest = self._rest.capture()
+        tree, local = dict(rest.sharded[_PART]), dict(rest.local)
+        groups, stable = list(rest.groups), list(rest.stable)
+        for key, model in self._parts.models.items():
+            tree[key] = self._filtered(key, model_state(model))
+            local |= local_buffers(model, tree[key], prefix=f"{key}.")
+        for key, optimizer in self._parts.optimizers.items():
+            home = self._parts.home(optimizer)
+            tree[key] = optimizer_state(home, optimizer)
+            groups.append((_PART, (key, "param_groups")))
+            stable += stable_tensors(home, [optimizer])
+        shared = {**rest.shared, **({_EPOCHS: self._epochs} if self._epochs else {})}
+        for key in self._filters.keys() & self._parts.plain.keys():
+            shared[_item(key)] = Plain(self._filtered(key, self._parts.plain[key].value)).state_dict()
+        return replace(
+            rest,
+            sharded={_PART: tree},
+            shared=shared,
+            local=local,
+            groups=groups,
+            stable=stable,
+            optimizers=tuple(self._parts.optimizers.values()),
+        )
+
+    def _filtered(self, key: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        keep = self._filters.get(key)
+        if keep is None:
+            return values
+        return {name: value for name, value in values.items() if keep(name, value)}
+
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        """Return what to load into; see `StateSource`.
+
+        Raises:
+            IncompatibleCheckpointError: the checkpoint lacks an entry, or is of another model.
+        """
+        entries = saved.sharded.get(_PART, {})
+        tops = {path[0] for path in entries}
+        missing = sorted(key for key in self._parts.tensors - tops if key not in self._empty())
+        if missing and saved.strict:
+            there = ", ".join(sorted(map(str, tops - {_ITEMS}))) or "none"
+            raise IncompatibleCheckpointError(
+                f"the checkpoint has no {', '.join(missing)}; of models and optimizers it has {there}: use "
+                "the keys that were saved, or strict=False",
+                missing=missing,
+            )
+        tree = dict(self._rest.target(saved)[_PART])
+        for key, model in self._parts.models.items():
+            if key not in missing:
+                tree[key] = model_target(model, under(entries, key))
+        for key, optimizer in self._parts.optimizers.items():
+            if key not in missing:
+                home = self._parts.home(optimizer)
+                tree[key] = optimizer_target(home, optimizer, under(entries, key))
+        return {_PART: tree}
+
+    def _empty(self) -> set[str]:
+        """Return the models without tensors, of which a checkpoint records nothing."""
+        return {key for key, model in self._parts.models.items() if not any(leaves(model_state(model)))}
+
+    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+        """Put back what may refuse; see `CarefulSource`."""
+        tree = loaded[_PART]
+        for key, optimizer in self._parts.optimizers.items():
+            check_groups(self._parts.home(optimizer), optimizer, tree.get(key), fit=_fit(saved))
+        return self._rest.begin(loaded, saved)
+
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
+        """Put everything back, the random number generators last."""
+        tree = loaded[_PART]
+        for key, optimizer in self._parts.optimizers.items():
+            if key in tree:
+                load_optimizer_state(self._parts.home(optimizer), optimizer, tree[key], fit=_fit(saved))
+        for key, model in self._parts.models.items():
+            if key in tree:
+                load_model_state(model, tree[key])
+        self.saved = saved
+        return self._rest.apply(loaded, saved)
+
+    def takes_all(self, saved: SavedState) -> bool:
+        """Return whether every model and optimizer of a checkpoint is in this state."""
+        return {str(path[0]) for path in saved.sharded.get(_PART, {})} - {_ITEMS} <= self._parts.tensors
+
+    @property
+    def epochs(self) -> Mapping[str, int]:
+        """The loaded epoch of each loader."""
+        return {} if self.saved is None else dict(self.saved.shared.get(_EPOCHS, {}))
+
+    @property
+    def remainder(self) -> dict[str, Any]:
+        """The loaded values that are not in the state, by the keys under which they were saved."""
+        shared = {} if self.saved is None else self.saved.shared
+        taken = {_item(key) for key in (*self._parts.stateful, *self._parts.plain)} | _OWN
+        return _by_key({name: value for name, value in shared.items() if name not in taken})
+
+
+@final
+@dataclass(slots=True)
+class Everything:
+    """A `StateSource` that reads a whole checkpoint into new memory, on every rank.
+
+    Attributes:
+        found: what was read, by the keys under which it was saved.
+    """
+
+    found: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def capture(self) -> CapturedState:
+        """Refuse: there is nothing live to save."""
+        raise ConfigError("this only loads")
+
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        """Return new memory for every tensor."""
+        return {_PART: template({}, saved.sharded.get(_PART, {}))}
+
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
+        """Take what was read."""
+        tree = dict(loaded[_PART])
+        shared = {name: value for name, value in saved.shared.items() if name not in _OWN}
+        self.found = {**_by_key({**shared, **tree.pop(_ITEMS, {})}), **tree}
+        return ()
+
+    def takes_all(self, saved: SavedState) -> bool:
+        """Return False: nothing live was loaded."""
+        del saved
+        return False
+
+
+def _item(key: str) -> str:
+    return _PREFIX + key if key in _TAKEN else key
+
+
+def _by_key(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Return items by the user's keys, plain values unmarked."""
+    return {name.removeprefix(_PREFIX): Plain.unmarked(value) for name, value in items.items()}
+
+
+def _checked(filters: Filters, parts: Parts) -> Filters:
+    """Check the `filter` of a save.
+
+    Raises:
+        ConfigError: it is none, or for something that has no names.
+    """
+    given: Any = filters
+    if not isinstance(given, Mapping) or not all(map(callable, filters.values())):
+        raise ConfigError(f"filter must map keys of the state to functions of name and value, not {given!r}")
+    dictionaries = {key for key, each in parts.plain.items() if isinstance(each.value, Mapping)}
+    wrong = sorted(map(str, filters.keys() - parts.models.keys() - dictionaries))
+    if wrong:
+        raise ConfigError(
+            f"filter has {', '.join(wrong)}, which is no model or dictionary of the state; leave an "
+            "optimizer out of the state instead"
+        )
+    return filters
+
+
+def _fit(saved: SavedState) -> Literal["same", "part", "any"]:
+    if not saved.strict:
+        return "any"
+    return "part" if saved.partial else "same"
