@@ -169,8 +169,8 @@ def _shadows(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> dict
     def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
         return attached.progress.prepared_optimizer(stock["prepare_optimizer"](*args, **kwargs))
 
-    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
-        return attached.progress.prepared_loader(stock["prepare_data_loader"](*args, **kwargs))
+    def prepare_data_loader(data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        return attached.progress.loaders.prepare(stock["prepare_data_loader"], data_loader, *args, **kwargs)
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         copy = stock["skip_first_batches"](dataloader, num_batches)

@@ -404,10 +404,5 @@ class AcceleratorState:
             )
         same_ranks = saved.world_size == accelerator.num_processes and _LOADERS in saved.per_rank
         positions = saved.per_rank[_LOADERS] if same_ranks else shared.get(_LOADERS, [])
-        if not same_ranks and any(position.get("within") for position in positions):
-            notes.append(
-                f"saved by {saved.world_size} ranks within an epoch, loaded by {accelerator.num_processes}: "
-                "ranks see other samples of this epoch than they would have"
-            )
-        self._progress.loaders.restore(positions, rng_state(), same_ranks=same_ranks)
+        notes += self._progress.loaders.restore(positions, rng_state(), same_ranks=same_ranks)
         return notes

@@ -1,0 +1,140 @@
+"""What a checkpoint says of a data loader, and what follows for the epoch that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from accelerate_ckpt.data._order import SAMPLES, Layout, length, padding
+from ckpt_core.state import rng_state
+
+
+@final
+@dataclass(kw_only=True, slots=True)
+class Reentry:
+    """Re-entry after a load: the saved random state, until a loader goes on from it.
+
+    Attributes:
+        rng: the saved random state; None once it was put back.
+        at_edge: the loaders that go on from it if none was saved within an epoch.
+    """
+
+    rng: Mapping[str, Any] | None
+    at_edge: Collection[Any]
+
+    def take(self) -> Mapping[str, Any]:
+        """Return the saved random state the first time, and then the present one."""
+        rng, self.rng = self.rng, None
+        return rng_state() if rng is None else rng
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A saved position of one loader.
+
+    Attributes:
+        index: the loader's place in the order of preparation.
+        position: as it was saved.
+        layout: how batches are dealt out now.
+        same_ranks: whether the position is of this rank, among as many ranks.
+        sampler: what the order was drawn from, if not from the loader's present sampler.
+    """
+
+    index: int
+    position: Mapping[str, Any]
+    layout: Layout
+    same_ranks: bool
+    sampler: Any = None
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """What the order of the epoch is drawn from."""
+        return dict(self.position["start"])
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that this rank had of the epoch, if `as_saved`."""
+        return int(self.position.get("batches", 0))
+
+    @property
+    def taken(self) -> Sequence[int]:
+        """How much of each order was dealt out to all ranks."""
+        return list(self.position.get("taken", ()))
+
+    @property
+    def left(self) -> bool:
+        """Whether the loop over the epoch had been left before the save."""
+        return bool(self.position.get("left"))
+
+    @property
+    def as_saved(self) -> bool:
+        """Whether batches are dealt out as in the whole epoch until the save."""
+        before = self.position.get("layout")
+        return (
+            self.same_ranks
+            and not self.position.get("rest")
+            and (before is None or Layout(**before) == self.layout)
+        )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a stateful loader can go on from its own state."""
+        return self.as_saved and self.position["state"] is not None
+
+    @property
+    def can_be_rest(self) -> bool:
+        """Whether the rest of the epoch is known as a part of its order."""
+        unit = self.position.get("layout", {}).get("unit")
+        return bool(unit) and unit == self.layout.unit and len(self.taken) == self.layout.streams
+
+    def is_rest(self, *, copy: bool, stateful: bool) -> bool:
+        """Return whether what iterates begins behind what was taken.
+
+        A copy that skips batches does if its own number has another meaning now, a stateful loader always.
+        """
+        wanted = (not self.as_saved or self.sampler is not None) if copy else stateful
+        return wanted and self.can_be_rest
+
+    def set_remainder(self, loader: Any, original: Any) -> None:
+        """Tell a loader how many samples its last step will have, as stock does for a whole epoch."""
+        whole = length(original)
+        if loader.remainder >= 0 and whole is not None and self.layout.unit == SAMPLES:
+            loader.remainder = (whole - sum(self.taken)) % self.layout.per_step
+
+    def notes(self, loader: Any) -> list[str]:
+        """Return what becomes of the epoch, if batches are dealt out differently now."""
+        if self.as_saved:
+            return []
+        epoch = self.position["iteration"]
+        if not self.can_be_rest:
+            return [
+                f"data loader {self.index} was saved within epoch {epoch}, and what was seen of it cannot be "
+                "told for this number of ranks and workers: of the rest of this epoch, samples may be seen "
+                "twice or never"
+            ]
+        seen, whole, unit = sum(self.taken), length(loader), self.layout.unit
+        if whole is None:
+            return [f"data loader {self.index} goes on in epoch {epoch} behind the {seen} {unit} seen"]
+        rest = max(0, whole - seen)
+        text = (
+            f"data loader {self.index} goes on in epoch {epoch} behind the {seen} of {whole} {unit} seen: "
+            f"the {rest} others once each"
+        )
+        dropped = rest % self.layout.per_step if loader._drop_last else 0
+        if dropped:
+            text += f", but for the last {dropped}, which drop_last leaves out"
+        added = padding(loader, rest)
+        if added:
+            text += f", and {added} of them twice, which fills up the last batches"
+        return [text, *self._note_on_batch_size()]
+
+    def _note_on_batch_size(self) -> list[str]:
+        before = self.position["layout"]["batch_size"]
+        if before == self.layout.batch_size:
+            return []
+        return [
+            f"data loader {self.index} makes batches of {self.layout.batch_size} now, and made batches of "
+            f"{before}: learning rate schedules count batches, and go on from their own count"
+        ]

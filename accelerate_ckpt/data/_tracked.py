@@ -1,0 +1,392 @@
+"""One prepared data loader: where it is in its epoch, and how it gets back there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial, wraps
+from itertools import zip_longest
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+from accelerate.data_loader import DataLoaderDispatcher
+
+from accelerate_ckpt.data._order import (
+    Layout,
+    is_copy,
+    place_rest,
+    sampler_of,
+    skip_batches_of_the_users,
+    skip_samplers,
+    swap_sampler,
+)
+from accelerate_ckpt.data._saved import Reentry, Saved
+from accelerate_ckpt.data._starts import (
+    Prepared,
+    generator_state,
+    lend_generator,
+    rewind,
+    set_generator,
+    start_here,
+)
+from ckpt_core.disclosure import logger_of
+from ckpt_core.state import load_rng_state, rng_state
+
+_logger = logger_of(__name__)
+
+# Called once per batch, after it was fetched and before it is handed out.
+_SEAM = "_update_state_dict"
+_DISPATCHER_SEAM = "slice_fn"
+_ITERATOR = "__iter__"
+
+
+@final
+@dataclass(kw_only=True, slots=True)
+class Epoch:
+    """An epoch that a loader, or a copy of it, is in.
+
+    Attributes:
+        loader: what iterates.
+        active: whether it has begun and not ended.
+        start: what its order is drawn from.
+        skipped: fetches that its batch sampler skips.
+        count: batches that came to the user until now, and those that the loader itself skips.
+        before: how much of each order was seen before it began; empty for nothing.
+        rng: random state to be put back right before the first batch, or at the end if there is none.
+        at_edge: whether that state was put back at the beginning already.
+        iterator: the iterator of the base loader, while it exists.
+    """
+
+    loader: Any
+    active: bool = False
+    start: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    skipped: int = 0
+    count: int = 0
+    before: Sequence[int] = ()
+    rng: Mapping[str, Any] | None = None
+    at_edge: bool = False
+    iterator: Callable[[], Any] = lambda: None
+
+    def fetched(self, fetches: int) -> int:
+        """Return the fetches until now, of which each batch of the user's needs so many."""
+        return self.skipped + self.count * fetches
+
+
+@final
+class TrackedLoader:
+    """One prepared loader, and the copies of it that skip batches. Main thread only.
+
+    Attributes:
+        trains: whether an optimizer has made a step with its batches.
+        copies: made by `skip_first_batches`; whether each is the rest of an epoch already.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.trains = False
+        self.copies: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._loader = loader
+        self._layout = Layout.of(loader)
+        self._epoch = Epoch(loader=loader)
+        self._interrupted: Epoch | None = None
+        self._saved: Saved | None = None
+        self._reentry: Reentry | None = None
+        # Whether the next iterator is made already, and draws no base seed from the global generator.
+        self._made = _is_stateful(loader) or (_is_persistent(loader) and loader.iteration > 0)
+        self._prepared: Mapping[str, Any] | None = None
+        self._first_sampler: Any = None
+        self._undo: list[Callable[[], None]] = []
+        self._watch(loader)
+
+    def made_after(self, before: Prepared | None) -> None:
+        """Note the state before `prepare` made the loader.
+
+        With workers, stock Accelerate draws the order of a stateful loader's first epoch there, from the
+        sampler that the loader had then.
+        """
+        loader = self._loader
+        if before is None or not (_is_stateful(loader) and loader.num_workers):
+            return
+        if before.generator is None and getattr(loader, "synchronized_generator", None) is not None:
+            before = before.with_new_generator()
+        self._prepared = before.start(loader)
+        if before.sampler is not sampler_of(loader):
+            self._first_sampler = before.sampler
+
+    def is_origin_of(self, loader: Any) -> bool:
+        """Return whether `skip_first_batches` has made a loader from this one."""
+        return is_copy(loader, self._loader)
+
+    def adopt(self, copy: Any) -> None:
+        """Track a copy that skips batches, and let it go on from the saved position."""
+        if copy in self.copies:
+            return
+        self.copies[copy] = False
+        self._watch(copy)
+        saved = self._saved
+        if saved is not None and saved.is_rest(copy=True, stateful=False):
+            place_rest(copy, saved.taken, sampler=saved.sampler)
+            self.copies[copy] = True
+        elif saved is not None or self._is_awaited():
+            skip_batches_of_the_users(
+                copy, self._loader, fetched=None if saved is None else saved.batches * self._layout.fetches
+            )
+
+    def begun(self, loader: Any) -> None:
+        """Note that the loader, or a copy of it, begins an epoch."""
+        self._undo_all()
+        self._interrupted = None
+        skipped = sum(each.skip_batches for each in skip_samplers(loader))
+        # A dispatcher cuts the first batch once more, to fill up the last one.
+        cuts = int(isinstance(loader, DataLoaderDispatcher) and not loader._drop_last)
+        self._epoch = epoch = Epoch(loader=loader, active=True, skipped=skipped, count=-cuts)
+        original = loader is self._loader
+        saved, self._saved = self._saved, None
+        left = saved is not None and saved.left and original and not _is_stateful(loader)
+        if saved is not None and not left:
+            self._go_on(epoch, saved)
+        else:
+            if self._reentry is not None and (left or self._is_awaited()):
+                epoch.rng, epoch.at_edge = self._reentry.take(), True
+                load_rng_state(epoch.rng)
+            if saved is not None:
+                set_generator(loader, {"generator": saved.position["generator"]})
+            epoch.start = (original and self._prepared) or start_here(loader, made=original and self._made)
+        if epoch.start.get("anew") and self._reentry is not None:
+            self._undo.append(lend_generator(loader.base_dataloader))
+        if original:
+            self._made, self._prepared = _is_persistent(loader), None
+
+    def ended(self, loader: Any) -> None:
+        """Note that the loader, or a copy of it, has ended an epoch."""
+        epoch = self._epoch
+        if epoch.loader is not loader:
+            return
+        epoch.active = False
+        self._undo_all()
+        if loader is self._loader and epoch.before and _is_persistent(loader):
+            # Its iterator, kept for later epochs, knows only the rest.
+            _forget_state(loader.base_dataloader)
+        if epoch.rng is None:
+            # A copy that skips batches finishes the original's epoch.
+            self._loader.iteration = loader.iteration
+            return
+        # It had no batch: what comes next goes on from the load.
+        load_rng_state(epoch.rng)
+        epoch.rng = None
+        if epoch.at_edge:
+            set_generator(self._loader, epoch.start)
+
+    def position(self) -> dict[str, Any]:
+        """Return epoch, position, start of the order and a stateful loader's state."""
+        if self._saved is not None:
+            return {**self._saved.position, "trains": self.trains}
+        epoch, layout = self._epoch, self._layout
+        ended = epoch.active and bool(epoch.loader.end_of_dataloader)
+        within = epoch.active and not ended
+        fetched = epoch.skipped + epoch.count * layout.fetches if within else 0
+        start = epoch.start
+        if not within:
+            start = self._prepared or start_here(self._loader, made=self._made)
+        return {
+            "iteration": epoch.loader.iteration + 1 if ended else self._loader_in_epoch().iteration,
+            "within": within,
+            "start": dict(start),
+            "state": epoch.loader.state_dict() if _is_stateful(epoch.loader) else None,
+            "trains": self.trains,
+            "made": self._made,
+            "batches": fetched // layout.fetches,
+            "taken": [a + b for a, b in zip_longest(layout.taken(fetched), epoch.before, fillvalue=0)],
+            "rest": within and any(epoch.before),
+            "layout": asdict(layout),
+            "left": within and epoch.iterator() is None,
+            "generator": generator_state(self._loader),
+        }
+
+    def restore(
+        self, index: int, position: Mapping[str, Any], reentry: Reentry, *, goes_on: bool, same_ranks: bool
+    ) -> list[str]:
+        """Go back to a position, but for values that belong to another rank; return notes."""
+        self._undo_all()
+        self._interrupted = self._epoch if self._epoch.active else None
+        self._epoch = Epoch(loader=self._loader)
+        self._reentry = reentry
+        self._loader.iteration = position["iteration"]
+        self.trains = position.get("trains", False)
+        start, within = position["start"], position["within"]
+        self._made = position.get("made", bool(start.get("anew")))
+        prepared = bool(start.get("prepared"))
+        self._prepared = start if prepared and not within else None
+        saved = Saved(
+            index=index,
+            position=position,
+            layout=self._layout,
+            same_ranks=same_ranks,
+            sampler=self._first_sampler if prepared else None,
+        )
+        self._saved = saved if within and goes_on else None
+        sampler = sampler_of(self._loader)
+        if start.get("seed") is not None and hasattr(sampler, "initial_seed"):
+            sampler.initial_seed = start["seed"]
+        if _is_stateful(self._loader):
+            self._restore_state(saved)
+        if not within:
+            set_generator(self._loader, start)
+        return [] if self._saved is None else saved.notes(self._loader)
+
+    def release(self) -> None:
+        """Undo everything that was put into the loader and its copies."""
+        self._undo_all()
+        for loader in (self._loader, *self.copies):
+            _unwatch(loader)
+        self.copies.clear()
+
+    def _is_awaited(self) -> bool:
+        """Return whether this loader goes on from a save between epochs."""
+        reentry = self._reentry
+        return reentry is not None and reentry.rng is not None and self in reentry.at_edge
+
+    def _loader_in_epoch(self) -> Any:
+        return self._epoch.loader if self._epoch.active else self._loader
+
+    def _go_on(self, epoch: Epoch, saved: Saved) -> None:
+        """Begin the epoch of a save behind what was seen of it."""
+        loader, original = epoch.loader, epoch.loader is self._loader
+        stateful = _is_stateful(self._loader)
+        if self._reentry is not None:
+            epoch.rng = self._reentry.take()
+        if not original:
+            # Stock does not tell it to a sampler within a copy on several ranks.
+            self._loader.set_epoch(loader.iteration)
+        has_state = original and stateful and saved.has_state
+        epoch.start = saved.start
+        if not (has_state and saved.start.get("prepared")):
+            epoch.start = rewind(self._loader, saved.start)
+        if stateful and not has_state:
+            _forget_state(self._loader.base_dataloader)
+        if has_state:
+            epoch.skipped = saved.batches * self._layout.fetches
+        elif saved.is_rest(copy=not original, stateful=stateful):
+            if not self.copies.get(loader):
+                undo = place_rest(loader, saved.taken, sampler=saved.sampler)
+                self._undo += [undo] if original else []
+            epoch.skipped, epoch.before = 0, saved.taken
+            saved.set_remainder(loader, self._loader)
+        else:
+            self._tell_of_another_position(epoch, saved)
+
+    def _restore_state(self, saved: Saved) -> None:
+        """Load a stateful loader's own state, if it is of this rank and layout."""
+        loader, base = self._loader, self._loader.base_dataloader
+        _forget_state(base)
+        if not saved.has_state:
+            return
+        state, start = saved.position["state"], saved.start
+        if not start.get("prepared"):
+            loader.load_state_dict(state)
+            if not saved.position["within"]:
+                # A finished iterator is made first, then the one that will be used: the first one's draw from
+                # the global generator belongs to an epoch that is over.
+                base.state_dict()
+            return
+        now = rng_state()
+        rewind(loader, start)
+        if saved.sampler is not None:
+            self._undo.append(swap_sampler(loader, saved.sampler))
+        loader.load_state_dict(state)
+        base.state_dict()
+        self._undo_all()
+        load_rng_state(now)
+
+    def _tell_of_another_position(self, epoch: Epoch, saved: Saved) -> None:
+        skipped = epoch.skipped // self._layout.fetches or epoch.loader.skip_batches
+        if "batches" not in saved.position or (saved.as_saved and (saved.left or skipped == saved.batches)):
+            return
+        seen = f"{saved.batches} batches" if saved.as_saved else f"{sum(saved.taken)} {self._layout.unit}"
+        does = f"skips {skipped} batches" if skipped else "begins this epoch again"
+        _logger.warning(
+            "data loader %d was saved after %s of epoch %d, and %s: give the loop "
+            "accelerator.skip_first_batches(loader, %d), unless the script itself passes over them",
+            saved.index,
+            seen,
+            saved.position["iteration"],
+            does,
+            saved.batches,
+        )
+
+    def _watch(self, loader: Any) -> None:
+        """Wrap what `loader` calls for every epoch and every batch."""
+        # A copy, and its workers, must go when the script drops it: there is no reference to it here.
+        base, seam, watched = loader.base_dataloader, _seam_of(loader), weakref.ref(loader)
+        per_batch = vars(loader).get(seam) or partial(_call, watched, seam)
+        iterate = partial(_call, weakref.ref(base), _ITERATOR)
+
+        @wraps(per_batch, assigned=())
+        def watched_batch(*args: Any, **kwargs: Any) -> Any:
+            self._batch(watched())
+            return per_batch(*args, **kwargs)
+
+        def watched_iterator() -> Any:
+            iterator = iterate()
+            if self._epoch.loader is watched():
+                self._epoch.iterator = weakref.ref(iterator)
+            return iterator
+
+        vars(loader)[seam] = watched_batch
+        vars(base)[_ITERATOR] = watched_iterator
+
+    def _batch(self, loader: Any) -> None:
+        """Note a batch that was fetched, to be handed out or skipped."""
+        if self._interrupted is not None and self._interrupted.loader is loader:
+            # The loop goes on with the iterator that it had before the load.
+            self._epoch, self._interrupted, self._saved = self._interrupted, None, None
+            if self._reentry is not None:
+                self._reentry.rng = None
+        epoch = self._epoch
+        if epoch.loader is not loader:
+            return
+        self._undo_all()
+        if loader.end_of_dataloader:
+            return  # once more, behind the last batch
+        epoch.count += 1
+        if epoch.rng is not None and epoch.count > loader.skip_batches:
+            if not epoch.at_edge:
+                load_rng_state(epoch.rng)
+            epoch.rng = None
+
+    def _undo_all(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+
+def _is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _is_persistent(loader: Any) -> bool:
+    """Return whether a loader makes one iterator for all epochs."""
+    return bool(loader.persistent_workers and loader.num_workers)
+
+
+def _forget_state(base: Any) -> None:
+    """Let a stateful loader make its next iterator as if it had none."""
+    base.load_state_dict({})
+    base.next_iter_state = None
+
+
+def _call(owner: Callable[[], Any], method: str) -> Any:
+    """Call the method of an object's class."""
+    return getattr(type(owner()), method)(owner())
+
+
+def _seam_of(loader: Any) -> str:
+    return _DISPATCHER_SEAM if isinstance(loader, DataLoaderDispatcher) else _SEAM
+
+
+def _unwatch(loader: Any) -> None:
+    seam = _seam_of(loader)
+    before = vars(loader).pop(seam).__wrapped__
+    if seam == _DISPATCHER_SEAM:
+        vars(loader)[seam] = before
+    vars(loader.base_dataloader).pop(_ITERATOR)
