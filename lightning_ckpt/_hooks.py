@@ -66,14 +66,6 @@ class LifeCycle:
                 "policies with |, e.g. save=EverySteps(500) | OnPreemption()"
             )
 
-    def on_train_batch_end(  # noqa: PLR0917 - Lightning's signature
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Save if it is time."""
-        del trainer, pl_module, outputs, batch, batch_idx
-        if self._session is not None and self._session.pacing is not None:
-            self._session.pacing.after_batch()
-
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Finish staged copies first: averaging callbacks exchange weights now."""
         del pl_module
@@ -101,14 +93,6 @@ class LifeCycle:
         del pl_module
         if self._session is not None and self._session.pacing is not None and trainer.state.fn == "fit":
             self._session.pacing.after_validation()
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save if it is time, before averaging callbacks may change the weights."""
-        del trainer, pl_module
-        if self._session is not None:
-            if self._session.pacing is not None:
-                self._session.pacing.after_epoch()
-            self._session.settle()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step."""

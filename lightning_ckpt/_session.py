@@ -16,13 +16,13 @@ from ckpt_core.errors import (
 )
 from ckpt_core.hosting import CheckpointPath, Kind
 from ckpt_core.state import unwrap_optimizer
-from lightning_ckpt._evaluation import Measured
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import before_iterators, go_on, warn_of_hidden_order
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, LoadedCheckpoint
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
+from lightning_ckpt.loops import Following, Measured, Running
 
 _logger = logger_of(__name__)
 _SHOWN = 10
@@ -45,7 +45,7 @@ class Session:
         self.resumes_stock = False
         self.preempted = False
         self._roots = Roots(settings)
-        self._measured = Measured()
+        self._training: Running | None = None
         self._module: Any = None
         self._running = False
         self._error: BaseException | None = None
@@ -58,13 +58,13 @@ class Session:
         self.loaded = self.pacing = None
         self._require_same_choice(ckpt_path)
         self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
-        self._measured = Measured()
         if stage != "fit" or self.trainer.fast_dev_run:
             return
         self._forget_other_training(ckpt_path)
+        self._training = Running(self.trainer)
         if self.settings.root is not None:
             self._roots.training = True
-            self.pacing = Pacing(self.trainer, self.settings, self._roots, self._measured)
+            self.pacing = Pacing(self._training, self.settings, self._roots)
 
     def _require_same_choice(self, ckpt_path: str | None) -> None:
         """Refuse a checkpoint that only some ranks have found.
@@ -99,13 +99,14 @@ class Session:
         """Save what Lightning has collected, under the path that it names."""
         place = path_of(self._roots.once(lambda: os.fspath(path)))
         step = self.trainer.global_step
-        self._measured.note(self.trainer.callback_metrics, step)
+        measured = Measured() if self._training is None else self._training.measured
+        measured.note(self.trainer.callback_metrics, step)
         self._roots.save(
             place.root,
             step,
-            LightningState(self.trainer, checkpoint),
+            LightningState(self.trainer, checkpoint, running=self._training),
             name=place.name,
-            metrics=self._measured.at(step),
+            metrics=measured.at(step),
             reason="asked for by path",
         )
         if weights_may_change(self.trainer):
@@ -115,7 +116,12 @@ class Session:
             self._roots.close()
 
     def load(
-        self, path: str | os.PathLike[str], load_stock: Callable[..., Any], *, trusted: bool
+        self,
+        path: str | os.PathLike[str],
+        load_stock: Callable[..., Any],
+        *,
+        trusted: bool,
+        has_optimizers: bool,
     ) -> dict[str, Any]:
         """Read a checkpoint; return what Lightning loads. A root means its newest.
 
@@ -123,6 +129,7 @@ class Session:
             path: a checkpoint of ours, a root of such, or a file or directory of Lightning's own.
             load_stock: the strategy's own method, with `weights_only=` left to be given, for the last two.
             trusted: whether the user has allowed Lightning to execute pickles in those.
+            has_optimizers: whether the strategy has its optimizers already.
 
         Raises:
             UnsafeCheckpointError: Lightning's own loader would have to execute what is in it.
@@ -137,12 +144,17 @@ class Session:
                 return dict(load_stock(weights_only=False))
             self._roots.once(lambda: check_stock_checkpoint(text))
             return load_without_pickle(text, type(self.trainer.strategy), load_stock)
+        if not has_optimizers:
+            _convert_early(self.trainer.strategy)
         place = path_of(text, kind)
-        state = LightningState(self.trainer)
+        state = LightningState(self.trainer, has_optimizers=has_optimizers)
         self._load(place, state)
         if state.loaded is None:
             raise CheckpointNotFoundError(f"{text} holds no checkpoint any more; was it pruned just now?")
-        self.loaded = state.loaded
+        self.loaded = loaded = state.loaded
+        if self._training is not None and loaded.training is not None:
+            following = Following(loaded.training["following"])
+            self._training.loops.resume(following, ended_epoch=loaded.ended_epoch)
         _logger.info("loaded %s", state.loaded.saved.name)
         return state.loaded.checkpoint
 
@@ -181,9 +193,14 @@ class Session:
         """Finish a resume, right before the first batch is drawn."""
         for optimizer in self.trainer.strategy.optimizers:
             unwrap_optimizer(optimizer)
-        if self.loaded is not None:
-            go_on(self.trainer, self.loaded, iterators_are_new=self._iterators_are_new)
+        training, loaded = self._training, self.loaded
+        held = training is not None and training.loops.holds_iterators
+        if loaded is not None:
+            go_on(self.trainer, loaded, iterators_are_new=self._iterators_are_new or held)
         warn_of_hidden_order(self.trainer)
+        if training is not None:
+            same_ranks = loaded is not None and loaded.saved.world_size == self.trainer.world_size
+            training.begin(None if loaded is None else loaded.training, same_ranks=same_ranks)
         if self.pacing is not None:
             self.pacing.begin()
 
@@ -199,6 +216,9 @@ class Session:
         """
         self._running = False
         pacing, self.pacing = self.pacing, None
+        if self._training is not None:
+            self._training.loops.release()
+            self._training = None
         try:
             self._close(pacing)
         except CheckpointError as failure:
@@ -221,6 +241,16 @@ class Session:
                 self.preempted = pacing.preempted
             self._roots.training = False
             self._roots.close(farewell=self._error is None)
+
+
+def _convert_early(strategy: Any) -> None:
+    """Give the model its dtype before it is loaded: Lightning's setup, which does, comes after that.
+
+    Otherwise weights in double precision would be loaded into single.
+    """
+    names = {cls.__name__ for cls in type(strategy.precision_plugin).__mro__}
+    if names & {"DoublePrecision", "HalfPrecision"}:
+        strategy.model = strategy.precision_plugin.convert_module(strategy.model)
 
 
 def _in_lightnings_words(

@@ -28,6 +28,7 @@ from ckpt_core.state import (
     under,
 )
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
+from lightning_ckpt.loops import Running
 
 PART = ""
 MODEL = "model"
@@ -40,6 +41,7 @@ PREFIX = "lightning."
 
 LOADERS = "lightning.dataloaders"
 PREFETCHED = "lightning.prefetched"
+TRAINING = "lightning.training"
 _CORES = {"state_dict", "optimizer_states", "callbacks"}
 RNG = "rng"
 SEED = "rng_seed"
@@ -60,12 +62,14 @@ class LoadedCheckpoint:
         saved: the rest of the checkpoint.
         prefetched: batches to train on before the loader's next.
         ended_epoch: whether it was saved when an epoch's last batch was done.
+        training: what `Running` saved; None of saves at other moments and of earlier versions.
     """
 
     checkpoint: dict[str, Any]
     saved: SavedState
     prefetched: Sequence[Any]
     ended_epoch: bool
+    training: Mapping[str, Any] | None
 
     @property
     def rng(self) -> Mapping[str, Any] | None:
@@ -92,7 +96,8 @@ class LightningState:
     Args:
         trainer: the Trainer.
         checkpoint: what Lightning has collected already; collected on demand if None.
-        loops: the state of Lightning's loops to resume with, if not the present one.
+        running: what a fit changes besides; None outside a fit.
+        has_optimizers: whether the strategy has its optimizers, to load into.
     """
 
     def __init__(
@@ -100,17 +105,19 @@ class LightningState:
         trainer: Any,
         checkpoint: Mapping[str, Any] | None = None,
         *,
-        loops: Mapping[str, Any] | None = None,
+        running: Running | None = None,
+        has_optimizers: bool = True,
     ) -> None:
         self._trainer = trainer
         self._checkpoint = checkpoint
-        self._loops = loops
+        self._running = running
+        self._has_optimizers = has_optimizers
         self.loaded: LoadedCheckpoint | None = None
         self.refusal: IncompatibleCheckpointError | None = None
 
     def capture(self) -> CapturedState:
         """Capture the state as it is now, with live tensors."""
-        return capture(self._trainer, self._collected())
+        return capture(self._trainer, self._collected(), self._running)
 
     def unstorable(self) -> list[str]:
         """Return advice on callbacks and hooks whose state cannot be stored."""
@@ -120,8 +127,6 @@ class LightningState:
         checkpoint = self._checkpoint
         if checkpoint is None:
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        if self._loops is not None:
-            checkpoint = {**checkpoint, "loops": self._loops}
         return cast("Mapping[str, Any]", checkpoint)
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
@@ -167,6 +172,8 @@ class LightningState:
 
     def _optimizer_target(self, saved: SavedEntries) -> dict[str, Any]:
         strategy = self._trainer.strategy
+        if not self._has_optimizers:
+            return template({}, saved)
         several = _indices(saved)
         if len(several or [0]) != len(strategy.optimizers):
             raise IncompatibleCheckpointError(
@@ -197,6 +204,7 @@ class LightningState:
             saved=saved,
             prefetched=saved.per_rank.get(PREFETCHED, ()) if mid_epoch else (),
             ended_epoch=ended_epoch,
+            training=saved.per_rank.get(TRAINING) or saved.shared.get(TRAINING),
         )
         return self._tell(fits=fits)
 
@@ -242,7 +250,7 @@ def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[st
     own = {
         key.removeprefix(PREFIX): plant(value, large)
         for key, value in items.items()
-        if key.startswith(PREFIX) and key not in {LOADERS, PREFETCHED}
+        if key.startswith(PREFIX) and key not in {LOADERS, PREFETCHED, TRAINING}
     }
     version = {"pytorch-lightning_version": "2.5.0"}
     return {**version, "epoch": 0, "global_step": saved.step or 0, "lr_schedulers": [], **own}
@@ -253,7 +261,7 @@ def _ended_epoch(checkpoint: Mapping[str, Any]) -> bool:
     return bool(fit_loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False))
 
 
-def capture(trainer: Any, checkpoint: Mapping[str, Any]) -> CapturedState:
+def capture(trainer: Any, checkpoint: Mapping[str, Any], running: Running | None) -> CapturedState:
     """Convert the dictionary that Lightning collected on this rank.
 
     Callbacks and the data module may differ between ranks, which Lightning ignores: their state is kept per
@@ -274,7 +282,9 @@ def capture(trainer: Any, checkpoint: Mapping[str, Any]) -> CapturedState:
     own = {f"{PREFIX}{key}" for key in ("callbacks", _datamodule_key(trainer))}
     per_rank |= {key: value for key, value in small.items() if key in own}
     # Last: a loader may draw from the global generator when asked for its state.
-    per_rank[RNG] = rng_state()
+    training, per_rank[RNG] = (None, rng_state()) if running is None else running.capture()
+    if training is not None:
+        per_rank[TRAINING] = small[TRAINING] = training
     strategy = trainer.strategy
     return CapturedState(
         sharded={PART: tree},

@@ -65,13 +65,6 @@ def _session(strategy: Any) -> Session | None:
     return session
 
 
-def _loads_after_setup(strategy: Any) -> bool:
-    session = _session(strategy)
-    if session is None or session.resumes_stock:
-        return bool(_stock(strategy).restore_checkpoint_after_setup)
-    return True
-
-
 def _lets_lightning_load_optimizers(strategy: Any) -> bool:
     session = _session(strategy)
     if session is None or session.loaded is None:
@@ -117,7 +110,12 @@ def load_checkpoint(
     stock = partial(_stock(self).load_checkpoint, checkpoint_path)
     if session is None:
         return dict(stock(weights_only=weights_only))
-    return session.load(checkpoint_path, stock, trusted=weights_only is False)
+    return session.load(
+        checkpoint_path,
+        stock,
+        trusted=weights_only is False,
+        has_optimizers=self.restore_checkpoint_after_setup,
+    )
 
 
 def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
@@ -188,7 +186,6 @@ def teardown(self: Any) -> None:
 
 
 _OVERRIDES: dict[str, Callable[..., Any] | property] = {
-    "restore_checkpoint_after_setup": property(_loads_after_setup),
     "lightning_restore_optimizer": property(_lets_lightning_load_optimizers),
     "lightning_module_state_dict": lightning_module_state_dict,
     "optimizer_state": optimizer_state_of,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -12,7 +12,6 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import KeepBest
 from ckpt_core.saving import SaveHandle
 from ckpt_core.types import CheckpointInfo
-from lightning_ckpt._roots import Roots
 
 _logger = logger_of(__name__)
 
@@ -75,13 +74,25 @@ class Evaluations:
 
     Attributes:
         cut_short: whether the last validation was left early, so that its results do not count.
+
+    Args:
+        trainer: the Trainer.
+        policies: what ranks checkpoints.
+        measured: the metrics, by the step at which they were measured.
+        once: returns on every rank what the coordinator alone decides.
     """
 
-    def __init__(self, trainer: Any, policies: Sequence[KeepBest], roots: Roots, measured: Measured) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        policies: Sequence[KeepBest],
+        measured: Measured,
+        once: Callable[[Callable[[], bool]], bool],
+    ) -> None:
         self.cut_short = False
         self._trainer = trainer
         self._policies = policies
-        self._roots = roots
+        self._once = once
         self._measured = measured
         self._ranking = Ranking(policies, ())
         self._unlogged = policies
@@ -90,8 +101,8 @@ class Evaluations:
         """Rank what is measured from now on against these checkpoints."""
         self._ranking = Ranking(self._policies, history)
 
-    def note_steps(self, step: int) -> None:
-        """Note what training steps up to `step` have logged; cheap enough for each."""
+    def note_step(self, step: int) -> None:
+        """Note what `step` has logged; cheap enough for each."""
         self._measured.note(self._trainer._logger_connector._callback_metrics, step)
 
     def note(self) -> dict[str, float]:
@@ -106,23 +117,11 @@ class Evaluations:
         if not self._policies or self.cut_short:
             return False
         step, metrics = self._trainer.global_step, self.note()
-        return self._roots.once(lambda: step > 0 and self._ranking.wants(step, metrics))
+        return self._once(lambda: step > 0 and self._ranking.wants(step, metrics))
 
     def saved(self, handle: SaveHandle, metrics: Mapping[str, float]) -> None:
         """Note a save in flight with these metrics."""
         self._ranking.saved(handle, metrics)
-
-    def awaits_validation(self) -> bool:
-        """Return whether a ranking metric of this step is still to be measured."""
-        fit_loop = self._trainer.fit_loop
-        if not self._policies:
-            return False
-        return self.awaits_epoch() or bool(fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher))
-
-    def awaits_epoch(self) -> bool:
-        """Return whether the epoch ends here and a metric of the whole of it ranks."""
-        epoch_ends = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        return epoch_ends and any(self._comes_with_epoch(policy.metric) for policy in self._policies)
 
     def complain(self) -> None:
         """Warn, once, of ranking metrics that are not logged."""
@@ -164,6 +163,16 @@ class Measured:
             if not _same(self._values.get(name), value):
                 self._values[name] = value
                 self._steps[name] = step
+
+    def resume(self, steps: Mapping[str, int], metrics: Mapping[str, Any]) -> None:
+        """Take over what was measured before a save, with the metrics loaded from it."""
+        self._values = {name: metrics[name] for name in steps if name in metrics}
+        self._steps = {name: steps[name] for name in self._values}
+
+    @property
+    def steps(self) -> Mapping[str, int]:
+        """The step at which each metric was measured last."""
+        return self._steps
 
     def at(self, step: int) -> dict[str, float]:
         """Return the scalar metrics that were measured at `step`."""

@@ -1,0 +1,16 @@
+"""Lightning's training loops: their steps, what they change, and how a preemption ends them."""
+
+from lightning_ckpt.loops._evaluation import Evaluations, Measured
+from lightning_ckpt.loops._position import Following, TrainingLoops
+from lightning_ckpt.loops._preemption import SignalTakeover, ValidationExit
+from lightning_ckpt.loops._running import Running
+
+__all__ = [
+    "Evaluations",
+    "Following",
+    "Measured",
+    "Running",
+    "SignalTakeover",
+    "TrainingLoops",
+    "ValidationExit",
+]

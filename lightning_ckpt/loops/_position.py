@@ -1,0 +1,202 @@
+"""Where in Lightning's loops a save is made, and from where a resume continues.
+
+Lightning saves inside hooks, in the middle of what it does for a batch or an epoch, and its restart leaves
+out the rest: a due validation, plateau schedulers, the hooks of an epoch's end and of the next one's start.
+Here methods of the two training loops call a listener at the points between which nothing is half done; what
+follows the save is saved with it; and a resume continues with that.
+
+Lightning has no hook at these points.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from functools import cache
+from typing import Any, Final, Protocol, final
+
+import torch
+
+_MID_EPOCH: Final = "restarted_mid_epoch"
+_END_OF_BATCH: Final = "on_train_batch_end"
+_END_OF_VALIDATION: Final = "on_validation_end"
+_END_OF_EPOCH: Final = "on_train_epoch_end"
+
+
+class Following(StrEnum):
+    """What Lightning does next."""
+
+    VALIDATION = "validation"
+    """The validation of the batch, if it is due; then as `UPDATE`."""
+
+    UPDATE = "update"
+    """The update of plateau schedulers and counters for the batch; then as `BATCH`."""
+
+    BATCH = "batch"
+    """The next batch; after the last one, the hooks of the epoch's end."""
+
+    EPOCH_UPDATE = "epoch update"
+    """The update of plateau schedulers and counters for the epoch; then as `EPOCH`."""
+
+    EPOCH = "epoch"
+    """The hooks of the next epoch's start."""
+
+
+class Listener(Protocol):
+    """What is called between the steps of the loops; it may raise StopIteration to end training."""
+
+    def after_batch(self) -> None:
+        """Act before a validation may be made for the batch."""
+
+    def after_step(self) -> None:
+        """Act when nothing is left to do for the batch."""
+
+    def before_epoch_end(self) -> None:
+        """Act before the hooks of the epoch's end."""
+
+    def after_epoch(self) -> None:
+        """Act when nothing is left to do for the epoch."""
+
+
+@final
+class TrainingLoops:
+    """The two training loops of a Trainer, for the time of one fit.
+
+    Concurrency: the thread that trains.
+
+    Attributes:
+        trainer: the Trainer.
+        listener: what is called; None if nobody listens.
+        resumed: what a resumed fit begins with; None once it is done.
+        holds_iterators: whether the iterators of the loaders are made by the next epoch only.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.listener: Listener | None = None
+        self.resumed: Following | None = None
+        self.holds_iterators = False
+        self.trainer = trainer
+        self._fit_loop = trainer.fit_loop
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._between: Following | None = None
+        self._epoch_loop.on_advance_end = self._advance_epoch
+        self._fit_loop.on_advance_end = self._advance_fit
+
+    @property
+    def following(self) -> Following | None:
+        """What follows a save made now; None where it is not known."""
+        hook = self.trainer.lightning_module._current_fx_name
+        if hook == _END_OF_BATCH:
+            return Following.VALIDATION
+        if hook == _END_OF_VALIDATION:
+            return Following.UPDATE if self._between is Following.VALIDATION else None
+        if hook == _END_OF_EPOCH:
+            return Following.EPOCH_UPDATE if self.epoch_is_over else None
+        return self._between if hook is None else None
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether the last batch of the epoch is done."""
+        return bool(self._epoch_loop._num_ready_batches_reached())
+
+    def resume(self, following: Following, *, ended_epoch: bool) -> None:
+        """Continue with `following` once Lightning has restored its counters.
+
+        If the epoch's last batch is done, no iterator is made before the next epoch begins, as in an
+        uninterrupted run.
+        """
+        self.resumed = following
+        self.holds_iterators = ended_epoch
+        self._fit_loop.reset = self._reset_fit
+        if ended_epoch:
+            self._fit_loop._load_combined_loader_states = self._hold_iterators
+
+    def release(self) -> None:
+        """Give the loops back; idempotent."""
+        for loop, names in (
+            (self._fit_loop, ("on_advance_end", "reset", "_load_combined_loader_states")),
+            (self._epoch_loop, ("on_advance_end", "reset", "on_run_start")),
+        ):
+            for name in names:
+                vars(loop).pop(name, None)
+
+    def _hold_iterators(self) -> None:
+        """Let the next `iter` of the combined loader make no iterators; right before it."""
+        vars(self._fit_loop).pop("_load_combined_loader_states")
+        loader = self._fit_loop._combined_loader
+        loader.__class__ = _held(type(loader))
+
+    def _advance_epoch(self, data_fetcher: Any) -> None:
+        listener, loop = self.listener, self._epoch_loop
+        self._between = Following.VALIDATION
+        if listener is not None:
+            listener.after_batch()
+        type(loop).on_advance_end(loop, data_fetcher)
+        self._between = Following.BATCH
+        if listener is not None:
+            listener.after_step()
+
+    def _advance_fit(self) -> None:
+        listener, loop = self.listener, self._fit_loop
+        self._between = None
+        if listener is not None:
+            listener.before_epoch_end()
+        over = self.epoch_is_over
+        type(loop).on_advance_end(loop)
+        self._between = Following.EPOCH if over else None
+        if listener is not None:
+            listener.after_epoch()
+
+    def _reset_fit(self) -> None:
+        """Take the counters as they were saved, instead of guessing from them."""
+        fit_loop, epoch_loop = self._fit_loop, self._epoch_loop
+        vars(fit_loop).pop("reset")
+        torch.set_grad_enabled(True)
+        optimization = (epoch_loop.automatic_optimization, epoch_loop.manual_optimization)
+        for loop in (fit_loop, epoch_loop, epoch_loop.val_loop, *optimization):
+            loop._restarting = loop._loaded_from_state_dict = False
+        if self.resumed in {Following.EPOCH, Following.EPOCH_UPDATE}:
+            # Iterators are made where an uninterrupted run makes them.
+            fit_loop._resuming_from_checkpoint = False
+            return
+        fit_loop._restart_stage = _MID_EPOCH
+        epoch_loop.reset = lambda: vars(epoch_loop).pop("reset")
+        epoch_loop.on_run_start = self._run_epoch
+
+    def catch_up(self) -> None:
+        """Make up for the update that follows the hooks of an epoch's end."""
+        if self.resumed is Following.EPOCH_UPDATE:
+            self._epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            self._fit_loop.epoch_progress.increment_completed()
+        if self.resumed in {Following.EPOCH, Following.EPOCH_UPDATE, Following.BATCH}:
+            self.resumed = None
+
+    def _run_epoch(self, data_fetcher: Any) -> None:
+        """Begin in the middle of an epoch, with what was left to do for its last batch."""
+        loop, progress = self._epoch_loop, self._epoch_loop.batch_progress
+        vars(loop).pop("on_run_start")
+        type(loop).on_run_start(loop, data_fetcher)
+        if progress.current.completed < progress.current.processed:
+            progress.increment_completed()  # the save was made inside the hooks of the batch
+        if self.resumed is None:
+            return
+        if self.resumed is Following.UPDATE:
+            loop._skip_next_val = True
+        elif self.trainer._val_check_time_interval is not None:
+            self.trainer._last_val_time = -float("inf")
+        loop.on_advance_end(data_fetcher)
+        self.resumed = None
+
+
+@cache
+def _held(stock: type[Any]) -> type[Any]:
+    """Return the class of a combined loader that is iterated once for its length only."""
+
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807 - it is a method of the class below
+        self.__class__ = stock
+        modes = sys.modules[stock.__module__]._SUPPORTED_MODES
+        self._iterator = modes[self._mode]["iterator"](self.flattened, self._limits)
+        return iter(())
+
+    return type(stock.__name__, (stock,), {"__module__": stock.__module__, "__iter__": __iter__})

@@ -1,0 +1,282 @@
+"""What training changes besides weights, optimizers and counters: metrics, and switches of the model.
+
+Lightning saves none of it. Its own restart begins an epoch's means with the batches after the save, without
+the metrics from before it, and with every parameter and accumulation window as the script has set them up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
+
+import torch
+
+from ckpt_core.disclosure import logger_of
+from ckpt_core.state import rng_state
+from lightning_ckpt.loops._evaluation import Measured
+from lightning_ckpt.loops._position import Following, TrainingLoops
+
+_SWITCHES: Final = ("training", "track_running_stats")
+_TRAINABLE: Final = "requires_grad"
+_COUNTS: Final = ("_update_count", "_computed", "_forward_cache")
+_OPTIONS: Final = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_NAMES: Final = ("fx", "name", "dataloader_idx", "metric_attribute")
+_REDUCTIONS: Final = {
+    f"{each.__module__ or 'torch'}.{each.__name__}": each
+    for each in (torch.mean, torch.sum, torch.min, torch.max, sum, min, max)
+}
+_MOST_BYTES: Final = 8 << 20
+
+_logger = logger_of(__name__)
+
+
+def capture_metrics(trainer: Any) -> dict[str, Any]:
+    """Return the metrics of callbacks, and the running means of the epoch."""
+    connector, module = trainer._logger_connector, trainer.lightning_module
+    results = trainer.fit_loop.epoch_loop._results
+    return {
+        "callback": {name: value.detach() for name, value in trainer.callback_metrics.items()},
+        "results": {key: entry for key, each in results.items() if (entry := _of_result(each)) is not None},
+        "metrics": {name: _of_metric(each) for name, each in _metrics(module) if _is_storable(name, each)},
+        "hook": connector._current_fx,
+        "first_batch": connector._first_loop_iter,
+    }
+
+
+def load_metrics(trainer: Any, saved: Mapping[str, Any], *, same_ranks: bool) -> None:
+    """Load the metrics; running means only on as many ranks as saved them."""
+    connector, module = trainer._logger_connector, trainer.lightning_module
+    connector._callback_metrics.update(_moved(saved["callback"], module.device))
+    if not same_ranks:
+        return
+    metrics = dict(_metrics(module))
+    for name, state in saved["metrics"].items():
+        if name in metrics:
+            _load_metric(metrics[name], _moved(state, metrics[name].device))
+    results = trainer.fit_loop.epoch_loop._results
+    for key, entry in saved["results"].items():
+        if entry["tensor"] or entry["names"]["metric_attribute"] in metrics:
+            results[key] = _as_result(results, trainer, entry, metrics)
+    connector._current_fx, connector._first_loop_iter = saved["hook"], saved["first_batch"]
+
+
+def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the torchmetrics of a module by name."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is not None:
+        yield from ((name, each) for name, each in module.named_modules() if _is_metric(each, torchmetrics))
+
+
+def _is_metric(module: Any, torchmetrics: Any) -> bool:
+    return isinstance(module, torchmetrics.Metric)
+
+
+def _is_storable(name: str, metric: Any) -> bool:
+    """Return whether the state of a metric is plain and small; warn once if not."""
+    state = [getattr(metric, each) for each in (*metric._defaults, *_COUNTS)]
+    size = _plain_bytes(state)
+    if size is not None and size <= _MOST_BYTES:
+        return True
+    if name not in _warned:
+        _warned.add(name)
+        why = "is not plain" if size is None else f"has {size >> 20} MiB"
+        _logger.warning(
+            "the state of metric %s %s and is not saved: after a resume in the middle of an epoch its value covers "
+            "the batches after the save only",
+            name, why,
+        )  # fmt: skip
+    return False
+
+
+_warned: set[str] = set()
+
+
+def _plain_bytes(value: Any) -> int | None:
+    """Return the bytes of the tensors in a plain value; None if it is not plain."""
+    if isinstance(value, list | tuple | dict):
+        sizes = [_plain_bytes(each) for each in (value.values() if isinstance(value, dict) else value)]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+    if type(value) in {torch.Tensor, torch.nn.Parameter}:
+        return int(value.nbytes)
+    return 0 if value is None or isinstance(value, bool | int | float | str) else None
+
+
+def _of_metric(metric: Any) -> dict[str, Any]:
+    return {name: _plain(getattr(metric, name)) for name in (*metric._defaults, *_COUNTS)}
+
+
+def _load_metric(metric: Any, state: Mapping[str, Any]) -> None:
+    for name in (*metric._defaults, *_COUNTS):
+        if name in state:
+            setattr(metric, name, state[name])
+
+
+def _of_result(result: Any) -> dict[str, Any] | None:
+    """Return one running mean, or None if it cannot be stored.
+
+    A group of processes, of a metric that some ranks share, is of this process only.
+    """
+    meta = result.meta
+    if meta.sync.group is not None:
+        return None
+    state: dict[str, Any] = {name: _plain(getattr(result, name)) for name in _COUNTS}
+    if result.is_tensor:
+        state |= {name: _plain(getattr(result, name)) for name in result._defaults}
+    return {
+        "tensor": result.is_tensor,
+        "reset": result.has_reset,
+        "state": state,
+        "names": {name: getattr(meta, name) for name in _NAMES},
+        "options": {name: getattr(meta, name) for name in _OPTIONS},
+        "reduce": next(name for name, each in _REDUCTIONS.items() if each is meta.reduce_fx),
+        "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+    }
+
+
+def _as_result(results: Any, trainer: Any, entry: Mapping[str, Any], metrics: Mapping[str, Any]) -> Any:
+    """Make a running mean as `LightningModule.log` makes it at its first call."""
+    lightning = sys.modules[type(results).__module__]
+    meta = lightning._Metadata(**entry["names"], **entry["options"], reduce_fx=_REDUCTIONS[entry["reduce"]])
+    meta.sync = lightning._Sync(fn=trainer.strategy.reduce, **entry["sync"])
+    result = lightning._ResultMetric(meta, entry["tensor"])
+    result.to(trainer.lightning_module.device)
+    for name, value in _moved(entry["state"], trainer.lightning_module.device).items():
+        setattr(result, name, value)
+    if not entry["tensor"]:
+        result.value = metrics[entry["names"]["metric_attribute"]]
+    result.has_reset = entry["reset"]
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """Detach tensors, which may be part of a graph or be changed in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return [_moved(each, device) for each in value]
+    return {key: _moved(each, device) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+@final
+class Switches:
+    """What hooks have changed of a model and a Trainer since the fit was set up.
+
+    Callbacks unfreeze layers and widen accumulation windows in hooks of an epoch's start, which a resume
+    within the epoch does not call. What the script sets up itself is its own to change between two runs.
+
+    Concurrency: the thread that trains.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._window = trainer.accumulate_grad_batches
+        self._initial = dict(self._present())
+
+    def changed(self) -> dict[str, Any]:
+        """Return what differs now from the beginning."""
+        flags = [
+            [*key, value] for key, value in self._present() if self._initial.get(key, not value) is not value
+        ]
+        window = self._trainer.accumulate_grad_batches
+        return {"flags": flags} | ({} if window == self._window else {"window": window})
+
+    def load(self, changed: Mapping[str, Any]) -> None:
+        """Change the same."""
+        module = self._trainer.lightning_module
+        holders: dict[str, Any] = {**dict(module.named_modules()), **dict(module.named_parameters())}
+        for name, switch, value in changed["flags"]:
+            if hasattr(holders.get(name), switch):
+                setattr(holders[name], switch, value)
+        self._trainer.accumulate_grad_batches = changed.get("window", self._trainer.accumulate_grad_batches)
+
+    def _present(self) -> Iterator[tuple[tuple[str, str], bool]]:
+        module = self._trainer.lightning_module
+        # In a validation Lightning has all modules in evaluation mode, and remembers their own.
+        validation = self._trainer.fit_loop.epoch_loop.val_loop
+        modes = validation._module_mode.mode if self._trainer.validating else {}
+        for name, each in module.named_modules():
+            for switch in _SWITCHES:
+                if (value := getattr(each, switch, None)) is not None:
+                    yield (name, switch), bool(modes.get(name, value) if switch == "training" else value)
+        for name, each in module.named_parameters():
+            yield (name, _TRAINABLE), each.requires_grad
+
+
+def _set_up_averaging(trainer: Any) -> None:
+    """Have `StochasticWeightAveraging` put its scheduler in place, in the middle of an epoch.
+
+    It does so at the start of an epoch, where it finds its state loaded and this epoch averaged already.
+    """
+    for callback in trainer.callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if "StochasticWeightAveraging" not in names or callback._scheduler_state is None:
+            continue
+        if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
+            groups = trainer.optimizers[0].param_groups
+            saved = [dict(group) for group in groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, values in zip(groups, saved, strict=True):
+                group.update(values)  # a new scheduler begins with a step of its own
+
+
+@final
+class Running:
+    """What a save adds to Lightning's dictionary, and a resume takes from it.
+
+    Concurrency: the thread that trains.
+
+    Attributes:
+        loops: of the Trainer, for the position of a save.
+        measured: the metrics, by the step at which they were measured.
+        repeats_validation: whether the validation that ends now was cut short: a resume repeats it.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.loops = TrainingLoops(trainer)
+        self.measured = Measured()
+        self.repeats_validation = False
+        self._trainer = trainer
+        self._switches: Switches | None = None
+        self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    def begin(self, saved: Mapping[str, Any] | None, *, same_ranks: bool) -> None:
+        """Begin training, if `saved` is given from there."""
+        self._switches = Switches(self._trainer)
+        if saved is None:
+            return
+        self._switches.load(saved["switches"])
+        load_metrics(self._trainer, saved["metrics"], same_ranks=same_ranks)
+        self.measured.resume(saved["measured"], self._trainer._logger_connector._callback_metrics)
+        self.loops.catch_up()
+        if Following(saved["following"]) not in {Following.EPOCH, Following.EPOCH_UPDATE}:
+            _set_up_averaging(self._trainer)
+
+    def remember(self) -> None:
+        """Remember the present as what a save in the coming validation goes back to."""
+        self.repeats_validation = False
+        self._before = rng_state(), capture_metrics(self._trainer)
+
+    def capture(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """Return the state, None where it could not be resumed, and the random generators."""
+        following = self.loops.following
+        if self.repeats_validation and self._before is not None:
+            rng, metrics = self._before
+            following = Following.VALIDATION
+        else:
+            rng, metrics = rng_state(), {}
+        if following is None or self._switches is None:
+            return None, rng
+        state = {
+            "following": following.value,
+            "switches": self._switches.changed(),
+            "metrics": metrics or capture_metrics(self._trainer),
+            "measured": dict(self.measured.steps),
+        }
+        return state, rng

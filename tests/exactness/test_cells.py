@@ -1,0 +1,115 @@
+"""The matrix covers what it says, and its verdicts are not given away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+
+from tests.exactness.cells import AXES, SAMPLES, Cell, impossible, limited
+from tests.exactness.covering import covering
+from tests.exactness.page import limits
+from tests.exactness.training import Observed
+from tests.exactness.verdicts import Runs, judge
+
+CELL = Cell(
+    host="plain",
+    strategy="ddp",
+    data="map",
+    workers="0",
+    shuffle=True,
+    dropout=True,
+    accumulation=1,
+    point="mid-epoch",
+    ranks="same",
+    precision="fp32",
+)
+
+
+def test_the_sample_has_every_possible_pair_of_values():
+    cells = [cell.values for cell in covering(2)]
+    every = [cell for cell in map(dict, _all_values()) if not impossible(cell)]
+    for one, other in combinations(AXES, 2):
+        possible = {(values[one], values[other]) for values in every}
+        assert {(values[one], values[other]) for values in cells} == possible
+    assert not any(map(impossible, cells))
+    assert covering(1) == covering(1)
+
+
+def _all_values():
+    for values in product(*AXES.values()):
+        yield zip(AXES, values, strict=True)
+
+
+def rows(rank: int, *, seed: int = 0, batches: int = 24) -> list:
+    return [
+        ((4 * n % SAMPLES + 2 * rank, 4 * n % SAMPLES + 2 * rank + 1), f"{seed}:{n}", 0.1)
+        for n in range(batches)
+    ]
+
+
+def runs(**resumed) -> Runs:
+    """A cell of two ranks that is exact, but for what is given."""
+    stock = [Observed(rows=rows(rank), final={"weights": "w"}) for rank in range(2)]
+    saving = [replace(each, saved_after=4, at_point={"a": "1"}) for each in stock]
+    rest = [replace(each, rows=each.rows[4:], at_point={"a": "1"}) for each in stock]
+    return Runs(stock, saving, [replace(each, **resumed) for each in rest])
+
+
+def test_an_equal_rest_is_exact():
+    assert judge(CELL, runs()).word == "exact"
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"rows": rows(0)[5:]}, "samples of batch 5"),
+        ({"rows": rows(0, seed=1)[4:]}, "loss of batch 5"),
+        ({"rows": rows(0)[4:-1]}, "19 batches instead of 20"),
+        ({"final": {"weights": "x"}}, "the final weights"),
+        ({"error": "Traceback"}, "Traceback"),
+    ],
+)
+def test_whatever_differs_is_wrong_unless_it_was_said(changed, why):
+    verdict = judge(CELL, runs(**changed))
+    assert (verdict.word, verdict.as_expected) == ("wrong", False)
+    assert why in verdict.why
+    if "error" not in changed:
+        said = judge(CELL, runs(**changed, warnings=["not exact"]))
+        # What could be exact must be, whatever is said of it.
+        assert (said.word, said.as_expected) == ("told", False)
+
+
+def test_saving_that_changes_the_training_is_wrong():
+    found = runs()
+    found.stock[1].rows = rows(1, seed=3)
+    assert "saving changes the training: rank 1: loss of batch 1" in judge(CELL, found).why
+
+
+def test_samples_on_other_ranks_are_counted():
+    fewer = replace(CELL, ranks="fewer")
+    one = [((2 * n, 2 * n + 1), "", 0.1) for n in range(8, 16)]
+    later = [((2 * n, 2 * n + 1), "", 0.1) for n in range(16)] * 2
+    found = runs()
+    good = found._replace(resumed=[Observed(rows=one + later, at_point={"a": "1"})])
+    assert judge(fewer, good).word == "elastic-exact"
+    again = found._replace(resumed=[Observed(rows=later[:8] + later, at_point={"a": "1"})])
+    assert "of epoch 1, 16 samples twice and 16 never" in judge(fewer, again).why
+    other = found._replace(resumed=[Observed(rows=one + later, at_point={"a": "2"})])
+    assert "entries of the state" in judge(fewer, other).why
+
+
+def test_only_cells_with_a_reason_may_be_told():
+    stream = replace(CELL, data="stream", shuffle=False, ranks="fewer")
+    assert limited(stream)
+    assert not limited(replace(stream, ranks="same"))
+    assert not limited(replace(stream, host="accelerate"))
+    told = judge(stream, runs(rows=[], warnings=["not exact"]))
+    assert (told.word, told.as_expected) == ("told", True)
+
+
+def test_the_page_names_every_impossible_pair_once():
+    lines = [line for line in limits() if line.startswith("- ")]
+    assert len(lines) == len(set(lines)) >= 10
+    assert any("lightning with pp" in line for line in lines)

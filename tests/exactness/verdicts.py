@@ -1,0 +1,149 @@
+"""What became of a cell: computed from three trainings of every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final, NamedTuple, final
+
+from tests.exactness.cells import EPOCHS, SAMPLES, Cell, limited
+from tests.exactness.training import Observed
+
+EXACT: Final = "exact"
+ELASTIC: Final = "elastic-exact"
+REFUSED: Final = "refused"
+TOLD: Final = "told"
+WRONG: Final = "wrong"
+
+GOOD: Final = (EXACT, ELASTIC)
+
+
+class Runs(NamedTuple):
+    """A cell's trainings, each by rank; the last is empty if nothing could be saved."""
+
+    stock: list[Observed]
+    saving: list[Observed]
+    resumed: list[Observed]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a cell came to.
+
+    Attributes:
+        cell: the cell.
+        word: `exact`, `elastic-exact`, `refused` or `told` by a message of ours, or `wrong`.
+        why: what differs, or the message; "" if it is exact.
+    """
+
+    cell: Cell
+    word: str
+    why: str = ""
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether it is exact, or cannot be and the user knows."""
+        return self.word in GOOD or (self.word in {REFUSED, TOLD} and bool(limited(self.cell)))
+
+
+def judge(cell: Cell, runs: Runs) -> Verdict:
+    """Compare the trainings of all ranks."""
+    for role, of_ranks in zip(Runs._fields, runs, strict=True):
+        for each in of_ranks:
+            if each.error:
+                word = REFUSED if each.refused and role == "resumed" else WRONG
+                return Verdict(cell=cell, word=word, why=f"{role}: {each.error.strip()}")
+    differs = _perturbed(runs)
+    if differs:
+        return Verdict(cell=cell, word=WRONG, why=f"saving changes the training: {differs}")
+    same = cell.ranks == "same"
+    differs = _resume_differs(runs) if same else _elastic_differs(cell, runs)
+    if not differs:
+        return Verdict(cell=cell, word=EXACT if same else ELASTIC)
+    said = [text for each in runs.resumed for text in each.warnings]
+    if said:
+        return Verdict(cell=cell, word=TOLD, why=f"{differs}; said: {said[0]}")
+    return Verdict(cell=cell, word=WRONG, why=differs)
+
+
+def _perturbed(runs: Runs) -> str:
+    for rank, (stock, saving) in enumerate(zip(runs.stock, runs.saving, strict=True)):
+        if found := _first_difference(stock.rows, saving.rows, 0) or _final_differs(stock, saving):
+            return f"rank {rank}: {found}"
+    return ""
+
+
+def _resume_differs(runs: Runs) -> str:
+    for rank, (saving, resumed) in enumerate(zip(runs.saving, runs.resumed, strict=True)):
+        expected = saving.rows[saving.saved_after :]
+        found = _first_difference(expected, resumed.rows, saving.saved_after)
+        if found := found or _final_differs(saving, resumed):
+            return f"rank {rank}: {found}"
+    return ""
+
+
+def _first_difference(expected: list[tuple], found: list[tuple], first: int) -> str:
+    for number, (one, other) in enumerate(zip(expected, found, strict=False), first + 1):
+        for what, a, b in zip(("samples", "loss", "learning rate"), one, other, strict=True):
+            if a != b:
+                return f"{what} of batch {number}: {b} instead of {a}"
+    if len(expected) != len(found):
+        return f"{len(found)} batches instead of {len(expected)}"
+    return ""
+
+
+def _final_differs(expected: Observed, found: Observed) -> str:
+    differ = [name for name, value in expected.final.items() if found.final.get(name) != value]
+    return f"the final {', '.join(differ)}" if differ else ""
+
+
+def _elastic_differs(cell: Cell, runs: Runs) -> str:
+    """The state is the one that was saved, and every sample of each epoch is seen once, but for padding."""
+    if found := _state_differs(runs):
+        return found
+    place, before = cell.place_of_resume, cell.place
+    after = [
+        each.rows
+        for rank, each in enumerate(runs.resumed)
+        if _sees_own_data(rank, place.world, place.replicas)
+    ]
+    for rank, each in enumerate(runs.resumed):
+        if [row[0] for row in each.rows] != [row[0] for row in after[place.replica(rank)]]:
+            return f"rank {rank} sees other samples than the ranks that must see the same"
+    epoch, batches = cell.saves_after
+    start = epoch * cell.batches
+    seen = Counter(
+        sample
+        for rank, each in enumerate(runs.saving)
+        if _sees_own_data(rank, before.world, before.replicas)
+        for ids, *_ in each.rows[start : start + batches]
+        for sample in ids
+    )
+    at = 0
+    for number in range(epoch, EPOCHS):
+        due = Counter(range(SAMPLES)) - seen
+        count = -(-due.total() // (place.batch * place.replicas))
+        given = Counter(s for rows in after for ids, *_ in rows[at : at + count] for s in ids)
+        never, twice = (due - given).total(), (given - due).total()
+        padding = -due.total() % (place.batch * place.replicas)
+        if never or twice > padding:
+            return f"of epoch {number + 1}, {twice} samples twice and {never} never ({padding} are padding)"
+        at, seen = at + count, Counter()
+    most = max(len(rows) for rows in after)
+    return "" if most == at else f"{most} batches after the resume instead of {at}"
+
+
+def _sees_own_data(rank: int, world: int, replicas: int) -> bool:
+    return rank % (world // replicas) == 0
+
+
+def _state_differs(runs: Runs) -> str:
+    saved: dict[str, str] = {}
+    for each in runs.saving:
+        saved |= each.at_point
+    for rank, each in enumerate(runs.resumed):
+        differ = [name for name, value in each.at_point.items() if saved.get(name) != value]
+        if differ or not each.at_point:
+            return f"rank {rank}: {len(differ)} entries of the state, first {differ[:1]}"
+    return ""
