@@ -10,6 +10,8 @@ from transformers import Trainer
 
 from accelerate_ckpt._patch import ENDED
 from accelerate_ckpt._settings import Settings
+from accelerate_ckpt.trainer._data import SHADOWED as DATA_METHODS
+from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
 from accelerate_ckpt.trainer._loading import TrainerLoading
 from accelerate_ckpt.trainer._save_limit import metrics_at
@@ -65,7 +67,8 @@ class TrainerCheckpoints:
         )
         self._session = TrainerSession(trainer, settings, sinks)
         self._loading = TrainerLoading(trainer, self._stock, self._session, stock_files=self._stock_files)
-        self.events = TrainerEvents(self._session, gated=settings.options.save is not None)
+        self._data = TrainerData(trainer)
+        self.events = TrainerEvents(self._session, self._data, gated=settings.options.save is not None)
         self.implicit = implicit
 
     def shadows(self) -> dict[str, Any]:
@@ -74,7 +77,7 @@ class TrainerCheckpoints:
         made = (
             self.train, self.save, loading.load_model, loading.load_rest, loading.load_best, self._after_step
         )  # fmt: skip
-        return dict(zip(_SHADOWED, made, strict=True))
+        return {**dict(zip(_SHADOWED, made, strict=True)), **self._data.shadows()}
 
     @property
     def manager(self) -> CheckpointManager:
@@ -102,7 +105,10 @@ class TrainerCheckpoints:
         with self._session.training() as manager:
             self.events.take_over(arguments, manager.options.keep)
             try:
-                with self._loading.chosen(resume_from_checkpoint) as checkpoint:
+                with (
+                    self._loading.chosen(resume_from_checkpoint) as checkpoint,
+                    self._data.training(self._loading.resumed),
+                ):
                     result = self._stock.train(checkpoint, *args, **kwargs)
             finally:
                 self.events.give_back(arguments)
@@ -138,7 +144,13 @@ class TrainerCheckpoints:
             state.best_model_checkpoint = os.path.join(self._trainer.args.output_dir, name)  # noqa: PTH118
         handle = self.manager.save(
             state.global_step,
-            TrainingState(self._trainer, self._stock, self._session.pickles, stock_files=self._stock_files),
+            TrainingState(
+                self._trainer,
+                self._stock,
+                self._session.pickles,
+                stock_files=self._stock_files,
+                progress=self._data.progress(),
+            ),
             metrics=metrics_at(state.log_history, state.global_step),
             annotations={"framework": "transformers", "reason": self.events.reason},
             name=name,
@@ -277,7 +289,7 @@ def disable_trainer(trainer: Trainer) -> Trainer:
     attached = attached_to(trainer)
     if attached is None:
         return trainer
-    for name in (*_SHADOWED, _ATTACHED):
+    for name in (*_SHADOWED, *DATA_METHODS, _ATTACHED):
         trainer.__dict__.pop(name, None)
     trainer.remove_callback(attached.events)
     attached.close()

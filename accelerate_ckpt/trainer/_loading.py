@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,6 +17,8 @@ from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
 from accelerate_ckpt.trainer._choice import newest_to_resume
+from accelerate_ckpt.trainer._data import Resumed
+from accelerate_ckpt.trainer._position import decoded, progress_file
 from accelerate_ckpt.trainer._session import TrainerSession
 from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
@@ -34,7 +36,7 @@ _logger = logger_of(__name__)
 _OURS = ("*.distcp", "rank-*.json", "local-*.json", "chunks-*.json")
 _NOT_READ = (
     *_OURS, "*/*", "model*.safetensors", "pytorch_model*.bin", "adapter_model*", "optimizer.pt",
-    "rng_state_*.pth",
+    "rng_state_*.pth", progress_file("*"),
 )  # fmt: skip
 """What is verified when it is loaded, or is not read at all: single files for others, other ranks' files."""
 _TORCH_FILES = (SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
@@ -49,6 +51,7 @@ class _Lent:
     view: str
     checkpoint: str
     scheduler: bytes | None
+    resumed: Resumed | None
 
 
 @final
@@ -63,6 +66,11 @@ class TrainerLoading:
         self._session = session
         self._stock_files = stock_files
         self._lent: _Lent | None = None
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """The progress in the checkpoint that was chosen, if it holds any."""
+        return None if self._lent is None else self._lent.resumed
 
     @contextmanager
     def chosen(self, wanted: str | os.PathLike[str] | bool | None) -> Generator[Any]:  # noqa: FBT001 - as in stock
@@ -192,7 +200,10 @@ class TrainerLoading:
             if isinstance(storage, LocalStorage):
                 link_files(others, storage.local_path(place.name), view)
             self._lent = _Lent(
-                view=str(view), checkpoint=os.fspath(checkpoint), scheduler=small.get(SCHEDULER_NAME)
+                view=str(view),
+                checkpoint=os.fspath(checkpoint),
+                scheduler=small.get(SCHEDULER_NAME),
+                resumed=self._resumed(small, view),
             )
             try:
                 yield view
@@ -219,6 +230,25 @@ class TrainerLoading:
         ]
         return {path: small[path] for path in small if path != TRAINING_ARGS_NAME}, others
 
+    def _resumed(self, small: Mapping[str, bytes], view: Path) -> Resumed | None:
+        found = {
+            name: decoded(small[name], f"{view.name}/{name}")
+            for name in self._own_and_first(progress_file)
+            if name in small
+        }
+        own, first = self._own_and_first(progress_file)
+        if first not in found:
+            return None
+        ranks = found[first].position.ranks
+        return Resumed(
+            checkpoint=str(view),
+            first=found[first],
+            own=found.get(own) if self._trainer.args.process_index < ranks else None,
+        )
+
+    def _own_and_first(self, name: Callable[[int], str]) -> tuple[str, str]:
+        return name(self._trainer.args.process_index), name(0)
+
     def _check_stock(self, checkpoint: str | os.PathLike[str]) -> None:
         """Refuse what stock DCP would unpickle there; collective."""
         if self._session.pickles.allowed:
@@ -236,7 +266,8 @@ class TrainerLoading:
         return nullcontext() if self._session.pickles.allowed else without_pickle()
 
     def _is_read(self, path: str) -> bool:
-        if path == f"rng_state_{self._trainer.args.process_index}.pth":
+        ranks = {0, self._trainer.args.process_index}
+        if path in {each for rank in ranks for each in (f"rng_state_{rank}.pth", progress_file(rank))}:
             return True
         return not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
 
