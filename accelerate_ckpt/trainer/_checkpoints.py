@@ -22,6 +22,7 @@ from ckpt_core.cadence import SavePolicy
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import close_at_exit
 from ckpt_core.retention import RetentionPolicy
+from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 
 _logger = logger_of(__name__)
@@ -141,7 +142,7 @@ class TrainerCheckpoints:
             self.manager.wait()  # back-pressure must not leave it out
         best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = os.path.join(self._trainer.args.output_dir, name)  # noqa: PTH118
+            state.best_model_checkpoint = self._session.path_of(name)
         handle = self.manager.save(
             state.global_step,
             TrainingState(
@@ -202,6 +203,7 @@ class TrainerCheckpoints:
 
 def enable_trainer(
     trainer: Trainer,
+    root: str | os.PathLike[str] | Storage | None = None,
     *,
     save: SavePolicy | Mapping[str, Any] | Sequence[Any] | None = None,
     keep: RetentionPolicy | Mapping[str, Any] | Sequence[Any] | None = None,
@@ -215,7 +217,9 @@ def enable_trainer(
     Collective. `CKPT_SUITE_…` and the accelerate configuration are read as by `enable`.
 
     Args:
-        trainer: any Trainer whose output directory is local or shared.
+        trainer: any Trainer.
+        root: where its checkpoints go, such as a URL; its output directory, which must then be local to one
+            machine or shared, if None.
         save: when to save, in place of the Trainer's `save_strategy`; the Trainer decides if None.
         keep: which checkpoints stay; `save_total_limit`, and the best one, if None.
         sinks: receivers of telemetry events.
@@ -227,14 +231,10 @@ def enable_trainer(
         ConfigError: an option is wrong, or the Trainer is set up for something that cannot work.
     """
     _check_is_trainer(trainer)
-    if "root" in options:
-        raise ConfigError(
-            f"checkpoints go to the Trainer's output_dir ({trainer.args.output_dir}); leave root= out"
-        )
     attached = attached_to(trainer)
     if attached is not None and not attached.implicit:
         raise ConfigError("this Trainer is enabled already; call disable_trainer() first")
-    settings = Settings.resolve({"save": save, "keep": keep, **options})
+    settings = Settings.resolve({"root": root, "save": save, "keep": keep, **options})
     _check_supported(trainer)  # before the present one is disabled
     disable_trainer(trainer)
     attach(trainer, settings, sinks)

@@ -28,7 +28,7 @@ from accelerate_ckpt.trainer._order import (
     leave_out,
     sampler_of,
 )
-from accelerate_ckpt.trainer._position import Plan, Position, Progress, Steps, plan
+from accelerate_ckpt.trainer._position import Plan, Position, Progress, Steps, note, plan
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -46,7 +46,7 @@ _OF_SAMPLERS = ("initial_seed", "batch_size")
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """The progress that a training is resumed from.
 
@@ -157,10 +157,34 @@ class TrainerData:
         progress = own if own is not None and alike else self._resumed.first
         self._entry = _Entry(plan=chosen, steps=first, progress=progress, undo=undo)
         if _length(dataloader) is None:
+            self._say(position, found, _steps_in(values), dataloader)
             return values
         accumulation, fixed = args.gradient_accumulation_steps, args.max_steps > 0
         steps = _steps_in(values).after(position, found, first, accumulation, fixed=fixed)
+        self._say(position, found, steps, dataloader)
         return (steps.epochs, *values[1:6], steps.total)
+
+    def _say(self, position: Position, chosen: Plan, steps: Steps, loader: Any) -> None:
+        """Log what a change of ranks, batches or accumulation comes to."""
+        args, sampler = self._trainer.args, sampler_of(loader)
+        now = replace(
+            position,
+            intake=Intake.of(loader),
+            accumulation=args.gradient_accumulation_steps,
+            ranks=args.world_size,
+        )
+        if args.process_index == 0 and now != position:
+            whole = sampler.whole if isinstance(sampler, RestOfOrder) else sampler
+            size = None if whole is None else len(whole)
+            _logger.warning(
+                "%s", note(position, now, chosen, steps, samples=size, dropping=args.dataloader_drop_last)
+            )
+        if args.process_index == 0 and chosen.skip and now.intake.iterable:
+            _logger.warning(
+                "the dataset is iterable: its first %d samples of epoch %d are read again and dropped",
+                chosen.done,
+                chosen.epoch,
+            )
 
     def _training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the first epoch, and the batches to skip in it."""
@@ -230,6 +254,7 @@ class TrainerData:
             return
         load_rng_state(saved.start)
         if isinstance(sampler, RestOfOrder):
+            _draw_seed(loader)  # making an iterator does, before it draws the order
             sampler.fix()
             load_rng_state(saved.start)
         intake = Intake.of(loader)
@@ -313,6 +338,12 @@ def _put_back(sampler: Any, saved: Progress, undo: ExitStack) -> None:
             if name != "initial_seed":
                 undo.callback(setattr, sampler, name, now)
             setattr(sampler, name, value)
+
+
+def _draw_seed(loader: Any) -> None:
+    """Draw from the global generator what making an iterator draws."""
+    if getattr(loader, "base_dataloader", loader).generator is None:
+        torch.empty((), dtype=torch.int64).random_()
 
 
 def _draw_no_seed(loader: Any) -> None:

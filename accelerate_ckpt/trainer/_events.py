@@ -65,7 +65,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         del args, control, kwargs
         self._session.begin(state.global_step)
         # Each rank has looked for it on its own disk, and all of them or none must load it at the end.
-        state.best_model_checkpoint = self._session.coordinator.broadcast(state.best_model_checkpoint)
+        state.best_model_checkpoint = self._session.best_left(state.best_model_checkpoint)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -183,6 +183,42 @@ class Steps:
         return Steps(epochs=self.epochs, per_epoch=self.per_epoch, batches=self.batches, total=total)
 
 
+def note(
+    before: Position, now: Position, chosen: Plan, steps: Steps, *, samples: int | None, dropping: bool
+) -> str:
+    """Return what a change of ranks, batches or accumulation comes to.
+
+    Args:
+        before: the position that was saved.
+        now: the same, with what has changed.
+        chosen: how training goes on.
+        steps: of the resumed training.
+        samples: in a whole epoch, if that is known.
+        dropping: whether a last batch that is not full is dropped.
+    """
+    done = f"{chosen.done} samples of epoch {before.epoch} are done"
+    if samples is None:
+        rest = "the others follow"
+    else:
+        rest = f"the other {samples - chosen.done} follow"
+        odd = (samples - chosen.done) % now.intake.batch
+        if odd and dropping:
+            rest += f", but for the last {odd}, which fill no batch"
+        elif odd and now.ranks > 1:
+            rest += f", with {now.intake.batch - odd} of the first again to fill the last batch"
+    twice = f"; {chosen.twice} samples are seen twice, because its loader can only skip whole batches"
+    return (
+        f"step {before.step} was saved by {_describe(before)}, and is resumed by {_describe(now)}: {done}, "
+        f"{rest}, in the order of the saved run{twice if chosen.twice else ''}. Training ends at step "
+        f"{steps.total}; the learning rate is scheduled for as many, and stepped once in each"
+    )
+
+
+def _describe(position: Position) -> str:
+    ranks = "1 rank" if position.ranks == 1 else f"{position.ranks} ranks"
+    return f"{ranks} with {position.intake.batch * position.accumulation} samples in a step"
+
+
 def progress_file(rank: int | str) -> str:
     """Return the name of the file with the progress of a rank, or a pattern."""
     return f"trainer_progress_{rank}.json"
