@@ -99,8 +99,12 @@ class TrainerData:
     def shadows(self) -> dict[str, Callable[..., Any]]:
         """Return the methods that replace the Trainer's own, by name."""
         made = (
-            self._initial_values, self._training_state, self._run_epoch, self._batch_samples, self._eval_loader
-        )  # fmt: skip
+            self._initial_values,
+            self._training_state,
+            self._run_epoch,
+            self._batch_samples,
+            self._eval_loader,
+        )
         return dict(zip(SHADOWED, made, strict=True))
 
     @contextmanager
@@ -157,11 +161,11 @@ class TrainerData:
         progress = own if own is not None and alike else self._resumed.first
         self._entry = _Entry(plan=chosen, steps=first, progress=progress, undo=undo)
         if _length(dataloader) is None:
-            self._say(position, found, _steps_in(values), dataloader)
+            self._say(position, chosen, _steps_in(values), dataloader)
             return values
         accumulation, fixed = args.gradient_accumulation_steps, args.max_steps > 0
         steps = _steps_in(values).after(position, found, first, accumulation, fixed=fixed)
-        self._say(position, found, steps, dataloader)
+        self._say(position, chosen, steps, dataloader)
         return (steps.epochs, *values[1:6], steps.total)
 
     def _say(self, position: Position, chosen: Plan, steps: Steps, loader: Any) -> None:

@@ -313,5 +313,3 @@ def _state_in(content: bytes, path: str) -> TrainerState:
         problem = f"this version of transformers cannot read it ({error!r:.200})"
         failure = FileFailure(path=path, problem=problem)
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
-
-

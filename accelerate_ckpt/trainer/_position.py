@@ -111,9 +111,7 @@ class Plan:
     twice: int = 0
 
 
-def plan(
-    position: Position, now: Intake, accumulation: int, *, samples: int | None, divisible: bool
-) -> Plan:
+def plan(position: Position, now: Intake, accumulation: int, *, samples: int | None, divisible: bool) -> Plan:
     """Return how to go on from a position.
 
     Args:
@@ -196,21 +194,24 @@ def note(
         samples: in a whole epoch, if that is known.
         dropping: whether a last batch that is not full is dropped.
     """
-    done = f"{chosen.done} samples of epoch {before.epoch} are done"
-    if samples is None:
-        rest = "the others follow"
-    else:
-        rest = f"the other {samples - chosen.done} follow"
-        odd = (samples - chosen.done) % now.intake.batch
+    samples_left = "the others follow"
+    if samples is not None:
+        left = samples - chosen.done
+        samples_left = f"the other {left} follow"
+        odd = left % now.intake.batch
         if odd and dropping:
-            rest += f", but for the last {odd}, which fill no batch"
+            samples_left += f", but for the last {odd}, which fill no batch"
         elif odd and now.ranks > 1:
-            rest += f", with {now.intake.batch - odd} of the first again to fill the last batch"
-    twice = f"; {chosen.twice} samples are seen twice, because its loader can only skip whole batches"
+            samples_left += f", with {now.intake.batch - odd} of the first again to fill the last batch"
+    data = f"epoch {chosen.epoch} begins"
+    if chosen.done:
+        data = f"{chosen.done} samples of epoch {chosen.epoch} are done, {samples_left}, in the saved order"
+    if chosen.twice:
+        data += f"; {chosen.twice} samples are seen twice: its loader can only skip whole batches"
     return (
-        f"step {before.step} was saved by {_describe(before)}, and is resumed by {_describe(now)}: {done}, "
-        f"{rest}, in the order of the saved run{twice if chosen.twice else ''}. Training ends at step "
-        f"{steps.total}; the learning rate is scheduled for as many, and stepped once in each"
+        f"step {before.step} was saved by {_describe(before)}, and is resumed by {_describe(now)}: {data}. "
+        f"Training ends at step {steps.total}; the learning rate is scheduled for that many, and stepped "
+        "once in each"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,20 +22,18 @@ class DataJob:
         data: "map", "stream" without a length, or "sized": a stream with one.
         samples: in an epoch.
         batch: samples in a batch, of each rank.
-        save: steps between saves.
+        save_at: steps that are saved.
         resume: a checkpoint, or whether to take the newest.
-        strategy: how the Trainer samples.
         arguments: others of the Trainer.
-        world: ranks.
         options: of `enable_trainer`.
-        callbacks: names of those in this module.
+        enabled: whether it is called.
     """
 
     root: str
     data: str = "map"
     samples: int = 24
     batch: int = 4
-    save: int = 1
+    save_at: Sequence[int] = ()
     resume: str | bool | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +82,9 @@ class SizedStream(Stream):
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    features = [torch.nn.functional.pad(each["input_ids"], (0, 8 - len(each["input_ids"]))) for each in samples]
+    features = [
+        torch.nn.functional.pad(each["input_ids"], (0, 8 - len(each["input_ids"]))) for each in samples
+    ]
     return {"input_ids": torch.stack(features), "labels": torch.stack([each["labels"] for each in samples])}
 
 
@@ -111,7 +111,7 @@ def data_trainer(job: DataJob) -> Any:
     kinds = {"map": Numbered, "stream": Stream, "sized": SizedStream}
     arguments = {
         "output_dir": job.root,
-        "save_steps": job.save,
+        "save_strategy": "no",
         "per_device_train_batch_size": job.batch,
         "logging_steps": 2,
         "report_to": [],
@@ -132,8 +132,19 @@ def data_trainer(job: DataJob) -> Any:
     if job.enabled:
         import accelerate_ckpt
 
+        made.add_callback(_saving(job.save_at))
         accelerate_ckpt.enable_trainer(made, **{"stock_files": False, **job.options})
     return made
+
+
+def _saving(steps: Sequence[int]) -> Any:
+    from transformers import TrainerCallback
+
+    class Saving(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save |= state.global_step in steps
+
+    return Saving()
 
 
 def run_data(job: DataJob, made: Any = None) -> dict[str, Any]:
@@ -150,9 +161,20 @@ def run_data(job: DataJob, made: Any = None) -> dict[str, Any]:
         "seen": list(model.seen),
         "weights": {name: value.tolist() for name, value in model.state_dict().items()},
         "random": (torch.get_rng_state().tolist(), random.getstate()),
-        "log": {entry["step"]: entry for entry in made.state.log_history if "loss" in entry},
+        "losses": {entry["step"]: entry["loss"] for entry in made.state.log_history if "loss" in entry},
         "step": made.state.global_step,
         "epoch": made.state.epoch,
         "total": made.state.max_steps,
         "rate": made.lr_scheduler.get_last_lr(),
     }
+
+
+def data_in_turn(jobs: list[DataJob]) -> list[dict[str, Any]]:
+    """Several runs one after another in the same processes."""
+    from tests.adapters.accelerate_jobs import forget_accelerators
+
+    results = []
+    for job in jobs:
+        results.append(run_data(job))
+        forget_accelerators()
+    return results
