@@ -41,9 +41,14 @@ _OF_HOSTS = ("lightning.pytorch", "pytorch_lightning", "accelerate", "transforme
 _FORK_SERVER = pytest.StashKey[str | None]()
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that no worker is left alone with one in the end."""
+    """Take for slow what starts ranks or an emulator, and begin with the files of what is slow.
+
+    They take longest; no worker should be left alone with one in the end.
+    """
+    for item in items:
+        if item.get_closest_marker("distributed") or item.get_closest_marker("emulator"):
+            item.add_marker("slow")
     longest = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in longest)
 

@@ -111,6 +111,7 @@ def test_files_hold_no_host_names_and_no_paths(bench, tmp_path):
     assert platform.node() not in text
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "out.png"
@@ -189,6 +190,7 @@ def test_sizes_add_up_and_no_tensor_has_an_odd_number_of_elements():
         assert all(n % 64 == 0 for n, _ in sizes.values())
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_training_wait_for_our_copies(tmp_path):
     with one_thread():
         training = Training(CPU, step_seconds=0.001)
@@ -288,6 +290,7 @@ def test_interference_measures_steps_beside_saves(bench):
         assert each["worst_step"]["min"] > 0
 
 
+@pytest.mark.slow
 def test_simulated_messages_are_those_of_the_planner(bench):
     report = bench("--simulate-ranks", "2,6", "--tensors", "10")
     outcomes = {(each["key"], each["world_size"]): each for each in report["results"]["outcomes"]}

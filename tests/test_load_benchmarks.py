@@ -139,6 +139,7 @@ def test_files_hold_no_host_names_and_no_paths(bench, tmp_path):
     assert platform.node() not in text
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "out.png"

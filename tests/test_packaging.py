@@ -172,6 +172,7 @@ def test_extras_that_refer_to_the_project_itself_name_extras_that_exist():
     assert own <= set(extras)
 
 
+@pytest.mark.slow
 def test_importing_the_core_imports_no_framework():
     loaded = python(
         "-c", "import sys, ckpt_core; [getattr(ckpt_core, n) for n in dir(ckpt_core)]; print(*sys.modules)"

@@ -99,6 +99,7 @@ def run_of_two(tmp_path: Path) -> tuple[Any, ...]:
     return made, net, optimizer, scheduler, counter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(
     "file", ["scheduler.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl", "of_hook.txt"]
@@ -250,6 +251,7 @@ def test_a_metric_belongs_to_the_step_at_which_it_was_logged(tmp_path: Path) -> 
     assert metrics == {2: {"loss": 0.1}, 6: {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["saves on", "loads", "begins anew"])
 def test_what_was_logged_after_a_save_belongs_to_no_other(tmp_path: Path, then: str) -> None:
     job = JOB.but(root=str(tmp_path))
@@ -305,6 +307,7 @@ def steps_of(made: Any) -> list[int]:
     return [info.step for info in accelerate_ckpt.checkpoints(made).manager.checkpoints()]
 
 
+@pytest.mark.slow
 def test_a_fresh_run_over_directories_of_an_older_one_keeps_and_resumes_its_own(tmp_path: Path) -> None:
     job = JOB.but(root=str(tmp_path))
     for steps, name in ((4, "old"), (3, "new")):
@@ -328,6 +331,7 @@ def test_a_fresh_run_over_directories_of_an_older_one_keeps_and_resumes_its_own(
     made.end_training()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [None, "keep"])
 def test_a_total_limit_counts_every_run_as_in_stock_unless_told_otherwise(
     tmp_path: Path, said: str | None
@@ -432,6 +436,7 @@ def saved_in(manager: CheckpointManager) -> list[int]:
     return [info.step for info in sorted(infos, key=lambda info: info.created)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freed_by", ["free_memory", "clear"])
 def test_every_fold_saves_as_the_first_did(
     tmp_path: Path, freed_by: str, caplog: pytest.LogCaptureFixture
@@ -544,6 +549,7 @@ def test_training_after_end_training_saves_too(tmp_path: Path) -> None:
 # Rule 14: one script serves first and later runs.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", ["nothing", "an interrupted save", "files of others"])
 def test_where_there_is_nothing_yet_a_load_starts_afresh_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str
@@ -589,6 +595,7 @@ def test_what_is_named_and_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     made.end_training()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"strict": False}])
 @pytest.mark.parametrize("now", ["trains more", "trains less", "trains more of a larger model"])
 def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes(

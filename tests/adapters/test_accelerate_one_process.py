@@ -414,6 +414,7 @@ def test_a_resume_is_exact_with_dropout_and_a_shuffling_sampler(tmp_path: Path, 
     assert resumed["state"] == whole["state"]
 
 
+@pytest.mark.slow
 def test_copies_that_overlap_with_training_are_of_the_step_that_was_saved(tmp_path: Path) -> None:
     job = JOB.but(root=str(tmp_path), save_at=(3, 4, 5))
     whole = train(job, staging="overlapped")
@@ -433,6 +434,7 @@ def test_a_resume_is_exact_with_workers(tmp_path: Path, data: str) -> None:
         assert each["trace"] == whole["trace"][at:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["skip", "stateful"])
 def test_a_training_is_the_same_with_checkpoints_and_without(tmp_path: Path, data: str) -> None:
     job = JOB.but(root=str(tmp_path), data=data, save_at=(3, 6))

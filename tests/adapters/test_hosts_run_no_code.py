@@ -298,6 +298,7 @@ def test_the_trainer_runs_nothing_of_a_checkpoint_of_ours(tmp_path: Path, trace:
     accelerate_ckpt.disable_trainer(made)
 
 
+@pytest.mark.slow
 def test_the_trainer_runs_nothing_of_a_checkpoint_of_stock(tmp_path: Path, trace: Path) -> None:
     made = of_trainer(tmp_path, enabled=False)
     folder = tmp_path / "checkpoint-1"

@@ -23,6 +23,7 @@ def config(tmp_path, monkeypatch):
     return str(EXAMPLE)
 
 
+@pytest.mark.slow
 def test_the_callback_comes_from_yaml_and_the_config_survives_its_own_dump(config, tmp_path):
     lightning_cli.main(["fit", "--config", config])
 
@@ -33,6 +34,7 @@ def test_the_callback_comes_from_yaml_and_the_config_survives_its_own_dump(confi
     assert again["init_args"]["keep"] == {"latest": 2, "best": {"metric": "loss"}}
 
 
+@pytest.mark.slow
 def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
     added = [
         "--trainer.callbacks+=lightning_ckpt.ShardedCheckpoint",
@@ -62,6 +64,7 @@ def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
     assert cli.trainer.global_step == 12
 
 
+@pytest.mark.slow
 def test_the_plugin_comes_from_yaml(config, tmp_path):
     plain = yaml.safe_load(EXAMPLE.read_text())
     plugin = plain["trainer"].pop("callbacks")[0]
@@ -74,6 +77,7 @@ def test_the_plugin_comes_from_yaml(config, tmp_path):
     assert "step-000000020" in committed(tmp_path / "runs" / "lightning-cli")
 
 
+@pytest.mark.slow
 def test_the_example_resumes_itself(tmp_path, capsys):
     lightning_train.main(str(tmp_path / "run"), 30)
     lightning_train.main(str(tmp_path / "run"), 45)

@@ -248,6 +248,7 @@ class Tuned(Small):
     val_dataloader = train_dataloader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lr_find", "scale_batch_size"])
 def test_a_run_that_was_tuned_before_saves_as_one_that_was_not(tmp_path, way):
     """The Tuner's own checkpoint is saved, resumed and removed in the run's directory."""

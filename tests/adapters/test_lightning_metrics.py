@@ -148,6 +148,7 @@ def test_a_metric_logged_when_the_epoch_has_ended_ranks_the_checkpoint_of_its_la
     assert steps(tmp_path) == [4, 8, 12, 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validate", [False, True], ids=["", "validated"])
 def test_a_checkpoint_of_a_best_epoch_resumes_exactly(tmp_path, validate):
     job = {"validate": validate, "model": {"epoch_loss": True}}

@@ -100,6 +100,7 @@ def test_no_canary_in_any_file_of_ours_runs_in_lightning(saved, tmp_path):
     assert traces_in(tmp_path / "traces") == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("recorder")
 def test_no_canary_in_a_file_of_lightnings_own_runs(saved, tmp_path):
     honest = Small()
@@ -134,6 +135,7 @@ def test_a_file_of_lightnings_own_is_unpickled_only_by_those_who_say_so(tmp_path
         shutil.rmtree(tmp_path / "traces")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["os.system", "tests.support.canary.raw", 7])
 def test_hyperparameters_that_name_a_function_to_call_are_refused(tmp_path, named):
     class Planting(Small):

@@ -36,6 +36,7 @@ def steps(root: Path) -> list[int]:
     return [info.step for info in CheckpointManager(root).checkpoints()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", [False, True], ids=["callback", "plugin"])
 def test_policies_written_as_plain_values_decide_what_is_saved_and_kept(tmp_path, plugin):
     options = {"save": {"every_steps": 2}, "keep": {"latest": 2, "every": 4}}
@@ -129,6 +130,7 @@ def test_a_trainer_can_fit_again_and_be_tested_afterwards(tmp_path):
     assert checkpoint.last_model_path == f"{tmp_path}/run/step-000000006"
 
 
+@pytest.mark.slow
 def test_save_checkpoint_and_a_model_checkpoint_go_through_the_core(tmp_path):
     theirs = ModelCheckpoint(
         tmp_path / "theirs", monitor="loss", save_top_k=2, every_n_train_steps=2, save_last=True

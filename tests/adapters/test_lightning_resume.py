@@ -40,6 +40,7 @@ def assert_same(full: Outcome, resumed: Outcome, *, first: int) -> None:
     assert resumed.weights == full.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [5, EPOCH, EPOCH + 5], ids=["mid-epoch", "end of epoch", "mid second epoch"])
 @pytest.mark.parametrize("loader", ["sampler", "stream"])
 def test_a_resume_goes_on_at_the_very_next_batch(tmp_path, loader, at):
@@ -48,6 +49,7 @@ def test_a_resume_goes_on_at_the_very_next_batch(tmp_path, loader, at):
     assert_same(full, resumed, first=at)
 
 
+@pytest.mark.slow
 def test_overlapped_staging_saves_the_same(tmp_path):
     job = {"validate": True, "trainer": {"val_check_interval": 2}}
     full = fit(Job(root=str(tmp_path / "full"), max_steps=9, options=UNSAVED, **job))
@@ -101,6 +103,7 @@ def test_workers_of_the_loader_are_where_they_were(tmp_path):
     assert_same(full, resumed, first=EPOCH + 3)
 
 
+@pytest.mark.slow
 def test_estimating_the_steps_in_configure_optimizers_does_not_lose_the_position(tmp_path):
     full, resumed = cut_and_resume(tmp_path, EPOCH + 3, EPOCH + 8, model={"estimate": True})
 
@@ -114,6 +117,7 @@ def test_a_resume_after_validation_goes_on_exactly(tmp_path):
     assert_same(full, resumed, first=5)
 
 
+@pytest.mark.slow
 def test_a_save_due_inside_an_accumulation_window_waits_for_the_optimizer_step(tmp_path):
     job = {"trainer": {"accumulate_grad_batches": 3}}
     full = fit(Job(root=str(tmp_path / "full"), max_steps=6, options=UNSAVED, **job))
@@ -157,6 +161,7 @@ def test_last_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, caplog):
     assert all(info.damaged is None for info in infos)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", [False, True], ids=["callback", "plugin"])
 def test_last_best_a_checkpoint_and_a_root_can_all_be_resumed(tmp_path, plugin):
     options = {"save": {"every_steps": 3}, "keep": {"all": True, "best": {"metric": "loss", "mode": "max"}}}

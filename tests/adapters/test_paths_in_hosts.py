@@ -77,6 +77,7 @@ def test_accelerate_saves_and_loads_by_any_spelling_of_one_root(
     assert names(root) == ["checkpoint_0", "mine-0", "mine-1", "mine-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_the_trainer_resumes_by_any_spelling_of_its_output_directory(
     link: Path, caplog: pytest.LogCaptureFixture

@@ -102,6 +102,7 @@ def test_of_equally_good_checkpoints_the_one_that_the_trainer_names_stays(tmp_pa
     assert steps(tmp_path) == [2, 6], "as many as the stock Trainer keeps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [

@@ -67,6 +67,7 @@ def adapted(
     return trainer(job, adapt=adapt), plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapt", "stock_files"),
     [

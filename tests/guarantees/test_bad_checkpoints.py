@@ -67,6 +67,7 @@ def flip(path, chance):
     return before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["read", "full"])
 def test_a_bad_checkpoint_is_never_chosen(run, verify):
     """Whichever bit of the newest checkpoint flips, the one before it is resumed instead."""

@@ -6,6 +6,7 @@ import gc
 import threading
 
 import psutil
+import pytest
 import torch
 from torch import nn
 
@@ -26,6 +27,7 @@ def threads_of_ours():
     return {each for each in threading.enumerate() if each.name.startswith("ckpt-")}
 
 
+@pytest.mark.slow
 def test_no_growth_over_many_saves(tmp_path):
     model = nn.Linear(256, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -104,6 +104,7 @@ def _written(path: Path, content: bytes) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("recorder")
 def test_no_canary_in_any_file_runs_in_the_manager_or_a_command(saved, tmp_path, capsys):
     traces, count = tmp_path / "traces", 0

@@ -36,6 +36,7 @@ def storage_calls(make, kept: int, keep: RetentionPolicy) -> Counter[str]:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [posix_like, bucket_like])
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_save_asks_as_much_of_storage_with_many_kept_as_with_three(make, drops):

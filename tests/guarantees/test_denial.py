@@ -101,6 +101,7 @@ def commands(root):
 # --- what is not what it should be --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_A_CHECKPOINT)
 @pytest.mark.parametrize("spoil", [link_out, loop, pipe, directory, sparse])
 def test_what_is_no_file_of_ours_costs_that_checkpoint_only(run, name, spoil, capsys):

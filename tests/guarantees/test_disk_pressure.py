@@ -320,6 +320,7 @@ def fill(checkpoints, size_bytes):
             return error, number - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "size_bytes", "least"),
     [("size=4m", 300_000, 8), ("size=4m", 4, 20), ("size=64m,nr_inodes=60", 40_000, 4)],

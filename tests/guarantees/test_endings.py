@@ -13,6 +13,8 @@ import pytest
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
 
+pytestmark = pytest.mark.slow  # six programs, after one cold start
+
 PROGRAMS = Path(__file__).with_name("programs.py")
 
 

@@ -93,6 +93,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["read", "full"])
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 def test_a_flipped_bit_changes_nothing_live(root, part, verify):

@@ -201,6 +201,7 @@ def test_a_reader_of_what_is_being_pruned_gets_all_of_it_or_is_told(tmp_path, sa
     assert set(endings) == {"", "CheckpointNotFoundError"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLED)
 def test_a_reader_of_the_newest_that_is_overtaken_gets_a_newer_one(tmp_path, sample):
     """A job that keeps one checkpoint commits the next, and prunes, while another process loads."""
@@ -263,6 +264,7 @@ def moments_of_a_save(root):
     return [*range(sum("step-000000002" in o.key for o in storage.operations)), COMMITTED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLED)
 def test_a_predecessor_that_wakes_up_late_can_neither_commit_nor_touch_what_came_after(
     tmp_path, without_locks, sample
@@ -299,6 +301,7 @@ def test_a_predecessor_that_wakes_up_late_can_neither_commit_nor_touch_what_came
     assert {resumed for _, resumed in verdicts} == {1, 2}, "the sweep should cross the commit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [("pin_even", "pin_odd_and_unpin"), ("mark_even", "mark_odd_and_unmark")])
 def test_two_processes_that_change_pins_or_marks_at_once_lose_nothing(tmp_path, jobs):
     storage = LocalStorage(tmp_path)

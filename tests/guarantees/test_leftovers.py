@@ -74,6 +74,7 @@ def test_a_draft_of_a_small_file_is_removed_by_the_next_run(tmp_path, job):
     assert Catalog(LocalStorage(tmp_path)).pins() == {}
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_call_of_ckpt_mark_leaves_the_marks_of_before_or_all_of_them(tmp_path):
     (found,) = run_ranks(sweep_mark, 1, tmp_path / "run", process_group=False)
     one, two = "step-000000001", "step-000000002"

@@ -32,6 +32,7 @@ LEFT = {
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", list(OPERATIONS))
 def test_a_racing_neighbour_has_nothing_outside_the_root_touched(tmp_path, operation, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # more rounds; no power is cut

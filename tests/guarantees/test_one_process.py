@@ -60,6 +60,7 @@ def test_a_save_in_flight_of_the_first_is_waited_for(tmp_path):
     first.close()
 
 
+@pytest.mark.slow
 def test_a_manager_that_was_collected_without_close_is_in_nobodys_way(tmp_path):
     for step in range(1, 6):
         manager = CheckpointManager(tmp_path)

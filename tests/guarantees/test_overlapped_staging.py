@@ -54,6 +54,7 @@ def same(first, second):
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 def test_training_that_changes_everything_after_the_call_does_not_reach_the_checkpoint(tmp_path):
     model, optimizer = training()
     state = TrainState(model=model, optimizer=optimizer)
@@ -114,6 +115,7 @@ def change_learning_rate(model, optimizer, ema):
     optimizer.param_groups[0]["lr"] = 7.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -164,6 +166,7 @@ def test_weights_swapped_through_data_after_wait_staged_do_not_reach_the_checkpo
     assert same(values(model, optimizer), expected)
 
 
+@pytest.mark.slow
 def test_wait_staged_guards_every_save_in_flight_and_so_does_a_step(tmp_path, held):
     model, optimizer = training()
     step(model, optimizer)

@@ -105,6 +105,7 @@ def storages(tmp_path: Path) -> list[object]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["local", "memory", "bucket"])
 @pytest.mark.parametrize("options", [{}, {"staging": "overlapped"}, {"write_bandwidth": "1 GB/s"}], ids=str)
 def test_the_manifest_has_the_sha256_of_every_file(tmp_path, place, options):

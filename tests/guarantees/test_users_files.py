@@ -137,6 +137,7 @@ def test_of_two_files_of_one_name_both_are_kept(new_storage, path, caplog):
     assert NAME in caplog.text
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_point_of_a_save_among_the_users_files_loses_neither():
     seen = set()
 
@@ -216,6 +217,7 @@ def test_what_was_put_into_a_checkpoint_is_in_the_one_that_replaces_it(new_stora
     assert [entry.name for entry in storage.list("")] == [NAME]
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_point_of_a_replacement_loses_no_file_of_the_users():
     def prepare(storage):
         save_over(storage, 1, NAME)
@@ -261,6 +263,7 @@ def test_pruning_leaves_what_is_the_users(new_storage):
     assert_whole(storage, step=6)
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_point_of_a_prune_and_of_the_tidying_after_it_loses_no_file_of_the_users():
     def prepare(storage):
         save(save_first(storage), 5, name=NAME)
@@ -351,6 +354,7 @@ def test_a_run_that_puts_files_into_every_checkpoint_loses_none(tmp_path):
     assert_mine(LocalStorage(tmp_path), "last")
 
 
+@pytest.mark.slow
 def test_power_cuts_lose_neither_the_checkpoint_nor_the_users_files(tmp_path):
     for number in range(0, 1000, 11):
         root, log = tmp_path / f"{number}", tmp_path / f"{number}.log"
@@ -598,6 +602,7 @@ def test_on_an_object_store_only_our_own_objects_of_a_torn_save_are_cleared(name
     assert tree(storage, name) == {f"{name}/{path}": content for path, content in MINE.items()}
 
 
+@pytest.mark.slow
 def test_on_an_object_store_a_crash_at_any_point_loses_no_object_of_the_users():
     def prepare(storage):
         save(save_first(storage), 5)

@@ -34,9 +34,9 @@ def shapes_of(column: str) -> list[str]:
 
 TRIED = {column: shapes_of(column) for column in RANKS}
 COLUMNS = [
-    pytest.param("plain"),
-    pytest.param("ddp", marks=[pytest.mark.distributed, pytest.mark.slow]),
-    pytest.param("fsdp2", marks=[pytest.mark.distributed, pytest.mark.slow]),
+    pytest.param("plain", marks=pytest.mark.slow),
+    pytest.param("ddp", marks=pytest.mark.distributed),
+    pytest.param("fsdp2", marks=pytest.mark.distributed),
 ]
 CELLS = [
     pytest.param(*column.values, name, marks=column.marks, id=f"{column.values[0]}-{name}")

@@ -173,6 +173,7 @@ def test_a_manager_that_fails_to_close_keeps_no_other_open() -> None:
     assert managers.roots == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("failing", "kept"), [(False, True), (True, True), (False, False)])
 def test_what_is_still_alive_at_exit_is_closed_and_its_failure_logged(*, failing: bool, kept: bool) -> None:
     code = (

@@ -399,6 +399,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_save_and_a_resume_are_the_same_inside_any_mode_of_torch(tmp_path, mode, staging):

@@ -135,6 +135,7 @@ def test_only_a_committed_checkpoint_can_be_marked(storage):
     assert not storage.exists("damaged.json")
 
 
+@pytest.mark.slow
 def test_ten_thousand_marks_of_any_length_can_be_read_back(storage):
     """The file is bounded: of too many marks the latest stay, and long words are cut."""
     odd = "\udcff"  # takes six bytes in the file

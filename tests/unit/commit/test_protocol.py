@@ -21,7 +21,7 @@ def crash(_operation):
     raise Crash
 
 
-@pytest.fixture(params=["posix", "local", "bucket"])
+@pytest.fixture(params=["posix", pytest.param("local", marks=pytest.mark.slow), "bucket"])
 def new_storage(request, tmp_path):
     """Makes an empty storage whenever called."""
     folders = iter(range(1000))

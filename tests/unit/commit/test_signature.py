@@ -103,6 +103,7 @@ def test_the_signature_is_durable_before_the_marker_is_written(new_storage):
     assert verify(storage, "step-000000001") == []
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_point_leaves_a_signed_checkpoint_or_none(new_storage):
     seen = set()
     for storage in crash_points(new_storage, with_signed(1), lambda storage: save_signed(storage, 2)):
@@ -117,6 +118,7 @@ def test_a_kill_at_any_point_leaves_a_signed_checkpoint_or_none(new_storage):
     assert seen == {(1,), (1, 2)}
 
 
+@pytest.mark.slow
 def test_a_prune_that_is_killed_anywhere_leaves_no_signature_behind(new_storage):
     def prune(storage: Storage) -> None:
         remove(storage, Catalog(storage).find(step=1))

@@ -150,6 +150,7 @@ def test_a_hostile_metadata_runs_nothing(stock, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key",
     [

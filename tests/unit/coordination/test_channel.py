@@ -199,6 +199,7 @@ def test_the_channel_works_on_after_an_error():
     assert job.gather_scatter([1, 2, 3], each_itself, topic="second") == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_very_many_calls_leave_no_more_keys_than_one():
     job = Job()
 
@@ -296,6 +297,7 @@ def test_all_ranks_at_a_commit_barrier_get_the_one_answer():
     assert heard == dict.fromkeys(range(WORLD), 3)
 
 
+@pytest.mark.slow
 def test_a_thousand_saves_leave_no_more_keys_than_one():
     job = Job()
 

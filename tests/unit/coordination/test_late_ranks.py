@@ -73,6 +73,7 @@ def test_a_coordinator_that_hangs_in_the_commit_leaves_its_end_in_doubt():
     assert "the outcome on rank 0 is not known here" in str(error)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_slow_to_commit_gets_a_second_chance():
     store, gave_up = dist.HashStore(), threading.Event()
 

@@ -255,6 +255,7 @@ def test_a_chunk_without_a_place_and_a_place_without_a_chunk_are_named():
         check(Metadata({"v": BytesStorageMetadata()}, storage_data={}))
 
 
+@pytest.mark.slow
 def test_very_many_irregular_overlapping_chunks_end_in_bounded_time():
     count = 20_000
     chunks = [((0, i), (count * (i % 2) + 1, 1)) for i in range(count)]

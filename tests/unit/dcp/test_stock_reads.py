@@ -45,6 +45,7 @@ def same(actual: dict[str, Any], expected: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_stock_load_and_the_converter_and_zipfile_read_it(tmp_path, state):
     metadata = written(tmp_path / "ours", state)

@@ -40,6 +40,7 @@ def ranges(file: DataFile, landing: TensorTarget, seed: str) -> list[RangeRead]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("keep_bytes", [0, 6 * MIB, 256 * MIB])
 @pytest.mark.parametrize("verified", [True, False])
@@ -195,6 +196,7 @@ def test_a_range_that_is_too_long_to_be_taken_is_refused_before_anything_is_read
     assert storage.operations == ()
 
 
+@pytest.mark.slow
 def test_the_longest_range_that_may_be_taken_arrives(tmp_path):
     file = DataFile("0.distcp", [MAX_TAKE_BYTES + 9], block_bytes=MIB)
     for kind in ("local", "object"):

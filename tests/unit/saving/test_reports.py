@@ -171,6 +171,7 @@ def test_what_the_ranks_wrote_together_is_read_by_stock_dcp(job, tmp_path):
             each[next(iter(each))].add_(100)
 
 
+@pytest.mark.slow
 def test_a_report_without_change_stays_below_1_kib():
     job = Job(MemoryStorage(), [state(0, num_tensors=1000)])
     job.save()

@@ -50,6 +50,7 @@ def taken(storage, name):
     return sum(-(-size // 4096) * 4096 for size in sizes), len(sizes) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATES)
 def test_a_prediction_is_enough_and_not_much_too_much(predicted, kind):
     storage = MemoryStorage(capacity_bytes=1 << 40, capacity_files=1 << 20)
