@@ -91,7 +91,7 @@ class Session:
 
     def _is_stock(self, path: str) -> bool:
         try:
-            return self._kind(path) is Kind.STOCK
+            return kind_at(path, self.settings.storage_at) is Kind.STOCK
         except (CheckpointNotFoundError, OSError):
             return False  # loading will raise it, on every rank
 
@@ -137,7 +137,7 @@ class Session:
         """
         text = self._roots.once(lambda: os.fspath(path))
         self._roots.managers.wait()
-        kind = self._roots.once(lambda: self._kind(text))
+        kind = self._roots.once(lambda: kind_at(text, self.settings.storage_at))
         if kind is Kind.STOCK:
             _refuse_unjudged(text, self.settings)
             if trusted or self.settings.options.allow_pickle:
@@ -167,13 +167,10 @@ class Session:
             else:
                 manager.load(state, name=place.name or None)
         except IncompatibleCheckpointError as error:
-            raise _in_lightnings_words(error, place, state.refusal) from error
+            raise in_lightnings_words(error, str(place), state.refusal) from error
         if state.loaded is not None and self.trainer.state.fn == "fit":
             saved = state.loaded.saved
             self._roots.loaded(CheckpointPath(place.root, saved.name), saved.step)
-
-    def _kind(self, path: str) -> Kind:
-        return kind_at(path, self.settings.storage_at)
 
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint or a stock file once its successor is committed."""
@@ -188,6 +185,11 @@ class Session:
     def settle(self) -> None:
         """Wait for staged copies, before weights change outside an optimizer step."""
         self._roots.settle()
+
+    def take_part(self) -> None:
+        """Save in the training that begins, if the run saves by itself."""
+        if self._training is not None:
+            self._training.loops.listener = self.pacing
 
     def begin_training(self) -> None:
         """Finish a resume, right before the first batch is drawn."""
@@ -244,7 +246,7 @@ class Session:
 
 
 def _convert_early(strategy: Any) -> None:
-    """Give the model its dtype before it is loaded: Lightning's setup, which does, comes after that.
+    """Give the model its dtype before it is loaded; Lightning does after that.
 
     Otherwise weights in double precision would be loaded into single.
     """
@@ -253,10 +255,11 @@ def _convert_early(strategy: Any) -> None:
         strategy.model = strategy.precision_plugin.convert_module(strategy.model)
 
 
-def _in_lightnings_words(
+def in_lightnings_words(
     error: IncompatibleCheckpointError,
-    place: CheckpointPath,
+    place: str,
     refusal: IncompatibleCheckpointError | None,
+    loaded: str = "nothing was loaded",
 ) -> IncompatibleCheckpointError:
     """Replace the core's advice, to load a part, by what a Trainer can do."""
     kinds = {
@@ -269,11 +272,10 @@ def _in_lightnings_words(
         return error
     what = "; ".join(lines) if refusal is None else str(refusal)
     return IncompatibleCheckpointError(
-        f"{place} does not fit this LightningModule, and nothing "
-        f"was loaded. {what}. It is probably of another model or another optimizer: check ckpt_path and the "
-        "configuration. To begin a new training with the weights that fit, make the model by "
-        "lightning_ckpt.load_from_checkpoint(Model, path, strict=False) and fit it without ckpt_path; to "
-        "validate, test or predict, set model.strict_loading = False",
+        f"{place} does not fit this LightningModule, and {loaded}. {what}. It is probably of another model "
+        "or another optimizer: check ckpt_path and the configuration. To begin a new training with the "
+        "weights that fit, make the model by lightning_ckpt.load_from_checkpoint(Model, path, strict=False) "
+        "and fit it without ckpt_path; to validate, test or predict, set model.strict_loading = False",
         missing=error.missing,
         unexpected=error.unexpected,
         mismatched=error.mismatched,

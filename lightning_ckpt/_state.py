@@ -14,6 +14,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
     NotEncodableError,
+    check_groups,
     empty_like,
     encode,
     function_free,
@@ -175,17 +176,29 @@ class LightningState:
         if not self._has_optimizers:
             return template({}, saved)
         several = _indices(saved)
-        if len(several or [0]) != len(strategy.optimizers):
-            raise IncompatibleCheckpointError(
-                f"the checkpoint holds {len(several or [0])} optimizer(s), configure_optimizers() made "
-                f"{len(strategy.optimizers)}; make as many, in the same order"
-            )
+        _check_number(strategy, len(several or [0]))
         if not several:
             return optimizer_target(strategy.model, strategy.optimizers[0], saved)
         return {
             index: optimizer_target(strategy.model, optimizer, under(saved, index))
             for index, optimizer in zip(several, strategy.optimizers, strict=True)
         }
+
+    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+        """Check the optimizers' groups, before any tensor is read; see `CarefulSource`.
+
+        Raises:
+            IncompatibleCheckpointError: they are of other parameters or another kind.
+        """
+        del saved
+        tree = loaded[PART]
+        if OPTIMIZER in tree and self._has_optimizers:
+            try:
+                check_optimizers(self._trainer.strategy, _as_list(tree[OPTIMIZER]))
+            except IncompatibleCheckpointError as error:
+                self.refusal = error
+                raise
+        return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         """Note what was read; return notes for the user."""
@@ -220,6 +233,25 @@ class LightningState:
         if self._trainer.is_global_zero:
             _logger.warning("%s", note)
         return (note,)
+
+
+def check_optimizers(strategy: Any, states: Sequence[Any]) -> None:
+    """Check that saved states are of the strategy's optimizers.
+
+    Raises:
+        IncompatibleCheckpointError: they are of other parameters, of another kind, or more or fewer.
+    """
+    _check_number(strategy, len(states))
+    for optimizer, state in zip(strategy.optimizers, states, strict=True):
+        check_groups(strategy.model, optimizer, state)
+
+
+def _check_number(strategy: Any, saved: int) -> None:
+    if saved != len(strategy.optimizers):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint holds {saved} optimizer(s), configure_optimizers() made "
+            f"{len(strategy.optimizers)}; make as many, in the same order"
+        )
 
 
 def _changes_on_load(module: Any) -> bool:
@@ -284,7 +316,8 @@ def capture(trainer: Any, checkpoint: Mapping[str, Any], running: Running | None
     # Last: a loader may draw from the global generator when asked for its state.
     training, per_rank[RNG] = (None, rng_state()) if running is None else running.capture()
     if training is not None:
-        per_rank[TRAINING] = small[TRAINING] = training
+        per_rank[TRAINING] = training
+        small[TRAINING] = {**training, "metrics": {"callback": training["metrics"]["callback"]}}
     strategy = trainer.strategy
     return CapturedState(
         sharded={PART: tree},

@@ -60,11 +60,21 @@ LIGHTNING = {
     "trainer.connectors.checkpoint_connector:_CheckpointConnector._select_ckpt_path": (
         "state_fn ckpt_path model_provided model_connected"
     ),
-    "trainer.connectors.checkpoint_connector:_CheckpointConnector._get_loops_state_dict": "",
     "loops.fit_loop:_FitLoop._should_accumulate": "",
     "loops.fit_loop:_FitLoop._can_stop_early": None,
     "loops.fit_loop:_FitLoop._load_combined_loader_states": "",
+    "loops.fit_loop:_FitLoop.on_advance_end": "",
+    "loops.fit_loop:_FitLoop.reset": "",
+    "loops.training_epoch_loop:_TrainingEpochLoop._num_ready_batches_reached": "",
     "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx": "data_fetcher",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end": "data_fetcher",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_run_start": "data_fetcher",
+    "loops.training_epoch_loop:_TrainingEpochLoop.reset": "",
+    "loops.training_epoch_loop:_TrainingEpochLoop.update_lr_schedulers": "interval update_plateau_schedulers",
+    "trainer.connectors.logger_connector.result:_Metadata": "fx name",
+    "trainer.connectors.logger_connector.result:_ResultMetric": "metadata is_tensor",
+    "trainer.connectors.logger_connector.result:_Sync": "fn _should rank_zero_only",
+    "utilities.combined_loader:_SUPPORTED_MODES": None,
     "loops.fetchers:_PrefetchDataFetcher": None,
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint": "weights_only",
     "trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers": "",
@@ -72,7 +82,6 @@ LIGHTNING = {
 }
 # What the generated subclass of a strategy overrides; see `lightning_ckpt._strategy`.
 LIGHTNING_STRATEGY = {
-    "restore_checkpoint_after_setup": None,
     "lightning_restore_optimizer": None,
     "lightning_module_state_dict": "",
     "optimizer_state": "optimizer",
