@@ -53,6 +53,9 @@ TORCH = {
     "torch.distributed.distributed_c10d:PrefixStore": None,
     "torch.distributed.distributed_c10d:_get_default_store": "",
     "torch.distributed.tensor.placement_types:_StridedShard": "dim",
+    "torch.utils.data:DataLoader._get_iterator": "",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter": None,
+    "torch.utils.data.dataloader:_BaseDataLoaderIter._reset": "loader first_iter",
 }
 LIGHTNING = {
     "strategies.fsdp:_lazy_load": "filename",
@@ -104,7 +107,16 @@ LIGHTNING_TRAINER = (
     "_logger_connector",
     "_logger_connector._callback_metrics",
     "_signal_connector",
+    "_logger_connector._current_fx",
+    "_logger_connector._first_loop_iter",
+    "_val_check_time_interval",
     "fit_loop._combined_loader",
+    "fit_loop._loaded_from_state_dict",
+    "fit_loop._restart_stage",
+    "fit_loop._restarting",
+    "fit_loop._resuming_from_checkpoint",
+    "fit_loop.epoch_loop._skip_next_val",
+    "fit_loop.epoch_loop.val_loop._module_mode.mode",
     "fit_loop._data_fetcher",
     "strategy._checkpoint_io",
     "fit_loop.epoch_progress.current.processed",
@@ -119,7 +131,6 @@ LIGHTNING_TRAINER = (
     "fit_loop.epoch_loop.val_loop.batch_progress.total.reset",
 )
 LIGHTNING_SET = (
-    "limit_val_batches",
     "sanity_checking",
     "should_stop",
     "validating",
@@ -178,7 +189,17 @@ FSSPEC = {
 }
 # Of objects that tests of their own make; and what other languages than Python's privacy means by "_".
 ELSEWHERE = {
+    "_defaults": "torchmetrics.Metric",
+    "_last_val_time": "set by Lightning's fit loop if validation is by time",
+    "_mode": "lightning.pytorch.utilities.combined_loader.CombinedLoader",
+    "_scheduler_state": "lightning.pytorch.callbacks.StochasticWeightAveraging",
     "_drop_last": "accelerate.data_loader.DataLoaderDispatcher",
+    "_dataset_fetcher": "a loader's iterator, set in its constructor: see tests/unit/data",
+    "_index_sampler": "the same",
+    "_iterator": "torch.utils.data.DataLoader, set in its constructor: the same",
+    "_num_yielded": "a loader's iterator: the same",
+    "_sampler_iter": "the same",
+    "_sampler_iter_yielded": "torchdata's iterator: the same",
     "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",
     "_fields": "namedtuple, public",

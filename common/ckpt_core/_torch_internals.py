@@ -22,6 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.storage import _dtype_to_storage_type_map as storage_types_by_dtype
 from torch.storage import _new_dtypes as new_dtypes
 from torch.storage import _storage_type_to_dtype_map as dtypes_by_storage_type
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 
 def without_step_hooks() -> dict[str, Any]:
@@ -68,17 +70,67 @@ def metadata_path(reader: Any, rank: int | None) -> Any:
     return reader._get_metadata_path(rank)
 
 
+MAKES_ITERATOR = "_get_iterator"
+"""Method by which a DataLoader makes the iterator of an epoch."""
+
+BEGINS_AGAIN = "_reset"
+"""Method by which an iterator with persistent workers begins another epoch."""
+
+
+def kept_iterator(loader: DataLoader[Any]) -> Any:
+    """Return the iterator that a loader with persistent workers keeps; else None."""
+    return loader._iterator
+
+
+def index_sampler_of(iterator: Any) -> Any:
+    """Return what an iterator takes its indices from, epoch by epoch."""
+    return iterator._index_sampler
+
+
+def let_draw_from(iterator: Any, sampler: Any, indices: Any = None) -> None:
+    """Let an iterator draw from `sampler`, and in this epoch from `indices`."""
+    iterator._index_sampler = sampler
+    if indices is not None:
+        iterator._sampler_iter = indices
+
+
+def batches_given(iterator: Any) -> int:
+    """Return how many batches of this epoch an iterator has given."""
+    return int(iterator._num_yielded)
+
+
+def data_ended(iterator: Any) -> bool:
+    """Return whether a worker-less iterator has exhausted an iterable data set."""
+    return bool(getattr(iterator._dataset_fetcher, "ended", False))
+
+
+def count_as_given(iterator: Any, batches: int) -> None:
+    """Let an iterator count batches that were skipped as given."""
+    iterator._num_yielded = batches
+    if hasattr(iterator, "_sampler_iter_yielded"):  # torchdata's
+        iterator._sampler_iter_yielded += batches
+
+
 __all__ = [
+    "BEGINS_AGAIN",
+    "MAKES_ITERATOR",
+    "LoaderIterator",
     "PrefixStore",
     "ShardedTensor",
     "StorageInfo",
     "StridedShard",
     "TensorShard",
+    "batches_given",
     "chunks_of",
     "copy_all",
+    "count_as_given",
+    "data_ended",
     "default_store",
     "dtypes_by_storage_type",
+    "index_sampler_of",
+    "kept_iterator",
     "layout_named",
+    "let_draw_from",
     "metadata_path",
     "new_dtypes",
     "rebuild_tensor",

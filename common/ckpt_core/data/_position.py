@@ -1,0 +1,284 @@
+"""The position in one loader: saved as plain values, put back on any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt_core._torch_internals import data_ended, kept_iterator
+from ckpt_core.data._order import EpochOrder
+from ckpt_core.data._samplers import (
+    Samplers,
+    batches_of,
+    load_samplers_state,
+    load_starting_state,
+    samplers_state,
+    samples_of,
+    starting_state,
+)
+from ckpt_core.data._tracking import UNKNOWN, Replay, begun_untracked, track, tracker_of
+from ckpt_core.errors import ConfigError
+
+_MARK = "ckpt_position"
+_VERSION = 1
+
+
+@final
+class LoaderPosition:
+    """The position in one loader. Main thread only; every rank has its own.
+
+    Make it before the loader is iterated. Saving draws nothing and changes nothing. After `restore` the next
+    `iter` gives the rest of the epoch, and puts the global generators back to what they were before it: so
+    load those in any order. If the saved epoch had ended, the next `iter` begins a new one, as usual.
+
+    Args:
+        loader: a torch DataLoader, or an object with `state_dict` and `load_state_dict`.
+
+    Raises:
+        ConfigError: it has no position that could be saved, or is iterated already.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._stateful = is_stateful(loader)
+        self._tracked = isinstance(loader, DataLoader)
+        if not self._tracked and not self._stateful:
+            raise ConfigError(
+                f"a {type(loader).__name__} cannot tell its position, so a resumed run would see other data: "
+                "use a torch DataLoader, give it state_dict and load_state_dict, or leave it out"
+            )
+        if not self._tracked or tracker_of(loader) is not None:
+            return
+        late = begun_untracked(loader)
+        if late and not self._stateful:
+            raise ConfigError(
+                f"a {type(loader).__name__} is being iterated already, and what its order was made from is "
+                "unknown: hand it over before the loop"
+            )
+        track(loader)
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a batch that was drawn may be counted as not seen."""
+        return self._tracked and self._kind() in {"indices", "draw"}
+
+    def state(self, *, ended: bool | None = None, ahead: int = 0) -> dict[str, Any]:
+        """Return the position as plain values, for `encode`.
+
+        Args:
+            ended: whether the epoch is over, so that the next `iter` is to begin another; if None, it is
+                after a `StopIteration`.
+            ahead: batches that were drawn, but not trained on yet.
+        """
+        kind = self._kind()
+        state: dict[str, Any] = {_MARK: _VERSION, "kind": kind}
+        if self._tracked:
+            state |= self._tracked_state(ended=ended, ahead=ahead)
+        if kind == "own" and not (ended or self._ended_with_workers()):
+            state["own"] = dict(self._loader.state_dict())
+        elif kind == "dataset":
+            state["dataset"] = self._loader.dataset.state_dict()
+            state["exhausted"] = self._exhausted()
+        return state
+
+    def _ended_with_workers(self) -> bool:
+        """Return whether there are workers that have ended an epoch and live on.
+
+        Torchdata's state of those loses the next epoch.
+        """
+        tracker = tracker_of(self._loader)
+        ended = tracker is not None and tracker.epoch is not None and tracker.epoch.ended
+        return ended and _has_live_workers(self._loader)
+
+    def _exhausted(self) -> bool:
+        """Return whether the data set has ended, though the loader has not."""
+        epoch = track(self._loader).epoch
+        iterator = None if epoch is None else epoch.iterator()
+        return iterator is not None and data_ended(iterator)
+
+    def _kind(self) -> str:
+        if not self._tracked:
+            return "own"
+        loader, tracker = self._loader, tracker_of(self._loader)
+        mapped = not isinstance(loader.dataset, IterableDataset)
+        if self._stateful and not (mapped and not is_stateful(loader.dataset)):
+            return "own"
+        if self._stateful and tracker is not None and tracker.epoch is not None:
+            return "own" if tracker.epoch.begin is UNKNOWN else "indices"
+        if mapped:
+            return "indices"
+        return "dataset" if loader.num_workers == 0 and is_stateful(loader.dataset) else "draw"
+
+    def _tracked_state(self, *, ended: bool | None, ahead: int) -> dict[str, Any]:
+        loader, tracker = self._loader, track(self._loader)
+        epoch = tracker.epoch
+        over = (epoch is None or epoch.ended) if ended is None else ended
+        samplers = Samplers.of(loader)
+        shard, shards = samplers.shards
+        return {
+            "batches": 0 if epoch is None else max(0, epoch.batches - ahead),
+            "ended": over,
+            "begin": None if epoch is None or over else dict(epoch.begin),
+            "created": tracker.created if _has_live_workers(loader) else None,
+            "samplers": samplers_state(loader),
+            "shard": shard,
+            "shards": shards,
+            "batch_size": samplers.batch_size,
+        }
+
+    def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> list[str]:
+        """Let the next `iter` go on from a saved position; return notes for the user.
+
+        The position of a rank that did not save is that of rank 0.
+
+        Args:
+            state: what `state` returned, or the loader's own `state_dict`.
+            same_ranks: whether as many ranks saved it.
+        """
+        if _MARK not in state:
+            state = {"kind": "own", "own": state}
+        if "begin" not in state or not self._tracked:
+            return self._load_own(state)
+        tracker = track(self._loader)
+        tracker.replay = None
+        load_samplers_state(self._loader, state["samplers"])
+        if state["ended"] or ("own" not in state and not state["begin"]):
+            if state["kind"] == "dataset" == self._kind():
+                self._loader.dataset.load_state_dict(state["dataset"])
+            if state["created"] is not None and not _has_live_workers(self._loader):
+                tracker.replay = Replay(
+                    begin={"created": state["created"]}, samplers=state["samplers"], fresh=True
+                )
+            return self._load_own(state) if "own" in state else []
+        return self._go_on(state, same_ranks=same_ranks)
+
+    def forget(self) -> None:
+        """Let the next `iter` begin as usual, after a `restore` that shall not count."""
+        if self._tracked:
+            track(self._loader).replay = None
+
+    @property
+    def dealt(self) -> tuple[int, int] | None:
+        """After a `restore` on other ranks: batches done, as if of this size, and to come; else None."""
+        tracker, samplers = tracker_of(self._loader), Samplers.of(self._loader)
+        replay = None if tracker is None else tracker.replay
+        if replay is None or replay.rest is None or samplers.batch_size is None:
+            return None
+        return replay.begin["seen"] // (samplers.batch_size * samplers.shards[1]), len(replay.rest)
+
+    def _load_own(self, state: Mapping[str, Any]) -> list[str]:
+        if not self._stateful or "own" not in state:
+            return [
+                f"the saved position does not fit a {type(self._loader).__name__}: its epoch begins again"
+            ]
+        self._loader.load_state_dict(dict(state["own"]))
+        if self._tracked:
+            track(self._loader).replay = Replay(begin=UNKNOWN, samplers={}, own=True)
+        else:
+            # Let it make its iterator now, and draw what it draws then: generators are put back afterwards.
+            self._loader.state_dict()
+        return []
+
+    def _go_on(self, state: Mapping[str, Any], *, same_ranks: bool) -> list[str]:
+        kind, live, begin = state["kind"], self._kind(), state["begin"]
+        notes = self._notes_of_length(begin)
+        if kind == "indices" and live == "indices":
+            samplers = Samplers.of(self._loader)
+            place = (*samplers.shards, samplers.batch_size)
+            if begin["seen"] or place != (state["shard"], state["shards"], state["batch_size"]):
+                return self._deal(state)
+        elif not same_ranks:
+            return [self._begin_over(state, "other ranks saved it, and its samples have no numbers")]
+        elif kind == "own" or kind != live:
+            return self._load_own(state)
+        elif kind == "dataset":
+            self._loader.dataset.load_state_dict(state["dataset"])
+        elif state["batches"]:
+            notes.append(
+                f"{state['batches']} batches of an iterable data set are drawn again, and dropped, to find "
+                "the position: to save this time, give the data set state_dict() and load_state_dict(), and "
+                "use torchdata's StatefulDataLoader if it has workers"
+            )
+        track(self._loader).replay = Replay(
+            begin=begin,
+            samplers=state["samplers"],
+            batches=state["batches"],
+            draws=kind == "draw",
+            rest=[] if state.get("exhausted") else None,
+        )
+        return notes
+
+    def _deal(self, state: Mapping[str, Any]) -> list[str]:
+        """Deal out the rest of the saved epoch, in the present batch size."""
+        begin, samplers = state["begin"], Samplers.of(self._loader)
+        shard, shards = samplers.shards
+        if None in {state["batch_size"], samplers.batch_size} or not begin["order"] or not samplers.orderly:
+            return [
+                self._begin_over(state, "its sampler makes batches, or deals to ranks, in a way of its own")
+            ]
+        samples = self._samples(begin)
+        if samples is None:
+            return [self._begin_over(state, f"the order of {begin['order']['type']} cannot be made again")]
+        seen = begin["seen"] + state["batches"] * state["batch_size"] * state["shards"]
+        drop_last = bool(getattr(samplers.shard, "drop_last", False))
+        order = EpochOrder(samples=samples, seen=min(seen, len(samples)), drop_last=drop_last)
+        track(self._loader).replay = Replay(
+            begin={**begin, "seen": order.seen},
+            samplers=state["samplers"],
+            rest=batches_of(order.share(shard, shards), self._loader),
+        )
+        return [
+            *self._notes_of_length(begin),
+            f"the epoch goes on in its first order, after {order.seen} of {len(samples)} samples: "
+            f"{shards} rank(s) share the other {len(order.rest)}" + _of_padding(order.padding(shards)),
+        ]
+
+    def _samples(self, begin: Mapping[str, Any]) -> Sequence[Any] | None:
+        here = starting_state(self._loader)
+        # None of torch's own samplers, it may be one that makes another order each time.
+        times = 2 if begin["order"]["kind"] == "other" else 1
+        try:
+            made = [
+                samples_of(self._loader, begin["order"], begin["start"], seeded=begin["created"] is None)
+                for _ in range(times)
+            ]
+        finally:
+            load_starting_state(self._loader, here)
+        return made[0] if made[0] == made[-1] else None
+
+    def _notes_of_length(self, begin: Mapping[str, Any]) -> list[str]:
+        order = begin["order"]
+        if order is None or order["length"] == len(self._loader.dataset):
+            return []
+        return [
+            f"the data set has {len(self._loader.dataset)} samples, and had {order['length']} when this was "
+            "saved: the rest of the epoch is not the one that it would have been"
+        ]
+
+    def _begin_over(self, state: Mapping[str, Any], why: str) -> str:
+        seen = f"{state['batches']} batches"
+        if state["batch_size"] is not None:
+            seen += f" of {state['batch_size']}"
+        return (
+            f"the position in the data is not resumed: {why}. The epoch begins again, so that what each rank "
+            f"had seen of it, {seen}, is seen twice"
+        )
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether `value` has `state_dict` and `load_state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _has_live_workers(loader: DataLoader[Any]) -> bool:
+    return loader.persistent_workers and kept_iterator(loader) is not None
+
+
+def _of_padding(padding: int) -> str:
+    if not padding:
+        return ", each once"
+    if padding < 0:
+        return f", and leave {-padding} out, as their sampler drops what ranks cannot share equally"
+    return f", each once, and {padding} more a second time, so that all have as many"

@@ -1,0 +1,259 @@
+"""The samplers of a DataLoader: what shuffles, deals to ranks, makes batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, final
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ckpt_core.data._generators import (
+    GENERATORS,
+    generator_state,
+    global_state,
+    load_generator_state,
+    load_global_state,
+)
+
+_LONGEST = 8
+_TORCHDATA = "torchdata.stateful_dataloader.sampler"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samplers:
+    """The samplers of one loader, by the part they play.
+
+    Attributes:
+        batch: makes batches of samples, if the loader does.
+        shard: deals samples to ranks, if one does.
+        base: makes the order, unless `shard` does it itself.
+        inner: what `base` draws from.
+    """
+
+    batch: Any
+    shard: Any
+    base: Any
+    inner: Sequence[Any]
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Samplers:
+        """Return the samplers of a loader; wrappers of hosts are looked into."""
+        chain = list(_chain(loader))
+        shard = next((each for each in chain if _deals(each)), None)
+        batch = chain.pop(0) if loader.batch_sampler is not None else None
+        if chain and chain[0] is shard:
+            chain.pop(0)
+        return cls(batch=batch, shard=shard, base=chain[0] if chain else None, inner=chain[1:])
+
+    @property
+    def orderly(self) -> bool:
+        """Whether what deals to ranks, if anything does, is known to deal as torch does."""
+        if self.shard is None:
+            return True
+        stock = _is_stock(self.shard, DistributedSampler, "StatefulDistributedSampler")
+        outermost = not any(each is self.shard for each in (self.batch, *self.inner))
+        return outermost and (stock or _hidden(self.shard) is not None)
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        """The number of this shard and of all; 0 of 1 if every rank takes all samples."""
+        return (0, 1) if self.shard is None else (int(self.shard.rank), int(self.shard.num_replicas))
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch; None if that is for a sampler of the user's to decide."""
+        if self.batch is None:
+            return 1
+        return int(self.batch.batch_size) if _is_stock(self.batch, BatchSampler, "BatchSampler") else None
+
+
+def _chain(loader: DataLoader[Any]) -> Iterator[Any]:
+    each: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    for _ in range(_LONGEST):
+        if each is None:
+            return
+        yield each
+        inner = (getattr(each, "batch_sampler", None), getattr(each, "sampler", None), _hidden(each))
+        each = next((one for one in inner if one is not None), None)
+
+
+def _hidden(sampler: Any) -> Any:
+    """Return the sampler that Lightning wraps into a data set of indices."""
+    return getattr(getattr(sampler, "dataset", None), "_sampler", None)
+
+
+def _deals(sampler: Any) -> bool:
+    return isinstance(getattr(sampler, "num_replicas", None), int) and isinstance(
+        getattr(sampler, "rank", None), int
+    )
+
+
+def _is_stock(sampler: Any, stock: type[Any], name: str) -> bool:
+    kind = type(sampler)
+    return kind is stock or (kind.__module__ == _TORCHDATA and kind.__name__ == name)
+
+
+def samplers_state(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return what decides the order of the next epoch, besides global generators.
+
+    That is the generators of the loader and of its samplers, and their numbers that are called a seed or an
+    epoch.
+    """
+    state = {part: _own_state(each) for part, each in _parts(loader)}
+    return {part: each for part, each in state.items() if each}
+
+
+def load_samplers_state(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
+    """Put back what `samplers_state` returned, as far as the loader has it."""
+    for part, each in _parts(loader):
+        saved = state.get(part, {})
+        present = _own_state(each)
+        for name, value in saved.items():
+            if name not in present:
+                continue
+            attribute = getattr(each, name)
+            if isinstance(attribute, GENERATORS):
+                load_generator_state(attribute, value)
+            elif name == "epoch" and callable(getattr(each, "set_epoch", None)):
+                each.set_epoch(value)
+            elif attribute != value:
+                setattr(each, name, value)
+
+
+def _parts(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    samplers = Samplers.of(loader)
+    parts = [
+        ("loader", loader),
+        ("batch", samplers.batch),
+        ("shard", samplers.shard),
+        ("base", samplers.base),
+    ]
+    parts += [(f"inner{number}", each) for number, each in enumerate(samplers.inner)]
+    return ((name, each) for name, each in parts if each is not None)
+
+
+def _own_state(each: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in getattr(each, "__dict__", {}).items():
+        if isinstance(value, GENERATORS):
+            found[name] = generator_state(value)
+        elif type(value) is int and ("epoch" in name or "seed" in name):
+            found[name] = value
+    return found
+
+
+def starting_state(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return everything that decides the order of an epoch that begins now."""
+    return {"global": global_state(), "samplers": samplers_state(loader)}
+
+
+def load_starting_state(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
+    """Put back what `starting_state` returned."""
+    load_global_state(state["global"])
+    load_samplers_state(loader, state["samplers"])
+
+
+def recipe(loader: DataLoader[Any]) -> dict[str, Any] | None:
+    """Describe how the order of an epoch is made, to make it again on other ranks.
+
+    Returns None if the samples are not to be had by index.
+    """
+    samplers = Samplers.of(loader)
+    base, shard = samplers.base, samplers.shard
+    if not hasattr(loader.dataset, "__len__") or (base is None and shard is None) or not samplers.orderly:
+        return None
+    own = getattr(base, "generator", None)
+    return {
+        "kind": _kind(base),
+        "type": type(base or shard).__qualname__,
+        "length": len(loader.dataset),  # type: ignore[arg-type]
+        "shuffled": bool(getattr(shard, "shuffle", False)),
+        "lazy": type(base).__module__ != _TORCHDATA,
+        # Whether the seed of the workers is drawn from the generator that makes the order, too.
+        "shares": own is loader.generator,
+        "owns": own is not None,
+        "workers": loader.num_workers > 0,
+    }
+
+
+def _kind(base: Any) -> str:
+    if base is None or _is_stock(base, SequentialSampler, ""):
+        return "sequential"
+    if _is_stock(base, RandomSampler, "RandomSampler") and not base.replacement:
+        return "random" if len(base) == len(base.data_source) else "other"
+    return "other"
+
+
+def samples_of(
+    loader: DataLoader[Any], order: Mapping[str, Any], start: Mapping[str, Any], *, seeded: bool
+) -> Sequence[Any] | None:
+    """Make the order of an epoch again; None if that is not possible.
+
+    The generators of the loader are used: put them back afterwards.
+
+    Args:
+        loader: has the sampler, if it is not one of torch's.
+        order: the `recipe` of the saved epoch.
+        start: its `starting_state`.
+        seeded: whether its iterator was made new, and drew a seed for workers.
+    """
+    samples = _of_base(loader, order, start, seeded=seeded)
+    if samples is None or not order["shuffled"]:
+        return samples
+    values = start["samplers"]["shard"]
+    generator = torch.Generator().manual_seed(values["seed"] + values["epoch"])
+    return [samples[number] for number in torch.randperm(len(samples), generator=generator).tolist()]
+
+
+def _of_base(
+    loader: DataLoader[Any], order: Mapping[str, Any], start: Mapping[str, Any], *, seeded: bool
+) -> Sequence[Any] | None:
+    if order["kind"] == "sequential":
+        return range(order["length"])
+    load_starting_state(loader, start)
+    sampler = _random(order, start) if order["kind"] == "random" else Samplers.of(loader).base
+    if sampler is None or (order["kind"] == "other" and type(sampler).__qualname__ != order["type"]):
+        return None
+    indices = iter(sampler)
+    if seeded and order["shares"]:
+        draw_seed(sampler.generator if order["owns"] else None)
+    if seeded and order["workers"]:
+        indices = iter(sampler)  # for the workers, which read ahead, another one is begun
+    return list(indices)
+
+
+def _random(order: Mapping[str, Any], start: Mapping[str, Any]) -> Any:
+    """Make a sampler like the saved one, with its generator as it was."""
+    samples = range(order["length"])
+    generator = None
+    if order["owns"]:
+        generator = torch.Generator()
+        generator.set_state(start["samplers"]["base"]["generator"])
+    if order["lazy"]:
+        return RandomSampler(samples, generator=generator)
+    from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
+
+    return StatefulRandomSampler(samples, generator=generator)
+
+
+def draw_seed(generator: torch.Generator | None) -> None:
+    """Draw what an iterator draws when it is made: the seed of its workers."""
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+
+def batches_of(samples: Sequence[Any], loader: DataLoader[Any]) -> list[Any]:
+    """Return what the loader would make of these samples: batches, or themselves."""
+    if loader.batch_sampler is None:
+        return list(samples)
+    batch: Any = loader.batch_sampler
+    return list(BatchSampler(samples, batch.batch_size, batch.drop_last))
+
+
+def skip(indices: Iterator[Any], count: int) -> None:
+    """Advance by `count`, as far as there are."""
+    next(islice(indices, count, count), None)

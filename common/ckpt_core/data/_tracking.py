@@ -1,0 +1,375 @@
+"""Tracking of a DataLoader: what each epoch began from, and how far it is.
+
+`track` gives the loader a generated subclass of its own class, and each of its iterators one of its own:
+`iter` and `next` cannot be caught at an object. Neither changes what is drawn or handed out.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+from weakref import ref
+
+from torch.utils.data import DataLoader
+
+from ckpt_core._torch_internals import (
+    BEGINS_AGAIN,
+    MAKES_ITERATOR,
+    LoaderIterator,
+    batches_given,
+    count_as_given,
+    index_sampler_of,
+    kept_iterator,
+    let_draw_from,
+)
+from ckpt_core.data._generators import global_state, load_global_state, same_state
+from ckpt_core.data._samplers import (
+    draw_seed,
+    load_samplers_state,
+    load_starting_state,
+    recipe,
+    skip,
+    starting_state,
+)
+from ckpt_core.disclosure import logger_of
+
+_log = logger_of(__name__)
+_TRACKER = "_ckpt_tracker"
+_EPOCH = "_ckpt_epoch"
+_STOCK = "_ckpt_stock_class"
+UNKNOWN: Mapping[str, Any] = {}
+"""What an epoch began from that began untracked."""
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@final
+@dataclass(slots=True)
+class Epoch:
+    """One pass over a loader.
+
+    Attributes:
+        begin: what its order was made from, as plain values.
+        batches: how many batches it has handed out.
+        ended: whether it has raised `StopIteration`.
+        iterator: refers to what hands them out, as long as it lives.
+    """
+
+    begin: Mapping[str, Any]
+    batches: int = 0
+    ended: bool = False
+    iterator: Callable[[], Any] = lambda: None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """How the next pass over a loader is to begin.
+
+    Attributes:
+        begin: that of the saved epoch.
+        batches: of it, to be skipped.
+        rest: instead of skipping, the indices of the batches to come.
+        draws: whether batches are skipped by drawing them, as they have no indices.
+        own: whether the loader has loaded a state of its own, and skips by itself.
+        fresh: whether the epoch is one that begins now, with workers that are there already.
+        samplers: state of the samplers at the save.
+    """
+
+    begin: Mapping[str, Any]
+    samplers: Mapping[str, Any]
+    batches: int = 0
+    rest: Sequence[Any] | None = None
+    draws: bool = False
+    own: bool = False
+    fresh: bool = False
+
+
+@final
+class Tracker:
+    """What is known of one loader. Main thread only; holds no reference to the loader.
+
+    Attributes:
+        epoch: the pass that began last; None before the first.
+        replay: how the next one is to begin, if not as usual.
+        created: what the iterator began from that persistent workers belong to.
+    """
+
+    def __init__(self) -> None:
+        self.epoch: Epoch | None = None
+        self.replay: Replay | None = None
+        self.created: Mapping[str, Any] | None = None
+
+    def begin(self, loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
+        """Make an iterator; note or replay what its order is made from."""
+        replay, self.replay = self.replay, None
+        if replay is None:
+            here = starting_state(loader)
+            loaded = getattr(loader, "next_iter_state", None) is not None
+            iterator = make()
+            self._note(loader, here, again=False)
+            if loaded:
+                self.epoch = Epoch(UNKNOWN)  # the loader goes on by itself, from where is not ours to see
+        elif replay.own:
+            here = starting_state(loader)
+            iterator = make()
+            load_global_state(here["global"])
+            self.epoch = Epoch(UNKNOWN)
+        elif replay.fresh:
+            here = starting_state(loader)
+            load_starting_state(loader, replay.begin["created"] or here)
+            indices = Indices(loader, before=here)
+            with _put(loader, indices):
+                iterator = make()
+            indices.hand_over(iterator)
+            self.created = replay.begin["created"]
+            self._note(loader, here, again=True)
+        else:
+            iterator = self._replayed(loader, replay, make)
+        if self.epoch is not None:
+            _watch(iterator, self.epoch)
+        return iterator
+
+    def begin_again(self, loader: DataLoader[Any], iterator: Any, reset: Callable[[], None]) -> None:
+        """Let an iterator with persistent workers begin another epoch."""
+        replay, self.replay = self.replay, None
+        if replay is None or replay.fresh:
+            here = starting_state(loader)
+            reset()
+            self._note(loader, here, again=True)
+        else:
+            self._replayed(loader, replay, lambda: reset() or iterator, again=iterator)
+        if self.epoch is not None:
+            _watch(iterator, self.epoch)
+
+    def _note(self, loader: DataLoader[Any], here: Mapping[str, Any], *, again: bool) -> None:
+        if not again:
+            self.created = here if loader.persistent_workers else None
+        created = self.created if again else None
+        self.epoch = Epoch({"created": created, "start": here, "order": recipe(loader), "seen": 0})
+
+    def _replayed(
+        self, loader: DataLoader[Any], replay: Replay, make: Callable[[], Any], again: Any = None
+    ) -> Any:
+        """Begin as the saved epoch did; skip what it had handed out.
+
+        The global generators are as before afterwards: the saved training had drawn from them already.
+        """
+        here = global_state()
+        start, created = replay.begin["start"], replay.begin["created"]
+        load_starting_state(loader, created or start)
+        indices = Indices(loader, before=start if created and again is None else None, replay=replay)
+        if again is None:
+            with _put(loader, indices):
+                iterator = make()
+            self.created = (created or start) if loader.persistent_workers else None
+        else:
+            load_starting_state(loader, start)
+            if created is None:
+                iter(indices.sampler)
+                draw_seed(loader.generator)
+            let_draw_from(again, indices)
+            iterator = make()
+        indices.hand_over(iterator)
+        if replay.draws:
+            _draw(iterator, replay.batches)
+        elif replay.rest is None:
+            count_as_given(iterator, replay.batches)
+        load_global_state(here)
+        load_samplers_state(loader, replay.samplers)
+        self.epoch = Epoch(replay.begin, batches=replay.batches if replay.rest is None else 0)
+        return iterator
+
+
+@final
+class Indices:
+    """Stands in for a loader's index sampler while an iterator is made.
+
+    Attributes:
+        sampler: the loader's own.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        before: Mapping[str, Any] | None = None,
+        replay: Replay | None = None,
+    ) -> None:
+        self.sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._loader = loader
+        self._before = before
+        self._begun = 0
+        self._inner: Iterator[Any] | None = None
+        self._rest = None if replay is None else replay.rest
+        self._to_skip = 0 if replay is None or replay.draws or self._rest is not None else replay.batches
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begun += 1
+        if self._before is not None and self._begun > 1:
+            # The first is made by the constructor and not used; then the seed of the workers is drawn.
+            with _put(self._loader, self.sampler):
+                load_starting_state(self._loader, self._before)
+        self._inner = iter(self.sampler if self._rest is None else self._rest)
+        return self
+
+    def __next__(self) -> Any:
+        self.skip()
+        return next(self._inner)  # type: ignore[arg-type]
+
+    def skip(self) -> None:
+        """Skip, without fetching a sample."""
+        count, self._to_skip = self._to_skip, 0
+        if not count or self._inner is None:
+            return
+        skip(self._inner, 1)
+        first = global_state()
+        skip(self._inner, count - 1)
+        if not same_state(first, global_state()):
+            _log.warning(
+                "%s draws random numbers while an epoch goes on, and so did the saved training in between: "
+                "the rest of this epoch is another than it would have been. Let it draw from a generator "
+                "of its own, or all at its beginning",
+                type(self.sampler).__name__,
+            )
+
+    def hand_over(self, iterator: Any) -> None:
+        """Let the iterator go on with the loader's own sampler."""
+        self.skip()
+        let_draw_from(iterator, self.sampler, self._inner)
+
+
+@contextmanager
+def _put(loader: DataLoader[Any], sampler: Any) -> Iterator[None]:
+    """Give a loader another index sampler, which it would refuse."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    before = loader.__dict__[name]
+    loader.__dict__[name] = sampler
+    try:
+        yield
+    finally:
+        loader.__dict__[name] = before
+
+
+def _draw(iterator: Any, batches: int) -> None:
+    """Draw and drop batches; say how long it takes."""
+    begun = said = time.monotonic()
+    for number in range(batches):
+        if next(iterator, _END) is _END:
+            _log.warning("the data set ended after %d batches, but %d were to be skipped", number, batches)
+            return
+        if (now := time.monotonic()) - said > _SECONDS_BETWEEN_LINES:
+            said, left = now, (now - begun) / (number + 1) * (batches - number - 1)
+            _log.warning("skipped %d of %d batches; about %.0f s to go", number + 1, batches, left)
+
+
+_END = object()
+
+
+def track(loader: DataLoader[Any]) -> Tracker:
+    """Track a loader from now on; idempotent.
+
+    Epochs that began before are unknown: see `begun_untracked`.
+    """
+    tracker = tracker_of(loader)
+    if tracker is None:
+        tracker = Tracker()
+        setattr(loader, _TRACKER, tracker)
+        if not hasattr(type(loader), _STOCK):
+            loader.__class__ = _subclass(type(loader), _loader_overrides)
+        if (kept := kept_iterator(loader)) is not None:
+            epoch = Epoch(UNKNOWN)
+            _watch(kept, epoch)
+            # Of torchdata's, which may be in the middle of an epoch; others are refused there.
+            tracker.epoch = epoch if hasattr(loader, "state_dict") else None
+    return tracker
+
+
+def tracker_of(loader: Any) -> Tracker | None:
+    """Return what is known of a loader, if it is tracked."""
+    return getattr(loader, "__dict__", {}).get(_TRACKER)
+
+
+def begun_untracked(loader: DataLoader[Any]) -> bool:
+    """Return whether an iterator of this loader is in use, of which nothing is known."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    iterators = [each for each in gc.get_referrers(sampler) if isinstance(each, LoaderIterator)]
+    iterators = [each for each in iterators if index_sampler_of(each) is sampler]
+    if (kept := kept_iterator(loader)) is not None:
+        iterators.append(kept)
+    return any(not hasattr(each, _EPOCH) and _unfinished(loader, each) for each in iterators)
+
+
+def _unfinished(loader: DataLoader[Any], iterator: Any) -> bool:
+    try:
+        return batches_given(iterator) < len(loader)
+    except TypeError:
+        return True
+
+
+def _watch(iterator: Any, epoch: Epoch) -> None:
+    epoch.iterator = ref(iterator)
+    setattr(iterator, _EPOCH, epoch)
+    if not hasattr(type(iterator), _STOCK):
+        iterator.__class__ = _subclass(type(iterator), _iterator_overrides)
+
+
+_subclasses: dict[type[Any], type[Any]] = {}
+
+
+def _subclass(stock: type[Any], overrides: Callable[[type[Any]], Mapping[str, Any]]) -> type[Any]:
+    """Return a subclass with the same name, made once."""
+    if stock not in _subclasses:
+        names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, _STOCK: stock}
+        _subclasses[stock] = type(stock.__name__, (stock,), {**names, **overrides(stock)})
+    return _subclasses[stock]
+
+
+def _empty(kind: type[Any]) -> Any:
+    return kind.__new__(kind)
+
+
+def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
+    make = getattr(stock, MAKES_ITERATOR)
+
+    def make_iterator(self: Any) -> Any:
+        tracker = tracker_of(self)
+        return make(self) if tracker is None else tracker.begin(self, lambda: make(self))
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """Copy and pickle as the stock class, untracked."""
+        match stock.__reduce_ex__(self, protocol):
+            case (_, (kind,), dict() as state, *rest) if kind is type(self):
+                state = {name: value for name, value in state.items() if name != _TRACKER}
+                return _empty, (stock,), state, *rest
+            case other:
+                return other
+
+    return {MAKES_ITERATOR: make_iterator, "__reduce_ex__": reduce}
+
+
+def _iterator_overrides(stock: type[Any]) -> Mapping[str, Any]:
+    reset = getattr(stock, BEGINS_AGAIN)
+    draw = stock.__next__
+
+    def draw_next(self: Any) -> Any:
+        epoch = self.__dict__[_EPOCH]
+        try:
+            batch = draw(self)
+        except StopIteration:
+            epoch.ended = True
+            raise
+        epoch.batches += 1
+        return batch
+
+    def begin_again(self: Any, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        tracker = tracker_of(loader)
+        if tracker is None:
+            reset(self, loader, first_iter)
+        else:
+            tracker.begin_again(loader, self, lambda: reset(self, loader, first_iter))
+
+    return {"__next__": draw_next, BEGINS_AGAIN: begin_again}
