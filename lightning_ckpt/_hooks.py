@@ -66,6 +66,12 @@ class LifeCycle:
                 "policies with |, e.g. save=EverySteps(500) | OnPreemption()"
             )
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take part in the training that begins; the Tuner's trials leave callbacks out."""
+        del trainer, pl_module
+        if self._session is not None:
+            self._session.take_part()
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Finish staged copies first: averaging callbacks exchange weights now."""
         del pl_module

@@ -46,14 +46,13 @@ class Pacing:
         self._manager = self._signals.made_by(lambda: roots.managers.at(self._root))
         self.validation = ValidationExit(trainer, self._manager, roots.same)
         self._evaluations = Evaluations(trainer, settings.bests, running.measured, roots.once)
-        self._seen_step = -1
+        self._begun_at = self._seen_step = -1
         self._stepped = False
         self._left = False
         self._evaluated = False
         self._saved_step: int | None = None
         self._saved: SaveHandle | None = None
         self._deferred: str | None = None
-        self._min_steps: tuple[Any] | None = None
 
     @property
     def preempted(self) -> bool:
@@ -63,7 +62,8 @@ class Pacing:
     def begin(self) -> None:
         """Prepare for the first batch; after a preemption training does not begin."""
         # What a resumed run makes up for may be a validation that is worth a save of the same step.
-        self._seen_step = self._trainer.global_step if self._loops.resumed is None else -1
+        self._begun_at = self._trainer.global_step
+        self._seen_step = self._begun_at if self._loops.resumed is None else -1
         self._saved_step = origin = self._roots.take_up(self._root)
         if origin is None or self._settings.bests:
             committed = self._roots.once(self._manager.checkpoints)
@@ -72,9 +72,7 @@ class Pacing:
                 self._manager.start_afresh()
             self._evaluations.begin([i for i in committed if origin is not None and i.step <= origin])
         self._manager.due()
-        if self.preempted:
-            self._stop()
-        self._loops.listener = self
+        self._end_if_preempted(here=False)
 
     def after_batch(self) -> None:
         """Save before a validation, at a preemption or in the middle of an epoch.
@@ -95,15 +93,15 @@ class Pacing:
             waits = self._settings.bests or self._loops.epoch_is_over or reason == _LAST_STEP
             if reason is not None and (PREEMPTION in reason or not waits):
                 self._save(reason)
-            self._leave_if_preempted()
+            self._end_if_preempted(here=True)
+            if self.validation.listens:
+                self._running.remember()
 
     def before_validation(self) -> None:
         """Prepare for a validation."""
         self._evaluations.cut_short = False
         self._evaluations.note()
         self.validation.begin()
-        if self.validation.looks:
-            self._running.remember()
 
     def after_validation(self) -> None:
         """Note what was measured; save at a preemption that has cut it short."""
@@ -120,7 +118,7 @@ class Pacing:
             if reason is not None:
                 self._save(reason)
             self._left = True
-            self._stop()
+            self._end_if_preempted(here=False)
 
     def after_step(self) -> None:
         """Save if it is time: after an optimizer step, never while accumulating."""
@@ -128,10 +126,10 @@ class Pacing:
             raise StopIteration
         if self._stepped and not self._loops.epoch_is_over:
             self._save_if_due()
-            self._leave_if_preempted()
+            self._end_if_preempted(here=True)
 
     def before_epoch_end(self) -> None:
-        """Finish staged copies, for averaging callbacks; leave out the hooks at a preemption."""
+        """Finish staged copies, for averaging callbacks; at a preemption end here."""
         self._roots.settle()
         if self._left:
             raise StopIteration
@@ -144,17 +142,14 @@ class Pacing:
         if self._loops.epoch_is_over and self._stepped:
             self._save_if_due()
             self._roots.settle()
-            if self.preempted:
-                self._stop()
+            self._end_if_preempted(here=False)
 
     def _save_if_due(self) -> None:
-        reason = self._deferred or self._reason(self._trainer.global_step) or self._best()
+        reason = self._deferred or self._reason(self._trainer.global_step)
         if reason is not None:
             self._save(reason)
-
-    def _best(self) -> str | None:
-        worthy = self._evaluated and not self.preempted and self._evaluations.among_best()
-        return _BEST if worthy else None
+        elif self._evaluated and not self.preempted and self._evaluations.among_best():
+            self._save(_BEST)
 
     def end(self) -> None:
         """Save the last step of a training that has ended; look for a preemption."""
@@ -168,26 +163,16 @@ class Pacing:
         self._manager.due()
 
     def finish(self) -> None:
-        """Give signals and limits back; `Roots` closes the manager."""
+        """Give signals back; `Roots` closes the manager."""
         self._signals.give_back()
-        if self._min_steps is not None:
-            (self._trainer.fit_loop.epoch_loop.min_steps,) = self._min_steps
-            self._min_steps = None
 
     def _reason(self, step: int) -> str | None:
         reason = self._manager.due(step, total_steps=_total_steps(self._trainer))
-        if step == self._saved_step:
+        if step in {self._saved_step, self._begun_at}:
             return None
-        if reason is None and self._settings.save_last and self._ends_here():
+        if reason is None and self._settings.save_last and self._loops.ends_here:
             return _LAST_STEP
         return reason
-
-    def _ends_here(self) -> bool:
-        """Return whether Lightning makes no further step."""
-        trainer, fit_loop = self._trainer, self._trainer.fit_loop
-        if trainer.max_steps == trainer.global_step or (trainer.should_stop and fit_loop._can_stop_early):
-            return True
-        return bool(self._loops.epoch_is_over and fit_loop.epoch_progress.current.processed == fit_loop.max_epochs)
 
     def _save(self, reason: str) -> None:
         step = self._trainer.global_step
@@ -209,26 +194,24 @@ class Pacing:
             self._saved, self._saved_step = handle, step
             self._evaluations.saved(handle, metrics)
 
-    def _leave_if_preempted(self) -> None:
-        """End training here, without what Lightning would do next.
+    def _end_if_preempted(self, *, here: bool) -> None:
+        """End training after this step, whatever the least number of steps is.
+
+        Args:
+            here: whether it ends without what Lightning would do next.
 
         Raises:
-            StopIteration: training ends.
+            StopIteration: it ends here.
         """
-        if self.preempted:
-            self._left = True
-            self._stop()
-            raise StopIteration
-
-    def _stop(self) -> None:
-        """End training after this step, whatever the least number of steps is."""
+        if not self.preempted:
+            return
         self._roots.settle()
-        trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        if self._min_steps is None:
-            self._min_steps = (epoch_loop.min_steps,)
-            _logger.warning("preempted: training stops after step %d", trainer.global_step)
-        trainer.should_stop = True
-        trainer.fit_loop.min_epochs = epoch_loop.min_steps = 0
+        if not self._trainer.should_stop:
+            _logger.warning("preempted: training stops after step %d", self._trainer.global_step)
+        self._loops.stop()
+        if here:
+            self._left = True
+            raise StopIteration
 
     def _warn_of_abandoned(self, committed: Sequence[CheckpointInfo]) -> None:
         if self._trainer.is_global_zero:

@@ -18,9 +18,9 @@ from ckpt_core.hosting import CheckpointPath, Kind
 from ckpt_core.state import unwrap_optimizer
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
-from lightning_ckpt._resume import before_iterators, go_on, warn_of_hidden_order
+from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
-from lightning_ckpt._state import LightningState, LoadedCheckpoint
+from lightning_ckpt._state import LightningState, LoadedCheckpoint, position_in
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
 from lightning_ckpt.loops import Following, Measured, Running
 
@@ -49,13 +49,12 @@ class Session:
         self._module: Any = None
         self._running = False
         self._error: BaseException | None = None
-        self._iterators_are_new = False
+        self._data: DataResume | None = None
 
     def start(self, stage: str, ckpt_path: str | None) -> None:
         """Begin a run of the Trainer, which may load `ckpt_path`."""
         self._running, self._error = True, None
-        self._iterators_are_new = False
-        self.loaded = self.pacing = None
+        self.loaded = self.pacing = self._data = None
         self._require_same_choice(ckpt_path)
         self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
         if stage != "fit" or self.trainer.fast_dev_run:
@@ -91,7 +90,7 @@ class Session:
 
     def _is_stock(self, path: str) -> bool:
         try:
-            return self._kind(path) is Kind.STOCK
+            return kind_at(path, self.settings.storage_at) is Kind.STOCK
         except (CheckpointNotFoundError, OSError):
             return False  # loading will raise it, on every rank
 
@@ -137,7 +136,7 @@ class Session:
         """
         text = self._roots.once(lambda: os.fspath(path))
         self._roots.managers.wait()
-        kind = self._roots.once(lambda: self._kind(text))
+        kind = self._roots.once(lambda: kind_at(text, self.settings.storage_at))
         if kind is Kind.STOCK:
             _refuse_unjudged(text, self.settings)
             if trusted or self.settings.options.allow_pickle:
@@ -152,6 +151,7 @@ class Session:
         if state.loaded is None:
             raise CheckpointNotFoundError(f"{text} holds no checkpoint any more; was it pruned just now?")
         self.loaded = loaded = state.loaded
+        self._data = DataResume(self.trainer, loaded)
         if self._training is not None and loaded.training is not None:
             following = Following(loaded.training["following"])
             self._training.loops.resume(following, ended_epoch=loaded.ended_epoch)
@@ -167,37 +167,40 @@ class Session:
             else:
                 manager.load(state, name=place.name or None)
         except IncompatibleCheckpointError as error:
-            raise _in_lightnings_words(error, place, state.refusal) from error
+            raise in_lightnings_words(error, str(place), state.refusal) from error
         if state.loaded is not None and self.trainer.state.fn == "fit":
             saved = state.loaded.saved
             self._roots.loaded(CheckpointPath(place.root, saved.name), saved.step)
-
-    def _kind(self, path: str) -> Kind:
-        return kind_at(path, self.settings.storage_at)
 
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint or a stock file once its successor is committed."""
         self._roots.remove(path_of(path), remove_file)
 
     def prepare_loader(self, loader: Any) -> None:
-        """Prepare a training loader whose iterator is about to be made."""
-        if self.loaded is not None and self.trainer.training:
-            before_iterators(self.trainer, loader, self.loaded)
-            self._iterators_are_new = True
+        """Prepare a loader of a fit whose iterator is about to be made."""
+        if self.trainer.state.fn != "fit":
+            return
+        position_in(loader)  # which tracks it from now on
+        if self._data is not None:
+            self._data.prepare(loader)
 
     def settle(self) -> None:
         """Wait for staged copies, before weights change outside an optimizer step."""
         self._roots.settle()
+
+    def take_part(self) -> None:
+        """Save in the training that begins, if the run saves by itself."""
+        if self._training is not None:
+            self._training.loops.listener = self.pacing
 
     def begin_training(self) -> None:
         """Finish a resume, right before the first batch is drawn."""
         for optimizer in self.trainer.strategy.optimizers:
             unwrap_optimizer(optimizer)
         training, loaded = self._training, self.loaded
-        held = training is not None and training.loops.holds_iterators
-        if loaded is not None:
-            go_on(self.trainer, loaded, iterators_are_new=self._iterators_are_new or held)
-        warn_of_hidden_order(self.trainer)
+        if self._data is not None:
+            held = training is not None and training.loops.holds_iterators
+            self._data.finish(iterators_are_new=self._data.has_prepared or held)
         if training is not None:
             same_ranks = loaded is not None and loaded.saved.world_size == self.trainer.world_size
             training.begin(None if loaded is None else loaded.training, same_ranks=same_ranks)
@@ -244,7 +247,7 @@ class Session:
 
 
 def _convert_early(strategy: Any) -> None:
-    """Give the model its dtype before it is loaded: Lightning's setup, which does, comes after that.
+    """Give the model its dtype before it is loaded; Lightning does after that.
 
     Otherwise weights in double precision would be loaded into single.
     """
@@ -253,10 +256,11 @@ def _convert_early(strategy: Any) -> None:
         strategy.model = strategy.precision_plugin.convert_module(strategy.model)
 
 
-def _in_lightnings_words(
+def in_lightnings_words(
     error: IncompatibleCheckpointError,
-    place: CheckpointPath,
+    place: str,
     refusal: IncompatibleCheckpointError | None,
+    loaded: str = "nothing was loaded",
 ) -> IncompatibleCheckpointError:
     """Replace the core's advice, to load a part, by what a Trainer can do."""
     kinds = {
@@ -269,11 +273,10 @@ def _in_lightnings_words(
         return error
     what = "; ".join(lines) if refusal is None else str(refusal)
     return IncompatibleCheckpointError(
-        f"{place} does not fit this LightningModule, and nothing "
-        f"was loaded. {what}. It is probably of another model or another optimizer: check ckpt_path and the "
-        "configuration. To begin a new training with the weights that fit, make the model by "
-        "lightning_ckpt.load_from_checkpoint(Model, path, strict=False) and fit it without ckpt_path; to "
-        "validate, test or predict, set model.strict_loading = False",
+        f"{place} does not fit this LightningModule, and {loaded}. {what}. It is probably of another model "
+        "or another optimizer: check ckpt_path and the configuration. To begin a new training with the "
+        "weights that fit, make the model by lightning_ckpt.load_from_checkpoint(Model, path, strict=False) "
+        "and fit it without ckpt_path; to validate, test or predict, set model.strict_loading = False",
         missing=error.missing,
         unexpected=error.unexpected,
         mismatched=error.mismatched,

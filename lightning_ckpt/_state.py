@@ -9,11 +9,14 @@ from typing import Any, cast, final
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
+from ckpt_core.data import LoaderPosition, is_stateful, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
     NotEncodableError,
+    check_groups,
     empty_like,
     encode,
     function_free,
@@ -40,6 +43,8 @@ PREFIX = "lightning."
 """In front of the dictionary's own keys, so that none is taken for an item of the core."""
 
 LOADERS = "lightning.dataloaders"
+"""Item of the loaders' own states, of earlier versions."""
+POSITIONS = "lightning.positions"
 PREFETCHED = "lightning.prefetched"
 TRAINING = "lightning.training"
 _CORES = {"state_dict", "optimizer_states", "callbacks"}
@@ -61,6 +66,7 @@ class LoadedCheckpoint:
         checkpoint: the dictionary that Lightning and its hooks expect.
         saved: the rest of the checkpoint.
         prefetched: batches to train on before the loader's next.
+        positions: in the loaders; empty in checkpoints of earlier versions and of others.
         ended_epoch: whether it was saved when an epoch's last batch was done.
         training: what `Running` saved; None of saves at other moments and of earlier versions.
     """
@@ -68,6 +74,7 @@ class LoadedCheckpoint:
     checkpoint: dict[str, Any]
     saved: SavedState
     prefetched: Sequence[Any]
+    positions: Mapping[str, Any]
     ended_epoch: bool
     training: Mapping[str, Any] | None
 
@@ -175,17 +182,29 @@ class LightningState:
         if not self._has_optimizers:
             return template({}, saved)
         several = _indices(saved)
-        if len(several or [0]) != len(strategy.optimizers):
-            raise IncompatibleCheckpointError(
-                f"the checkpoint holds {len(several or [0])} optimizer(s), configure_optimizers() made "
-                f"{len(strategy.optimizers)}; make as many, in the same order"
-            )
+        _check_number(strategy, len(several or [0]))
         if not several:
             return optimizer_target(strategy.model, strategy.optimizers[0], saved)
         return {
             index: optimizer_target(strategy.model, optimizer, under(saved, index))
             for index, optimizer in zip(several, strategy.optimizers, strict=True)
         }
+
+    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+        """Check the optimizers' groups, before any tensor is read; see `CarefulSource`.
+
+        Raises:
+            IncompatibleCheckpointError: they are of other parameters or another kind.
+        """
+        del saved
+        tree = loaded[PART]
+        if OPTIMIZER in tree and self._has_optimizers:
+            try:
+                check_optimizers(self._trainer.strategy, _as_list(tree[OPTIMIZER]))
+            except IncompatibleCheckpointError as error:
+                self.refusal = error
+                raise
+        return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         """Note what was read; return notes for the user."""
@@ -203,23 +222,48 @@ class LightningState:
             checkpoint=checkpoint,
             saved=saved,
             prefetched=saved.per_rank.get(PREFETCHED, ()) if mid_epoch else (),
+            positions=saved.per_rank.get(POSITIONS) or saved.shared.get(POSITIONS, {}),
             ended_epoch=ended_epoch,
             training=saved.per_rank.get(TRAINING) or saved.shared.get(TRAINING),
         )
         return self._tell(fits=fits)
 
     def _tell(self, *, fits: bool) -> Sequence[str]:
-        saved = cast("LoadedCheckpoint", self.loaded).saved
+        loaded = cast("LoadedCheckpoint", self.loaded)
+        saved = loaded.saved
         if fits:
             return ()
         note = (
             f"{saved.name} was saved by {saved.world_size} ranks and there are {self._trainer.world_size} "
-            "now: the position in the data is not resumed, so some samples of this epoch will be seen twice "
-            "or not at all, and random numbers go on as far as ranks correspond"
+            "now: random numbers go on as far as ranks correspond"
         )
+        if not loaded.positions and not loaded.ended_epoch:
+            note += (
+                ", and the position in the data is not resumed, so some samples of this epoch will be seen "
+                "twice or not at all"
+            )
         if self._trainer.is_global_zero:
             _logger.warning("%s", note)
         return (note,)
+
+
+def check_optimizers(strategy: Any, states: Sequence[Any]) -> None:
+    """Check that saved states are of the strategy's optimizers.
+
+    Raises:
+        IncompatibleCheckpointError: they are of other parameters, of another kind, or more or fewer.
+    """
+    _check_number(strategy, len(states))
+    for optimizer, state in zip(strategy.optimizers, states, strict=True):
+        check_groups(strategy.model, optimizer, state)
+
+
+def _check_number(strategy: Any, saved: int) -> None:
+    if saved != len(strategy.optimizers):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint holds {saved} optimizer(s), configure_optimizers() made "
+            f"{len(strategy.optimizers)}; make as many, in the same order"
+        )
 
 
 def _changes_on_load(module: Any) -> bool:
@@ -250,7 +294,7 @@ def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[st
     own = {
         key.removeprefix(PREFIX): plant(value, large)
         for key, value in items.items()
-        if key.startswith(PREFIX) and key not in {LOADERS, PREFETCHED, TRAINING}
+        if key.startswith(PREFIX) and key not in {LOADERS, POSITIONS, PREFETCHED, TRAINING}
     }
     version = {"pytorch-lightning_version": "2.5.0"}
     return {**version, "epoch": 0, "global_step": saved.step or 0, "lr_schedulers": [], **own}
@@ -279,12 +323,15 @@ def capture(trainer: Any, checkpoint: Mapping[str, Any], running: Running | None
     small = {f"{PREFIX}{key}": hoist(value, str(key), large) for key, value in rest.items()}
     if large:
         tree[LARGE] = large
+    if POSITIONS in per_rank:
+        small[POSITIONS] = per_rank[POSITIONS]
     own = {f"{PREFIX}{key}" for key in ("callbacks", _datamodule_key(trainer))}
     per_rank |= {key: value for key, value in small.items() if key in own}
     # Last: a loader may draw from the global generator when asked for its state.
     training, per_rank[RNG] = (None, rng_state()) if running is None else running.capture()
     if training is not None:
-        per_rank[TRAINING] = small[TRAINING] = training
+        per_rank[TRAINING] = training
+        small[TRAINING] = {**training, "metrics": {"callback": training["metrics"]["callback"]}}
     strategy = trainer.strategy
     return CapturedState(
         sharded={PART: tree},
@@ -304,18 +351,48 @@ def _one_or_several(states: list[Any]) -> Any:
 def _take_position(trainer: Any, rest: dict[str, Any]) -> dict[str, Any]:
     """Take the position in the data out of the loops: every rank has its own."""
     fit_loop = dict(rest["loops"]["fit_loop"])
-    own = dict(fit_loop.get("state_dict", {}))
-    states = own.pop("combined_loader", None)
-    if not states:
-        return {}
-    fit_loop["state_dict"] = own
+    fit_loop["state_dict"] = {
+        key: value for key, value in fit_loop.get("state_dict", {}).items() if key != "combined_loader"
+    }
     rest["loops"] = {**rest["loops"], "fit_loop": fit_loop}
-    return {LOADERS: states, PREFETCHED: _prefetched(trainer)}
+    return positions(trainer.fit_loop)
 
 
-def _prefetched(trainer: Any) -> list[Any]:
+def positions(fit_loop: Any) -> dict[str, Any]:
+    """Return the positions in the loaders of a fit, and batches that Lightning drew ahead of them."""
+    combined = fit_loop._combined_loader
+    if combined is None:
+        return {}
+    training = [position_in(loader) for loader in combined.flattened]
+    evaluated = fit_loop.epoch_loop.val_loop._combined_loader
+    validation = [position_in(each) for each in (() if evaluated is None else evaluated.flattened)]
+    ended = bool(fit_loop.epoch_loop.batch_progress.is_last_batch)
+    ahead = [] if ended else list(getattr(fit_loop._data_fetcher, "batches", ()))
+    draws_again = all(each is not None and each.replayable for each in training)
+    return {
+        POSITIONS: {
+            "training": [
+                each and each.state(ended=ended, ahead=len(ahead) if draws_again else 0) for each in training
+            ],
+            "validation": [each and each.state(ended=True) for each in validation],
+            # A loader that is cycled has been through; the epoch ends when all have.
+            "consumed": list(getattr(combined._iterator, "_consumed", ())),
+        },
+        PREFETCHED: [] if draws_again else _storable(ahead),
+    }
+
+
+def position_in(loader: Any) -> LoaderPosition | None:
+    """Return the position in a loader; None if it cannot tell any."""
+    if isinstance(loader, DataLoader):
+        track(loader)
+    elif not is_stateful(loader):
+        return None
+    return LoaderPosition(loader)
+
+
+def _storable(batches: list[Any]) -> list[Any]:
     """Return batches that Lightning drew ahead of a loader without a length."""
-    batches = list(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
     try:
         encode(batches)
     except NotEncodableError as error:

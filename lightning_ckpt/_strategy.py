@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import load_model_state, load_optimizer_state, model_state, optimizer_state
-from lightning_ckpt._session import Session, refuse_hidden_shards
+from lightning_ckpt._session import Session, in_lightnings_words, refuse_hidden_shards
+from lightning_ckpt._state import check_optimizers
 
 _SESSION = "_ckpt_session"
 _MARK = "_ckpt_stock_class"
@@ -137,10 +138,11 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         _stock(self).load_optimizer_state_dict(checkpoint)
         return
     states = checkpoint["optimizer_states"]
-    if len(states) != len(self.optimizers):
-        raise IncompatibleCheckpointError(
-            f"a hook left {len(states)} optimizer state(s) for {len(self.optimizers)} optimizer(s)"
-        )
+    try:
+        check_optimizers(self, states)
+    except IncompatibleCheckpointError as error:
+        what = "its weights were loaded before the optimizers were made, and nothing else"
+        raise in_lightnings_words(error, session.loaded.saved.name, error, what) from error
     for optimizer, state in zip(self.optimizers, states, strict=True):
         load_optimizer_state(self.model, optimizer, state)
 

@@ -63,11 +63,21 @@ LIGHTNING = {
     "trainer.connectors.checkpoint_connector:_CheckpointConnector._select_ckpt_path": (
         "state_fn ckpt_path model_provided model_connected"
     ),
-    "trainer.connectors.checkpoint_connector:_CheckpointConnector._get_loops_state_dict": "",
     "loops.fit_loop:_FitLoop._should_accumulate": "",
     "loops.fit_loop:_FitLoop._can_stop_early": None,
     "loops.fit_loop:_FitLoop._load_combined_loader_states": "",
+    "loops.fit_loop:_FitLoop.on_advance_end": "",
+    "loops.fit_loop:_FitLoop.reset": "",
+    "loops.training_epoch_loop:_TrainingEpochLoop._num_ready_batches_reached": "",
     "loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx": "data_fetcher",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end": "data_fetcher",
+    "loops.training_epoch_loop:_TrainingEpochLoop.on_run_start": "data_fetcher",
+    "loops.training_epoch_loop:_TrainingEpochLoop.reset": "",
+    "loops.training_epoch_loop:_TrainingEpochLoop.update_lr_schedulers": "interval update_plateau_schedulers",
+    "trainer.connectors.logger_connector.result:_Metadata": "fx name",
+    "trainer.connectors.logger_connector.result:_ResultMetric": "metadata is_tensor",
+    "trainer.connectors.logger_connector.result:_Sync": "fn _should rank_zero_only",
+    "utilities.combined_loader:_SUPPORTED_MODES": None,
     "loops.fetchers:_PrefetchDataFetcher": None,
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint": "weights_only",
     "trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers": "",
@@ -75,7 +85,6 @@ LIGHTNING = {
 }
 # What the generated subclass of a strategy overrides; see `lightning_ckpt._strategy`.
 LIGHTNING_STRATEGY = {
-    "restore_checkpoint_after_setup": None,
     "lightning_restore_optimizer": None,
     "lightning_module_state_dict": "",
     "optimizer_state": "optimizer",
@@ -98,7 +107,16 @@ LIGHTNING_TRAINER = (
     "_logger_connector",
     "_logger_connector._callback_metrics",
     "_signal_connector",
+    "_logger_connector._current_fx",
+    "_logger_connector._first_loop_iter",
+    "_val_check_time_interval",
     "fit_loop._combined_loader",
+    "fit_loop._loaded_from_state_dict",
+    "fit_loop._restart_stage",
+    "fit_loop._restarting",
+    "fit_loop._resuming_from_checkpoint",
+    "fit_loop.epoch_loop._skip_next_val",
+    "fit_loop.epoch_loop.val_loop._module_mode.mode",
     "fit_loop._data_fetcher",
     "strategy._checkpoint_io",
     "fit_loop.epoch_progress.current.processed",
@@ -113,7 +131,6 @@ LIGHTNING_TRAINER = (
     "fit_loop.epoch_loop.val_loop.batch_progress.total.reset",
 )
 LIGHTNING_SET = (
-    "limit_val_batches",
     "sanity_checking",
     "should_stop",
     "validating",
@@ -172,6 +189,10 @@ FSSPEC = {
 }
 # Of objects that tests of their own make; and what other languages than Python's privacy means by "_".
 ELSEWHERE = {
+    "_defaults": "torchmetrics.Metric",
+    "_last_val_time": "set by Lightning's fit loop if validation is by time",
+    "_mode": "lightning.pytorch.utilities.combined_loader.CombinedLoader",
+    "_scheduler_state": "lightning.pytorch.callbacks.StochasticWeightAveraging",
     "_drop_last": "accelerate.data_loader.DataLoaderDispatcher",
     "_dataset_fetcher": "a loader's iterator, set in its constructor: see tests/unit/data",
     "_index_sampler": "the same",

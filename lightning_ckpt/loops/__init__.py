@@ -1,4 +1,4 @@
-"""Lightning's training loops: their steps, what they change, and how a preemption ends them."""
+"""Lightning's training loops: positions, running values, and preemptions."""
 
 from lightning_ckpt.loops._evaluation import Evaluations, Measured
 from lightning_ckpt.loops._position import Following, TrainingLoops

@@ -44,7 +44,7 @@ class Following(StrEnum):
 
 
 class Listener(Protocol):
-    """What is called between the steps of the loops; it may raise StopIteration to end training."""
+    """What the loops call between their steps; StopIteration ends training."""
 
     def after_batch(self) -> None:
         """Act before a validation may be made for the batch."""
@@ -69,6 +69,7 @@ class TrainingLoops:
         trainer: the Trainer.
         listener: what is called; None if nobody listens.
         resumed: what a resumed fit begins with; None once it is done.
+        first_batch: whether the last batch was the first; Lightning forgets it in a validation.
         holds_iterators: whether the iterators of the loaders are made by the next epoch only.
     """
 
@@ -79,7 +80,9 @@ class TrainingLoops:
         self.trainer = trainer
         self._fit_loop = trainer.fit_loop
         self._epoch_loop = trainer.fit_loop.epoch_loop
+        self.first_batch: bool | None = None
         self._between: Following | None = None
+        self._min_steps: int | None = None
         self._epoch_loop.on_advance_end = self._advance_epoch
         self._fit_loop.on_advance_end = self._advance_fit
 
@@ -100,6 +103,21 @@ class TrainingLoops:
         """Whether the last batch of the epoch is done."""
         return bool(self._epoch_loop._num_ready_batches_reached())
 
+    @property
+    def ends_here(self) -> bool:
+        """Whether Lightning makes no further step."""
+        trainer, loop = self.trainer, self._fit_loop
+        if trainer.max_steps == trainer.global_step or (trainer.should_stop and loop._can_stop_early):
+            return True
+        return bool(self.epoch_is_over and loop.epoch_progress.current.processed == loop.max_epochs)
+
+    def stop(self) -> None:
+        """End training after this step, whatever the least number of steps is."""
+        loop = self._epoch_loop
+        self._min_steps = self._min_steps or loop.min_steps
+        self.trainer.should_stop = True
+        self._fit_loop.min_epochs = loop.min_steps = 0
+
     def resume(self, following: Following, *, ended_epoch: bool) -> None:
         """Continue with `following` once Lightning has restored its counters.
 
@@ -114,6 +132,7 @@ class TrainingLoops:
 
     def release(self) -> None:
         """Give the loops back; idempotent."""
+        self._epoch_loop.min_steps = self._min_steps or self._epoch_loop.min_steps
         for loop, names in (
             (self._fit_loop, ("on_advance_end", "reset", "_load_combined_loader_states")),
             (self._epoch_loop, ("on_advance_end", "reset", "on_run_start")),
@@ -130,6 +149,7 @@ class TrainingLoops:
     def _advance_epoch(self, data_fetcher: Any) -> None:
         listener, loop = self.listener, self._epoch_loop
         self._between = Following.VALIDATION
+        self.first_batch = self.trainer._logger_connector._first_loop_iter
         if listener is not None:
             listener.after_batch()
         type(loop).on_advance_end(loop, data_fetcher)
@@ -167,8 +187,10 @@ class TrainingLoops:
     def catch_up(self) -> None:
         """Make up for the update that follows the hooks of an epoch's end."""
         if self.resumed is Following.EPOCH_UPDATE:
+            progress = self._fit_loop.epoch_progress
+            progress.current.completed -= 1  # as it was, and again is after the update
             self._epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-            self._fit_loop.epoch_progress.increment_completed()
+            progress.increment_completed()
         if self.resumed in {Following.EPOCH, Following.EPOCH_UPDATE, Following.BATCH}:
             self.resumed = None
 

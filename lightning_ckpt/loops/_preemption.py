@@ -1,4 +1,4 @@
-"""A preemption in the middle of Lightning: in a validation, and against its signal handlers."""
+"""Preemptions in a validation, and in spite of Lightning's signal handlers."""
 
 from __future__ import annotations
 
@@ -29,24 +29,21 @@ class ValidationExit:
     Concurrency: the thread that trains; every method on every rank alike.
     """
 
-    def __init__(self, trainer: Any, manager: CheckpointManager, same: Callable[[Sequence[int]], bool]) -> None:
+    def __init__(
+        self, trainer: Any, manager: CheckpointManager, same: Callable[[Sequence[int]], bool]
+    ) -> None:
         save = manager.options.save
-        self._listens = save is not None and bool(save.preemptions)
+        self.listens = save is not None and bool(save.preemptions)
         self._trainer = trainer
         self._manager = manager
         self._same = same
         self._looks = False
         self.cut_short = False
 
-    @property
-    def looks(self) -> bool:
-        """Whether the validation that runs may be cut short."""
-        return self._looks
-
     def begin(self) -> None:
         """Prepare for a validation."""
         self.cut_short = False
-        self._looks = self._listens and not self._trainer.sanity_checking
+        self._looks = self.listens and not self._trainer.sanity_checking
         if self._looks:
             sizes = _sizes(self._trainer.fit_loop.epoch_loop.val_loop)
             self._looks = self._same(sizes) and _UNKNOWN not in sizes

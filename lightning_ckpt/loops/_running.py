@@ -1,4 +1,4 @@
-"""What training changes besides weights, optimizers and counters: metrics, and switches of the model.
+"""What training changes besides weights and counters: metrics and switches.
 
 Lightning saves none of it. Its own restart begins an epoch's means with the batches after the save, without
 the metrics from before it, and with every parameter and accumulation window as the script has set them up.
@@ -31,16 +31,21 @@ _MOST_BYTES: Final = 8 << 20
 _logger = logger_of(__name__)
 
 
-def capture_metrics(trainer: Any) -> dict[str, Any]:
-    """Return the metrics of callbacks, and the running means of the epoch."""
+def capture_metrics(trainer: Any, *, first_batch: bool | None) -> dict[str, Any]:
+    """Return the metrics of callbacks, and the running means of the epoch.
+
+    Args:
+        trainer: the Trainer.
+        first_batch: whether the last batch was the first, if a validation runs, which forgets it.
+    """
     connector, module = trainer._logger_connector, trainer.lightning_module
     results = trainer.fit_loop.epoch_loop._results
     return {
-        "callback": {name: value.detach() for name, value in trainer.callback_metrics.items()},
+        "callback": {name: _plain(value) for name, value in trainer.callback_metrics.items()},
         "results": {key: entry for key, each in results.items() if (entry := _of_result(each)) is not None},
         "metrics": {name: _of_metric(each) for name, each in _metrics(module) if _is_storable(name, each)},
         "hook": connector._current_fx,
-        "first_batch": connector._first_loop_iter,
+        "first_batch": first_batch if trainer.validating else connector._first_loop_iter,
     }
 
 
@@ -82,8 +87,8 @@ def _is_storable(name: str, metric: Any) -> bool:
         _warned.add(name)
         why = "is not plain" if size is None else f"has {size >> 20} MiB"
         _logger.warning(
-            "the state of metric %s %s and is not saved: after a resume in the middle of an epoch its value covers "
-            "the batches after the save only",
+            "the state of metric %s %s and is not saved: after a resume in the middle of an epoch its value "
+            "covers the batches after the save only",
             name, why,
         )  # fmt: skip
     return False
@@ -150,9 +155,9 @@ def _as_result(results: Any, trainer: Any, entry: Mapping[str, Any], metrics: Ma
 
 
 def _plain(value: Any) -> Any:
-    """Detach tensors, which may be part of a graph or be changed in place."""
+    """Copy tensors, which may be part of a graph or be changed in place."""
     if isinstance(value, torch.Tensor):
-        return value.detach()
+        return value.detach().clone()
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
@@ -210,7 +215,7 @@ class Switches:
 
 
 def _set_up_averaging(trainer: Any) -> None:
-    """Have `StochasticWeightAveraging` put its scheduler in place, in the middle of an epoch.
+    """Have `StochasticWeightAveraging` make its scheduler within an epoch.
 
     It does so at the start of an epoch, where it finds its state loaded and this epoch averaged already.
     """
@@ -261,10 +266,13 @@ class Running:
     def remember(self) -> None:
         """Remember the present as what a save in the coming validation goes back to."""
         self.repeats_validation = False
-        self._before = rng_state(), capture_metrics(self._trainer)
+        self._before = rng_state(), self._capture_metrics()
+
+    def _capture_metrics(self) -> dict[str, Any]:
+        return capture_metrics(self._trainer, first_batch=self.loops.first_batch)
 
     def capture(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Return the state, None where it could not be resumed, and the random generators."""
+        """Return the state, None where it could not be resumed, and the generators."""
         following = self.loops.following
         if self.repeats_validation and self._before is not None:
             rng, metrics = self._before
@@ -276,7 +284,7 @@ class Running:
         state = {
             "following": following.value,
             "switches": self._switches.changed(),
-            "metrics": metrics or capture_metrics(self._trainer),
+            "metrics": metrics or self._capture_metrics(),
             "measured": dict(self.measured.steps),
         }
         return state, rng

@@ -92,8 +92,8 @@ def test_a_metric_is_stored_with_the_step_at_which_it_was_measured_only(tmp_path
     assert steps(tmp_path) == list(range(1, 17))
     assert metrics(tmp_path, "of_step") == {step: step for step in range(1, 17)}
     assert metrics(tmp_path, "sometimes") == {step: step for step in range(1, 17, 3)}
-    assert metrics(tmp_path, "score") == {}  # nobody ranks by it, so no save waits for it
-    assert metrics(tmp_path, "at_end") == {}
+    assert metrics(tmp_path, "score") == {8: 0.5, 16: 0.25}
+    assert metrics(tmp_path, "at_end") == {4: 7, 8: 8, 12: 9, 16: 10}
 
 
 def test_a_save_waits_for_the_validation_of_its_step_if_it_is_ranked_by_it(tmp_path):

@@ -1,9 +1,9 @@
-"""A resume does what Lightning had still to do: hooks, validations, schedulers, metrics, as if never stopped."""
+"""A resume does what Lightning had still to do: hooks, validations, schedulers, metrics."""
 
 from __future__ import annotations
 
-import logging
-import warnings
+import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,14 +20,15 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt_core import EverySteps, KeepBest, KeepLatest, OnPreemption
+from ckpt_core import EverySteps, IncompatibleCheckpointError, KeepBest, KeepLatest, OnPreemption
+from ckpt_core.state import rng_state
 from lightning_ckpt import ShardedCheckpoint
+from lightning_ckpt.loops import Running
 
 # Lightning warns of small data sets and few workers.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,15 +59,20 @@ SCHEDULERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 class Model(pl.LightningModule):
     """Records what happens; draws random numbers wherever it can."""
 
-    def __init__(self, scheduler: str = "", *, manual: int = 0) -> None:
+    def __init__(self, scheduler: str = "", *, manual: int = 0, frozen: bool = False) -> None:
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
         self.head = nn.Linear(4, 1)
         self.scheduler, self.optimizers_by_hand = scheduler, manual
         self.automatic_optimization = not manual
+        self.backbone.requires_grad_(not frozen)
         self.mean = torchmetrics.MeanMetric()
         self.by_hand = torchmetrics.MeanMetric()
         self.events: list[Any] = []
+        self.events_at_save: dict[int, int] = {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.events_at_save[self.trainer.global_step] = len(self.events)
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss = (self.head(self.backbone(batch[0])) - batch[0].sum(1, keepdim=True)).pow(2).mean()
@@ -114,7 +120,10 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         trained = [each for each in self.parameters() if each.requires_grad]
         if self.optimizers_by_hand == 2:
-            return [torch.optim.SGD(self.head.parameters(), lr=0.01), torch.optim.AdamW(self.backbone.parameters())]
+            return [
+                torch.optim.SGD(self.head.parameters(), lr=0.01),
+                torch.optim.AdamW(self.backbone.parameters()),
+            ]
         optimizer = torch.optim.SGD(trained, lr=0.01, momentum=0.5)
         if not self.scheduler:
             return optimizer
@@ -132,23 +141,27 @@ class Cell:
     model: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Any]] = list
-    ours: dict[str, Any] = field(default_factory=lambda: {"save": EverySteps(1)})
-    at: tuple[int, ...] = tuple(range(1, BATCHES * EPOCHS))
+    ours: dict[str, Any] | None = field(default_factory=lambda: {"save": EverySteps(1)})
+    at: tuple[int, ...] = (2, 4, 6)
     validates: bool = True
 
 
-def train(root: Path, cell: Cell, *, ckpt_path: str | None = None, seed: int = 1) -> tuple[Any, Model]:
+def train(
+    root: Path, cell: Cell, *, module: Model | None = None, ckpt_path: str | None = None, seed: int = 1
+) -> tuple[Any, Model]:
     torch.manual_seed(seed)
     samples = torch.linspace(-1, 1, 2 * BATCHES * 4).reshape(-1, 2)
     loader = StatefulDataLoader(TensorDataset(samples), batch_size=4)
-    module = Model(**cell.model)
+    module = Model(**cell.model) if module is None else module
+    ours = [] if cell.ours is None else [ShardedCheckpoint(root / "run", **cell.ours)]
     trainer = pl.Trainer(
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=root,
-        callbacks=[*cell.callbacks(), ShardedCheckpoint(root / "run", **cell.ours)],
+        enable_checkpointing=bool(ours),
+        callbacks=[*cell.callbacks(), *ours],
         **{"max_epochs": EPOCHS, "num_sanity_val_steps": 1, **cell.trainer},
     )
     validation = StatefulDataLoader(TensorDataset(samples), batch_size=4) if cell.validates else None
@@ -156,66 +169,240 @@ def train(root: Path, cell: Cell, *, ckpt_path: str | None = None, seed: int = 1
     return trainer, module
 
 
-def assert_resumes_exactly(root: Path, cell: Cell, full: tuple[Any, Model], path: Path) -> None:
-    """Resume in new objects under another seed; compare with the uninterrupted run."""
-    wanted, found = full[1], train(root / path.name, cell, ckpt_path=str(path), seed=2)[1]
-    tail = wanted.events[len(wanted.events) - len(found.events) :]
-    for number, (one, other) in enumerate(zip(tail, found.events, strict=True)):
-        assert one == other, f"event {number} of {len(tail)}: wanted {one}, found {other}"
+def assert_resumes_exactly(
+    root: Path, cell: Cell, full: Any, path: Path, *, saver: Any = None, lost: int = 0
+) -> None:
+    """Resume in new objects under another seed; compare with the uninterrupted run.
+
+    Args:
+        root: for the resumed run.
+        cell: the training.
+        full: the uninterrupted run.
+        path: the checkpoint.
+        saver: the run that saved it, if another.
+        lost: events after the save that no resume can repeat.
+    """
+    unsaved = replace(cell, ours={"save_last": False})
+    wanted, found = full[1], train(root / f"resumed-{path.name}", unsaved, ckpt_path=str(path), seed=2)[1]
+    step = int(re.search(r"step[-=](\d+)", path.name)[1])
+    tail = wanted.events[(full if saver is None else saver)[1].events_at_save[step] + lost :]
+    for number, (one, other) in enumerate(zip(tail, found.events, strict=False)):
+        assert one == other, f"{path.name}, event {number} of {len(tail)}: wanted {one}, found {other}"
+    assert len(found.events) == len(tail) > 0
     for name, value in wanted.state_dict().items():
         assert torch.equal(value, found.state_dict()[name]), name
-    done = sum(event[0] == "batch" for event in wanted.events) - sum(event[0] == "batch" for event in found.events)
-    return done
 
 
 CELLS = {
-    "nothing else": Cell(),
-    "early stopping": Cell(callbacks=lambda: [EarlyStopping("val_loss", patience=1, min_delta=0.5)]),
-    "early stopping of the epoch's mean": Cell(callbacks=lambda: [EarlyStopping("loss_epoch", patience=1)], validates=False),
-    "plateau": Cell(model={"scheduler": "plateau"}),
-    "plateau of steps": Cell(model={"scheduler": "plateau of steps"}),
-    "plateau of val_loss": Cell(model={"scheduler": "plateau of val_loss"}),
-    "steps": Cell(model={"scheduler": "steps"}),
-    "epochs": Cell(model={"scheduler": "epochs"}),
-    "val interval 2": Cell(trainer={"val_check_interval": 2}),
-    "val interval 3": Cell(trainer={"val_check_interval": 3}),
-    "val interval .5": Cell(trainer={"val_check_interval": 0.5}, model={"scheduler": "plateau of steps"}),
-    "val interval beyond": Cell(trainer={"val_check_interval": 5, "check_val_every_n_epoch": None}),
-    "val every 2 epochs": Cell(trainer={"check_val_every_n_epoch": 2}),
-    "keep best": Cell(
-        trainer={"val_check_interval": 2}, ours={"save": EverySteps(1), "keep": KeepLatest(99) | KeepBest("val_loss")},
-        callbacks=lambda: [EarlyStopping("val_loss", patience=9)],
+    "metrics and hooks": Cell(),
+    "early stopping": Cell(
+        callbacks=lambda: [EarlyStopping("val_loss", patience=9), EarlyStopping("loss_epoch", patience=9)],
+        model={"scheduler": "plateau of val_loss"},
+        ours={"save": EverySteps(2), "keep": KeepLatest(99) | KeepBest("val_loss")},
     ),
-    "accumulate scheduler": Cell(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})], at=(2, 4, 5, 6, 7)),
-    "accumulate 3": Cell(trainer={"accumulate_grad_batches": 3}, at=(1, 2, 3, 4, 5), model={"scheduler": "plateau of steps"}),
+    "plateau of an epoch's mean": Cell(model={"scheduler": "plateau"}, validates=False),
+    "plateau of steps, validation within epochs": Cell(
+        model={"scheduler": "plateau of steps"}, trainer={"val_check_interval": 2}
+    ),
+    "validation after a part of an epoch": Cell(
+        model={"scheduler": "epochs"}, trainer={"val_check_interval": 0.75}, at=(3, 7, 8)
+    ),
+    "validation beyond an epoch": Cell(
+        model={"scheduler": "steps"},
+        trainer={"val_check_interval": 5, "check_val_every_n_epoch": None},
+        at=(4, 5, 10),
+    ),
+    "validation every second epoch": Cell(trainer={"check_val_every_n_epoch": 2}, at=(4, 8, 9)),
+    "a growing window": Cell(callbacks=lambda: [GradientAccumulationScheduler({1: 2})], at=(4, 5, 6)),
+    "a window that the epoch cuts": Cell(
+        model={"scheduler": "plateau of steps"}, trainer={"accumulate_grad_batches": 3}, at=(1, 2, 3)
+    ),
     "finetuning": Cell(
-        callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], at=(2, 4, 6, 8, 9)
+        callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], at=(3, 4, 6, 8, 9)
     ),
-    "swa": Cell(callbacks=lambda: [StochasticWeightAveraging(0.005, 1)]),
-    "swa scheduler": Cell(callbacks=lambda: [StochasticWeightAveraging(0.005, 2)], model={"scheduler": "epochs"}),
-    "ema": Cell(callbacks=lambda: [EMAWeightAveraging(decay=0.5)]),
-    "averaging": Cell(callbacks=lambda: [WeightAveraging()], trainer={"val_check_interval": 2}),
-    "manual": Cell(model={"manual": 1}),
-    "two optimizers": Cell(model={"manual": 2}),
-    "bf16": Cell(trainer={"precision": "bf16-mixed"}),
-    "bf16-true": Cell(trainer={"precision": "bf16-true"}),
-    "64-true": Cell(trainer={"precision": "64-true"}),
-    "limits": Cell(trainer={"limit_train_batches": 3}, at=tuple(range(1, 9))),
+    "stochastic averaging": Cell(
+        callbacks=lambda: [StochasticWeightAveraging(0.005, 2)],
+        model={"scheduler": "epochs"},
+        at=(3, 4, 6, 8),
+    ),
+    "averaging": Cell(callbacks=lambda: [EMAWeightAveraging(decay=0.5)], trainer={"val_check_interval": 2}),
+    "two optimizers by hand": Cell(model={"manual": 2}),
+    "double precision": Cell(trainer={"precision": "64-true"}, at=(2,)),
+    "half precision": Cell(trainer={"precision": "bf16-true", "limit_train_batches": 3}, at=(2, 3)),
 }
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_cells(tmp_path, name, caplog):
+def test_a_resumed_training_goes_on_as_if_never_stopped(tmp_path, name):
     cell = CELLS[name]
     full = train(tmp_path / "full", cell)
-    wrong = {}
-    steps = sorted((tmp_path / "full" / "run").glob("step-*"))
-    for path in steps:
-        step = int(path.name[5:14])
-        if step not in cell.at: continue
-        try:
-            done = assert_resumes_exactly(tmp_path, cell, full, path)
-        except Exception as error:
-            lines = str(error).splitlines()
-            wrong[step] = f"{type(error).__name__}: " + " / ".join(lines[:3])[:300]
-    assert wrong == {}, "\n".join(f"{k}: {v}" for k, v in wrong.items())
+    for step in cell.at:
+        assert_resumes_exactly(tmp_path, cell, full, tmp_path / "full" / "run" / f"step-{step:09d}")
+
+
+def test_a_training_that_is_watched_is_the_same(tmp_path):
+    stock = train(tmp_path / "stock", Cell(ours=None))[1]
+    watched = train(tmp_path / "ours", Cell())[1]
+
+    assert watched.events == stock.events
+
+
+@pytest.mark.parametrize("moment", ["batch", "validation", "epoch"])
+def test_what_lightnings_own_callback_saves_in_a_hook_is_resumed_as_exactly(tmp_path, moment):
+    options = {
+        "batch": {"every_n_train_steps": 2},
+        "validation": {"every_n_epochs": 1},
+        "epoch": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    }[moment]
+
+    def callbacks() -> list[Any]:
+        theirs = ModelCheckpoint(tmp_path / "theirs", save_top_k=-1, **options)
+        return [EarlyStopping("val_loss", patience=9), theirs]
+
+    cell = Cell(
+        callbacks=callbacks,
+        model={"scheduler": "plateau of val_loss"},
+        trainer={"val_check_interval": 2} if moment == "validation" else {},
+        ours={"save_last": False},
+    )
+    full = train(tmp_path / "full", cell)
+    saved = sorted((tmp_path / "theirs").glob("*.ckpt"), key=lambda path: int(path.stem.rpartition("=")[2]))
+    assert len(saved) >= 3
+    for path in saved[:-1]:
+        assert_resumes_exactly(tmp_path, cell, full, path, lost=moment == "validation")
+
+
+@pytest.mark.parametrize(
+    ("limit", "first", "then"), [("max_epochs", 2, 3), ("max_steps", 6, 12), ("max_steps", 8, 12)]
+)
+def test_a_training_whose_limit_was_raised_goes_on_as_if_it_had_been_so(tmp_path, limit, first, then):
+    cell = Cell(model={"scheduler": "plateau of val_loss"}, ours={}, trainer={"max_epochs": -1})
+    full = train(tmp_path / "full", replace(cell, trainer={**cell.trainer, limit: then}))
+    short = train(tmp_path / "short", replace(cell, trainer={**cell.trainer, limit: first}))
+
+    (path,) = (tmp_path / "short" / "run").glob("step-*")
+    raised = replace(cell, trainer={**cell.trainer, limit: then})
+    assert_resumes_exactly(tmp_path, raised, full, path, saver=short)
+
+
+class Announcing(pl.Callback):
+    """Raises SIGTERM once, in a hook after so many calls of it."""
+
+    def __init__(self, hook: str, calls: int) -> None:
+        self.left = calls
+        setattr(self, hook, self._act)
+
+    def _act(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("hook", "calls", "saved"),
+    [
+        ("on_train_batch_end", 1, 1),  # mid-epoch, before any metric of a validation
+        ("on_train_batch_end", 2, 2),  # a validation is due
+        ("on_train_batch_end", 4, 4),  # a validation and the end of the epoch are due
+        ("on_validation_batch_start", 2 * BATCHES + 2, 6),
+        ("on_validation_batch_start", 3 * BATCHES + 2, 8),
+        ("on_train_epoch_end", 1, 4),
+    ],
+)
+def test_a_preempted_validation_is_made_by_the_resume(tmp_path, hook, calls, saved):
+    cell = Cell(
+        callbacks=lambda: [EarlyStopping("val_loss", patience=9)],
+        model={"scheduler": "plateau of val_loss"},
+        trainer={"val_check_interval": 2},
+        ours={"save": OnPreemption()},
+    )
+    full = train(tmp_path / "full", cell)
+    announced = replace(cell, callbacks=lambda: [*cell.callbacks(), Announcing(hook, calls)])
+    cut = train(tmp_path / "cut", announced)
+
+    (path,) = (tmp_path / "cut" / "run").glob("step-*")
+    assert path.name == f"step-{saved:09d}"
+    assert_resumes_exactly(tmp_path, cell, full, path, saver=cut)
+
+
+class Early(pl.Callback):
+    """Needs its state in `on_fit_start`."""
+
+    def __init__(self) -> None:
+        self.loaded: Any = None
+        self.seen: list[Any] = []
+
+    def state_dict(self) -> dict[str, int]:
+        return {"x": 5}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(self.loaded)
+
+
+class Growing(Model):
+    """A layer that grows while it trains; a checkpoint tells its size."""
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.table = nn.Parameter(torch.empty(checkpoint["state_dict"]["table"].shape))
+
+    def configure_optimizers(self) -> Any:
+        self.configured_with = {name: value.clone() for name, value in self.state_dict().items()}
+        return super().configure_optimizers()
+
+
+def test_hooks_and_callbacks_are_loaded_where_lightning_loads_them(tmp_path):
+    cell = Cell(trainer={"max_steps": 2}, ours={})
+    grown = Growing()
+    grown.table = nn.Parameter(torch.ones(7))
+    train(tmp_path, cell, module=grown)
+    early, small = Early(), Growing()
+    small.table = nn.Parameter(torch.ones(3))
+    cell = replace(cell, trainer={"max_steps": 3}, callbacks=lambda: [early])
+    train(tmp_path, replace(cell, trainer={"max_steps": 3}), module=small, ckpt_path="last")
+    assert small.table.shape == (7,)
+    assert torch.equal(small.configured_with["head.weight"], grown.head.weight)
+    train(tmp_path, replace(cell, trainer={"max_steps": 4}), module=small, ckpt_path="last")
+
+    assert early.seen == [None, {"x": 5}]
+
+
+def test_optimizers_of_other_parameters_stay_as_they_are(tmp_path):
+    train(tmp_path, Cell(trainer={"max_steps": 2}, ours={}))
+    module = Model(frozen=True)
+
+    with pytest.raises(IncompatibleCheckpointError, match="not in the live optimizer: backbone") as caught:
+        train(tmp_path, Cell(trainer={"max_steps": 3}, ours={}), module=module, ckpt_path="last")
+
+    assert "its weights were loaded before the optimizers were made, and nothing else" in str(caught.value)
+    assert module.trainer.optimizers[0].state_dict()["state"] == {}
+
+
+def test_a_window_that_the_script_changes_is_its_own(tmp_path):
+    train(tmp_path, Cell(trainer={"max_steps": 2}, ours={}))
+    cell = Cell(trainer={"max_steps": 5, "accumulate_grad_batches": 2}, ours={})
+    module = train(tmp_path, cell, ckpt_path="last")[1]
+
+    assert {event[4] for event in module.events if event[0] == "batch"} == {2}
+
+
+def test_a_checkpoint_of_the_former_version_still_loads(tmp_path, monkeypatch):
+    """It was saved in a hook, and does not say what Lightning had still to do, which then guesses."""
+    theirs = ModelCheckpoint(tmp_path / "theirs", every_n_train_steps=1, save_top_k=-1)
+    cell = Cell(validates=False, ours={"save_last": False})
+    with monkeypatch.context() as patch:
+        patch.setattr(Running, "capture", lambda self: (None, rng_state()))
+        full = train(tmp_path / "former", replace(cell, callbacks=lambda: [theirs]))[1]
+    losses = [event[2] for event in full.events if event[0] == "batch"]
+
+    for at, name in ((2, "epoch=0-step=2"), (4, "epoch=0-step=4"), (6, "epoch=1-step=6")):
+        path = str(tmp_path / "theirs" / f"{name}.ckpt")
+        found = train(tmp_path / name, cell, ckpt_path=path, seed=2)[1]
+        resumed = [event[2] for event in found.events if event[0] == "batch"]
+        assert len(resumed) == BATCHES * EPOCHS - at
+        assert resumed[:1] == losses[at : at + 1] or at == BATCHES

@@ -136,18 +136,25 @@ def load_optimizer_state(
 def check_groups(
     model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *, fit: _groups.Fit = "same"
 ) -> None:
-    """Check that the saved groups match the optimizer's parameters, as `fit` requires.
+    """Check that saved state is of the optimizer's kind and parameters.
 
     Tensors are not compared.
 
     Raises:
-        IncompatibleCheckpointError: they do not match.
+        IncompatibleCheckpointError: it is not.
     """
     optimizer = unwrap_optimizer(optimizer)
     if state is None or _fsdp1.is_fsdp1(model):
         return  # `load_optimizer_state` checks it; under FSDP1 a check is a collective
     names = ParameterNames.of(model)
-    groups = (nested(state) if is_flat(state) else state).get("param_groups", ())
+    state = nested(state) if is_flat(state) else state
+    groups = state.get("param_groups", ())
+    kept = [values for values in state.get("state", {}).values() if isinstance(values, Mapping)]
+    _groups.check_kind(
+        optimizer,
+        options={str(name) for group in groups for name in group},
+        state={str(name) for values in kept for name in values},
+    )
     _groups.check_members(names.of_groups(optimizer), groups, names.resolve, fit=fit)
 
 
