@@ -1,53 +1,142 @@
-"""The parts of a resume inside an epoch that Lightning leaves out."""
+"""Resume of the position in the data: loaders, the counters of batches, random numbers."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import derive_rng, load_rng_state
-from lightning_ckpt._state import LoadedCheckpoint
+from lightning_ckpt._state import LoadedCheckpoint, position_in
 
 _logger = logger_of(__name__)
+_TRAINING, _VALIDATION = "training", "validation"
 
 
-def before_iterators(trainer: Any, loader: Any, loaded: LoadedCheckpoint) -> None:
-    """Prepare a loader whose iterator is about to be made.
+@final
+class DataResume:
+    """Puts back the position in the data of one fit.
 
-    Its samplers learn the epoch, which Lightning sets only afterwards. If an epoch is about to begin, the
-    generators get the state that an uninterrupted run has at this point: the iterator will draw its seed.
-    """
-    _set_sampler_epoch(trainer, loader)
-    if loaded.ended_epoch:
-        _load_rng(trainer, loaded)
-
-
-def go_on(trainer: Any, loaded: LoadedCheckpoint, *, iterators_are_new: bool) -> None:
-    """Load data position and random numbers, right before the first batch.
+    A loader goes on from its position when its next iterator is made, which draws nothing from the global
+    generators if the epoch has begun; and everything as usual if a new one begins.
 
     Args:
         trainer: the Trainer.
         loaded: what it resumes from.
-        iterators_are_new: whether they were made after `loaded`. `estimated_stepping_batches` in
-            `configure_optimizers` makes them before there is anything to resume.
     """
-    fit_loop = trainer.fit_loop
-    fetcher = fit_loop._data_fetcher
-    if fetcher is not None and not iterators_are_new:
-        for loader in fit_loop._combined_loader.flattened:
-            before_iterators(trainer, loader, loaded)
-        fit_loop._load_combined_loader_states()
-        iter(fetcher)
-    if loaded.prefetched and fetcher is not None:
-        fetcher.batches[:0] = loaded.prefetched
-    if loaded.ended_epoch and fit_loop.epoch_loop.restarted_on_train_batch_end:
-        _begin_epoch(trainer)
-    else:
-        _load_rng(trainer, loaded)
+
+    def __init__(self, trainer: Any, loaded: LoadedCheckpoint) -> None:
+        self._trainer = trainer
+        self._loaded = loaded
+        self._prepared: dict[str, int] = {_TRAINING: 0, _VALIDATION: 0}
+        self._dealt: dict[int, tuple[int, int]] = {}
+
+    @property
+    def has_prepared(self) -> bool:
+        """Whether the training loaders were made after the checkpoint was read.
+
+        `estimated_stepping_batches` in `configure_optimizers` makes them before there is anything to resume.
+        """
+        return self._prepared[_TRAINING] > 0
+
+    def prepare(self, loader: Any) -> None:
+        """Put back the position in a loader whose iterator is about to be made."""
+        kind = _TRAINING if self._trainer.training else _VALIDATION
+        number = self._prepared[kind]
+        self._prepared[kind] = number + 1
+        states = self._loaded.positions.get(kind, ())
+        if number < len(states):
+            self._restore(loader, states[number], None if kind == _VALIDATION else number)
+        elif kind == _TRAINING and not states:
+            _set_sampler_epoch(self._trainer, loader)
+        if kind == _TRAINING and self._loaded.ended_epoch:
+            self._load_rng()
+
+    def _restore(self, loader: Any, state: Any, number: int | None) -> None:
+        position = position_in(loader)
+        if position is None or state is None:
+            if number is not None and not self._loaded.ended_epoch:
+                _logger.warning(
+                    "a %s cannot tell its position, so its epoch begins again: use a torch DataLoader, or "
+                    "give it state_dict and load_state_dict",
+                    type(loader).__name__,
+                )
+            return
+        same_ranks = self._loaded.saved.world_size in {None, self._trainer.world_size}
+        for note in position.restore(state, same_ranks=same_ranks):
+            if self._trainer.is_global_zero:
+                _logger.warning("%s", note)
+        if number is not None and (dealt := position.dealt) is not None:
+            self._dealt[number] = dealt
+        if number is not None and self._loaded.ended_epoch:
+            _set_sampler_epoch(self._trainer, loader)
+
+    def finish(self, *, iterators_are_new: bool) -> None:
+        """Go on right before the first batch.
+
+        Args:
+            iterators_are_new: whether they were made, or will be, after `prepare`.
+        """
+        fit_loop = self._trainer.fit_loop
+        fetcher = fit_loop._data_fetcher
+        if fetcher is not None and not iterators_are_new:
+            for loader in fit_loop._combined_loader.flattened:
+                self.prepare(loader)
+            fit_loop._load_combined_loader_states()
+            iter(fetcher)
+        if self._loaded.prefetched and fetcher is not None:
+            fetcher.batches[:0] = self._loaded.prefetched
+        self._note_consumed()
+        self._count_batches()
+        if self._loaded.ended_epoch and fit_loop.epoch_loop.restarted_on_train_batch_end:
+            _begin_epoch(self._trainer)
+        else:
+            self._load_rng()
+
+    def _note_consumed(self) -> None:
+        combined = self._trainer.fit_loop._combined_loader
+        consumed = self._loaded.positions.get("consumed")
+        if combined is not None and consumed and not self._loaded.ended_epoch:
+            combined._iterator._consumed = list(consumed)
+
+    def _count_batches(self) -> None:
+        """Count batches as if this number of ranks, and this batch size, had made those before."""
+        fit_loop = self._trainer.fit_loop
+        progress, batches = fit_loop.epoch_loop.batch_progress.current, fit_loop.max_batches
+        if batches == math.inf:
+            return
+        if self._loaded.ended_epoch:
+            done = batches
+        elif self._dealt:
+            done = self._done_of(batches)
+        else:
+            return
+        unfinished = progress.ready - progress.completed
+        progress.ready = progress.started = progress.processed = done
+        progress.completed = done - unfinished
+
+    def _done_of(self, batches: int) -> int:
+        """Return the number of batches after which Lightning ends the epoch with the last one dealt."""
+        combined = self._trainer.fit_loop._combined_loader
+        lengths = {number: len(combined.flattened[number]) for number in self._dealt}
+        decides = min if combined._mode == "min_size" else max
+        number = decides(lengths, key=lengths.__getitem__)
+        done, rest = self._dealt[number]
+        left = batches - rest if batches == lengths[number] else done
+        return int(min(batches, max(0, left)))
+
+    def _load_rng(self) -> None:
+        notes: list[str] = []
+        if self._loaded.rng is not None:
+            notes += load_rng_state(self._loaded.rng)
+        elif self._loaded.seed is not None:
+            derive_rng(self._loaded.seed, self._trainer.global_rank)
+        for note in notes:
+            _logger.warning("%s", note)
 
 
 def _set_sampler_epoch(trainer: Any, loader: Any) -> None:
+    """Let samplers know the epoch before they shuffle; Lightning sets it only afterwards."""
     fit_loop = trainer.fit_loop
     progress = fit_loop.epoch_progress.current
     ended = fit_loop.epoch_loop.batch_progress.is_last_batch and progress.processed < progress.started
@@ -71,26 +160,3 @@ def _begin_epoch(trainer: Any) -> None:
     epoch_loop.val_loop.batch_progress.total.reset()
     # Lightning is about to count the last batch as completed; it belongs to the epoch before.
     epoch_loop.batch_progress.current.completed = -1
-
-
-def _load_rng(trainer: Any, loaded: LoadedCheckpoint) -> None:
-    notes: list[str] = []
-    if loaded.rng is not None:
-        notes += load_rng_state(loaded.rng)
-    elif loaded.seed is not None:
-        derive_rng(loaded.seed, trainer.global_rank)
-    for note in notes:
-        _logger.warning("%s", note)
-
-
-def warn_of_hidden_order(trainer: Any) -> None:
-    """Warn of samples whose order is not saved: Lightning hides it in its sampler."""
-    loader = trainer.fit_loop._combined_loader
-    for each in () if loader is None else loader.flattened:
-        stateful = callable(getattr(each, "state_dict", None))
-        if stateful and type(getattr(each, "sampler", None)).__name__ == "DistributedSamplerWrapper":
-            _logger.warning(
-                "%s(shuffle=True) got a sampler from Lightning whose order is not saved, so that a resume in "
-                "the middle of an epoch sees other samples: give it torchdata's StatefulDistributedSampler",
-                type(each).__name__,
-            )

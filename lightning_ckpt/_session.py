@@ -19,9 +19,9 @@ from ckpt_core.state import unwrap_optimizer
 from lightning_ckpt._evaluation import Measured
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
-from lightning_ckpt._resume import before_iterators, go_on, warn_of_hidden_order
+from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
-from lightning_ckpt._state import LightningState, LoadedCheckpoint
+from lightning_ckpt._state import LightningState, LoadedCheckpoint, position_in
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
 
 _logger = logger_of(__name__)
@@ -49,13 +49,12 @@ class Session:
         self._module: Any = None
         self._running = False
         self._error: BaseException | None = None
-        self._iterators_are_new = False
+        self._data: DataResume | None = None
 
     def start(self, stage: str, ckpt_path: str | None) -> None:
         """Begin a run of the Trainer, which may load `ckpt_path`."""
         self._running, self._error = True, None
-        self._iterators_are_new = False
-        self.loaded = self.pacing = None
+        self.loaded = self.pacing = self._data = None
         self._require_same_choice(ckpt_path)
         self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
         self._measured = Measured()
@@ -143,6 +142,7 @@ class Session:
         if state.loaded is None:
             raise CheckpointNotFoundError(f"{text} holds no checkpoint any more; was it pruned just now?")
         self.loaded = state.loaded
+        self._data = DataResume(self.trainer, state.loaded)
         _logger.info("loaded %s", state.loaded.saved.name)
         return state.loaded.checkpoint
 
@@ -168,10 +168,12 @@ class Session:
         self._roots.remove(path_of(path), remove_file)
 
     def prepare_loader(self, loader: Any) -> None:
-        """Prepare a training loader whose iterator is about to be made."""
-        if self.loaded is not None and self.trainer.training:
-            before_iterators(self.trainer, loader, self.loaded)
-            self._iterators_are_new = True
+        """Prepare a loader of a fit whose iterator is about to be made."""
+        if self.trainer.state.fn != "fit":
+            return
+        position_in(loader)  # which tracks it from now on
+        if self._data is not None:
+            self._data.prepare(loader)
 
     def settle(self) -> None:
         """Wait for staged copies, before weights change outside an optimizer step."""
@@ -181,9 +183,8 @@ class Session:
         """Finish a resume, right before the first batch is drawn."""
         for optimizer in self.trainer.strategy.optimizers:
             unwrap_optimizer(optimizer)
-        if self.loaded is not None:
-            go_on(self.trainer, self.loaded, iterators_are_new=self._iterators_are_new)
-        warn_of_hidden_order(self.trainer)
+        if self._data is not None:
+            self._data.finish(iterators_are_new=self._data.has_prepared)
         if self.pacing is not None:
             self.pacing.begin()
 

@@ -9,7 +9,9 @@ from typing import Any, cast, final
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
+from ckpt_core.data import LoaderPosition, is_stateful, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
@@ -39,6 +41,8 @@ PREFIX = "lightning."
 """In front of the dictionary's own keys, so that none is taken for an item of the core."""
 
 LOADERS = "lightning.dataloaders"
+"""Item of the loaders' own states, of earlier versions."""
+POSITIONS = "lightning.positions"
 PREFETCHED = "lightning.prefetched"
 _CORES = {"state_dict", "optimizer_states", "callbacks"}
 RNG = "rng"
@@ -59,12 +63,14 @@ class LoadedCheckpoint:
         checkpoint: the dictionary that Lightning and its hooks expect.
         saved: the rest of the checkpoint.
         prefetched: batches to train on before the loader's next.
+        positions: in the loaders; empty in checkpoints of earlier versions and of others.
         ended_epoch: whether it was saved when an epoch's last batch was done.
     """
 
     checkpoint: dict[str, Any]
     saved: SavedState
     prefetched: Sequence[Any]
+    positions: Mapping[str, Any]
     ended_epoch: bool
 
     @property
@@ -196,19 +202,25 @@ class LightningState:
             checkpoint=checkpoint,
             saved=saved,
             prefetched=saved.per_rank.get(PREFETCHED, ()) if mid_epoch else (),
+            positions=saved.per_rank.get(POSITIONS) or saved.shared.get(POSITIONS, {}),
             ended_epoch=ended_epoch,
         )
         return self._tell(fits=fits)
 
     def _tell(self, *, fits: bool) -> Sequence[str]:
-        saved = cast("LoadedCheckpoint", self.loaded).saved
+        loaded = cast("LoadedCheckpoint", self.loaded)
+        saved = loaded.saved
         if fits:
             return ()
         note = (
             f"{saved.name} was saved by {saved.world_size} ranks and there are {self._trainer.world_size} "
-            "now: the position in the data is not resumed, so some samples of this epoch will be seen twice "
-            "or not at all, and random numbers go on as far as ranks correspond"
+            "now: random numbers go on as far as ranks correspond"
         )
+        if not loaded.positions and not loaded.ended_epoch:
+            note += (
+                ", and the position in the data is not resumed, so some samples of this epoch will be seen "
+                "twice or not at all"
+            )
         if self._trainer.is_global_zero:
             _logger.warning("%s", note)
         return (note,)
@@ -242,7 +254,7 @@ def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[st
     own = {
         key.removeprefix(PREFIX): plant(value, large)
         for key, value in items.items()
-        if key.startswith(PREFIX) and key not in {LOADERS, PREFETCHED}
+        if key.startswith(PREFIX) and key not in {LOADERS, POSITIONS, PREFETCHED}
     }
     version = {"pytorch-lightning_version": "2.5.0"}
     return {**version, "epoch": 0, "global_step": saved.step or 0, "lr_schedulers": [], **own}
@@ -271,6 +283,8 @@ def capture(trainer: Any, checkpoint: Mapping[str, Any]) -> CapturedState:
     small = {f"{PREFIX}{key}": hoist(value, str(key), large) for key, value in rest.items()}
     if large:
         tree[LARGE] = large
+    if POSITIONS in per_rank:
+        small[POSITIONS] = per_rank[POSITIONS]
     own = {f"{PREFIX}{key}" for key in ("callbacks", _datamodule_key(trainer))}
     per_rank |= {key: value for key, value in small.items() if key in own}
     # Last: a loader may draw from the global generator when asked for its state.
@@ -294,18 +308,48 @@ def _one_or_several(states: list[Any]) -> Any:
 def _take_position(trainer: Any, rest: dict[str, Any]) -> dict[str, Any]:
     """Take the position in the data out of the loops: every rank has its own."""
     fit_loop = dict(rest["loops"]["fit_loop"])
-    own = dict(fit_loop.get("state_dict", {}))
-    states = own.pop("combined_loader", None)
-    if not states:
-        return {}
-    fit_loop["state_dict"] = own
+    fit_loop["state_dict"] = {
+        key: value for key, value in fit_loop.get("state_dict", {}).items() if key != "combined_loader"
+    }
     rest["loops"] = {**rest["loops"], "fit_loop": fit_loop}
-    return {LOADERS: states, PREFETCHED: _prefetched(trainer)}
+    return positions(trainer.fit_loop)
 
 
-def _prefetched(trainer: Any) -> list[Any]:
+def positions(fit_loop: Any) -> dict[str, Any]:
+    """Return the positions in the loaders of a fit, and batches that Lightning drew ahead of them."""
+    combined = fit_loop._combined_loader
+    if combined is None:
+        return {}
+    training = [position_in(loader) for loader in combined.flattened]
+    evaluated = fit_loop.epoch_loop.val_loop._combined_loader
+    validation = [position_in(each) for each in (() if evaluated is None else evaluated.flattened)]
+    ended = bool(fit_loop.epoch_loop.batch_progress.is_last_batch)
+    ahead = [] if ended else list(getattr(fit_loop._data_fetcher, "batches", ()))
+    draws_again = all(each is not None and each.replayable for each in training)
+    return {
+        POSITIONS: {
+            "training": [
+                each and each.state(ended=ended, ahead=len(ahead) if draws_again else 0) for each in training
+            ],
+            "validation": [each and each.state(ended=True) for each in validation],
+            # A loader that is cycled has been through; the epoch ends when all have.
+            "consumed": list(getattr(combined._iterator, "_consumed", ())),
+        },
+        PREFETCHED: [] if draws_again else _storable(ahead),
+    }
+
+
+def position_in(loader: Any) -> LoaderPosition | None:
+    """Return the position in a loader; None if it cannot tell any."""
+    if isinstance(loader, DataLoader):
+        track(loader)
+    elif not is_stateful(loader):
+        return None
+    return LoaderPosition(loader)
+
+
+def _storable(batches: list[Any]) -> list[Any]:
     """Return batches that Lightning drew ahead of a loader without a length."""
-    batches = list(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
     try:
         encode(batches)
     except NotEncodableError as error:

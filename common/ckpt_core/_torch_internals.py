@@ -88,7 +88,7 @@ def index_sampler_of(iterator: Any) -> Any:
 
 
 def let_draw_from(iterator: Any, sampler: Any, indices: Any = None) -> None:
-    """Let an iterator take its indices from `sampler`, those of this epoch from `indices`."""
+    """Let an iterator draw from `sampler`, and in this epoch from `indices`."""
     iterator._index_sampler = sampler
     if indices is not None:
         iterator._sampler_iter = indices
@@ -100,7 +100,7 @@ def batches_given(iterator: Any) -> int:
 
 
 def data_ended(iterator: Any) -> bool:
-    """Return whether an iterator without workers has seen the end of an iterable data set."""
+    """Return whether a worker-less iterator has exhausted an iterable data set."""
     return bool(getattr(iterator._dataset_fetcher, "ended", False))
 
 

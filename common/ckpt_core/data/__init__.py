@@ -1,4 +1,4 @@
-"""The position of training in its data: exact on the same ranks, in global samples on others.
+"""The position of training in its data, on the same ranks and on others.
 
 For any torch `DataLoader`, whatever its sampler, workers or generator; the order of its data stays the same:
 

@@ -13,7 +13,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 def global_state() -> dict[str, Any]:
-    """Return the states of the generators that samplers and loaders share; draws nothing."""
+    """Return the states of the global generators of samplers; draw nothing."""
     return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
 
 

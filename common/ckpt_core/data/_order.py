@@ -1,4 +1,4 @@
-"""The order of an epoch's samples over all ranks, and the arithmetic of dealing it out."""
+"""The order of an epoch's samples over all ranks, dealt out among them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EpochOrder:
         return self.samples[self.seen :]
 
     def padding(self, shards: int) -> int:
-        """Return how many samples are repeated, or dropped if negative, so that shards are equal."""
+        """Return how many samples are repeated, or if negative dropped, at the end."""
         over = len(self.rest) % shards
         if not over:
             return 0

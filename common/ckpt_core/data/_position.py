@@ -1,4 +1,4 @@
-"""The position of training in one loader: saved as plain values, put back on any ranks."""
+"""The position in one loader: saved as plain values, put back on any ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LoaderPosition:
 
     @property
     def replayable(self) -> bool:
-        """Whether skipped batches can be made again, so that a batch may be counted as not seen."""
+        """Whether a batch that was drawn may be counted as not seen."""
         return self._tracked and self._kind() in {"indices", "draw"}
 
     def state(self, *, ended: bool | None = None, ahead: int = 0) -> dict[str, Any]:
@@ -84,13 +84,16 @@ class LoaderPosition:
         return state
 
     def _ended_with_workers(self) -> bool:
-        """Return whether workers that have ended an epoch live on: torchdata would lose the next one."""
+        """Return whether there are workers that have ended an epoch and live on.
+
+        Torchdata's state of those loses the next epoch.
+        """
         tracker = tracker_of(self._loader)
         ended = tracker is not None and tracker.epoch is not None and tracker.epoch.ended
         return ended and _has_live_workers(self._loader)
 
     def _exhausted(self) -> bool:
-        """Return whether the data set has ended, and begun again, though the loader has not."""
+        """Return whether the data set has ended, though the loader has not."""
         epoch = track(self._loader).epoch
         iterator = None if epoch is None else epoch.iterator()
         return iterator is not None and data_ended(iterator)
@@ -111,12 +114,13 @@ class LoaderPosition:
     def _tracked_state(self, *, ended: bool | None, ahead: int) -> dict[str, Any]:
         loader, tracker = self._loader, track(self._loader)
         epoch = tracker.epoch
+        over = (epoch is None or epoch.ended) if ended is None else ended
         samplers = Samplers.of(loader)
         shard, shards = samplers.shards
         return {
             "batches": 0 if epoch is None else max(0, epoch.batches - ahead),
-            "ended": (epoch is None or epoch.ended) if ended is None else ended,
-            "begin": None if epoch is None else dict(epoch.begin),
+            "ended": over,
+            "begin": None if epoch is None or over else dict(epoch.begin),
             "created": tracker.created if _has_live_workers(loader) else None,
             "samplers": samplers_state(loader),
             "shard": shard,
@@ -150,13 +154,19 @@ class LoaderPosition:
             return self._load_own(state) if "own" in state else []
         return self._go_on(state, same_ranks=same_ranks)
 
+    def forget(self) -> None:
+        """Let the next `iter` begin as usual, after a `restore` that shall not count."""
+        if self._tracked:
+            track(self._loader).replay = None
+
     @property
-    def batches_to_come(self) -> int | None:
-        """How many batches the next `iter` gives after a change of ranks; else None."""
-        tracker = tracker_of(self._loader)
-        if tracker is None or tracker.replay is None or tracker.replay.rest is None:
+    def dealt(self) -> tuple[int, int] | None:
+        """After a `restore` on other ranks: batches done, as if of this size, and to come; else None."""
+        tracker, samplers = tracker_of(self._loader), Samplers.of(self._loader)
+        replay = None if tracker is None else tracker.replay
+        if replay is None or replay.rest is None or samplers.batch_size is None:
             return None
-        return len(tracker.replay.rest)
+        return replay.begin["seen"] // (samplers.batch_size * samplers.shards[1]), len(replay.rest)
 
     def _load_own(self, state: Mapping[str, Any]) -> list[str]:
         if not self._stateful or "own" not in state:
@@ -201,7 +211,7 @@ class LoaderPosition:
         return notes
 
     def _deal(self, state: Mapping[str, Any]) -> list[str]:
-        """Deal the rest of the saved epoch out to the present ranks, in the present batch size."""
+        """Deal out the rest of the saved epoch, in the present batch size."""
         begin, samplers = state["begin"], Samplers.of(self._loader)
         shard, shards = samplers.shards
         if None in {state["batch_size"], samplers.batch_size} or not begin["order"] or not samplers.orderly:

@@ -1,4 +1,4 @@
-"""The samplers of a DataLoader: what shuffles, what deals to ranks, what makes batches."""
+"""The samplers of a DataLoader: what shuffles, deals to ranks, makes batches."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _chain(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _hidden(sampler: Any) -> Any:
-    """Return the sampler that Lightning's sampler deals to ranks, in a data set of indices."""
+    """Return the sampler that Lightning wraps into a data set of indices."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
@@ -192,7 +192,7 @@ def _kind(base: Any) -> str:
 def samples_of(
     loader: DataLoader[Any], order: Mapping[str, Any], start: Mapping[str, Any], *, seeded: bool
 ) -> Sequence[Any] | None:
-    """Make the order of an epoch again, from what it began with; None if that is not known.
+    """Make the order of an epoch again; None if that is not possible.
 
     The generators of the loader are used: put them back afterwards.
 
@@ -247,7 +247,7 @@ def draw_seed(generator: torch.Generator | None) -> None:
 
 
 def batches_of(samples: Sequence[Any], loader: DataLoader[Any]) -> list[Any]:
-    """Return what the loader's own sampler would make of these samples: batches, or single samples."""
+    """Return what the loader would make of these samples: batches, or themselves."""
     if loader.batch_sampler is None:
         return list(samples)
     batch: Any = loader.batch_sampler

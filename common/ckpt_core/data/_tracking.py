@@ -1,4 +1,4 @@
-"""Tracking of a DataLoader from outside: what each epoch began from, how far it is, and its replay.
+"""Tracking of a DataLoader: what each epoch began from, and how far it is.
 
 `track` gives the loader a generated subclass of its own class, and each of its iterators one of its own:
 `iter` and `next` cannot be caught at an object. Neither changes what is drawn or handed out.
@@ -281,7 +281,10 @@ def track(loader: DataLoader[Any]) -> Tracker:
         if not hasattr(type(loader), _STOCK):
             loader.__class__ = _subclass(type(loader), _loader_overrides)
         if (kept := kept_iterator(loader)) is not None:
-            _watch(kept, Epoch(UNKNOWN))
+            epoch = Epoch(UNKNOWN)
+            _watch(kept, epoch)
+            # Of torchdata's, which may be in the middle of an epoch; others are refused there.
+            tracker.epoch = epoch if hasattr(loader, "state_dict") else None
     return tracker
 
 

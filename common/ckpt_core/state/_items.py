@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from ckpt_core.data import is_stateful
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.formats.checksums import crc32
@@ -19,41 +20,6 @@ from ckpt_core.state._nested import leaves, rekeyed, with_empties
 from ckpt_core.state._packed import PACKED
 from ckpt_core.state._tensors import is_sharded, local_bytes
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
-
-
-def check_dataloader(name: str, loader: Any) -> None:
-    """Refuse a loader whose position cannot be saved.
-
-    Raises:
-        ConfigError: it lacks `state_dict` or `load_state_dict`.
-    """
-    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
-        return
-    raise ConfigError(
-        f"{name} is a {type(loader).__name__}, which cannot tell its position, so a resumed run "
-        "would see other data; use torchdata.stateful_dataloader.StatefulDataLoader (same arguments), "
-        "or leave it out"
-    )
-
-
-def dataloader_state(loader: Any) -> dict[str, Any]:
-    """Return the position of the loader.
-
-    A torchdata loader that was never iterated creates its iterator here and draws that iterator's seed from
-    the global generator, which its first `iter` does not do again; so capture the generators afterwards.
-    """
-    return dict(loader.state_dict())
-
-
-def load_dataloader_state(loader: Any, state: Mapping[str, Any]) -> None:
-    """Restore the position of the loader and create its iterator.
-
-    Otherwise the next `iter` would create it and draw a seed from the global generator, which the saved run
-    did not do at this point. Restore the generators afterwards.
-    """
-    loader.load_state_dict(dict(state))
-    loader.state_dict()
-
 
 MAX_SHARED_BYTES = 1 << 20
 """Items with more tensor bytes than this are stored with the model, in the sharded data."""
@@ -70,11 +36,6 @@ class Counters(SimpleNamespace):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore saved values; names that the checkpoint lacks keep theirs."""
         vars(self).update(state)
-
-
-def is_stateful(value: Any) -> bool:
-    """Return whether `value` has `state_dict` and `load_state_dict`."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def check_stateful(name: str, value: Any) -> None:

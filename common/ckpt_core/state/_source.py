@@ -8,8 +8,9 @@ from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 import torch
 from torch import nn
 
+from ckpt_core.data import is_stateful
 from ckpt_core.errors import ConfigError
-from ckpt_core.state._items import is_stateful, load_item
+from ckpt_core.state._items import load_item
 from ckpt_core.state._nested import get, is_leaf, under
 from ckpt_core.state._tensors import template
 from ckpt_core.state._train_state import TrainState

@@ -10,16 +10,14 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ckpt_core.data import LoaderPosition
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._items import (
-    check_dataloader,
     check_placed,
     check_stateful,
-    dataloader_state,
     function_free,
     is_large,
-    load_dataloader_state,
     load_item,
 )
 from ckpt_core.state._model import (
@@ -54,6 +52,8 @@ _BARE = (
 )
 _PART = ""
 _SEED = "rng_seed"
+_POSITIONS = "data_positions"
+"""Shared item: rank 0's positions, for ranks that are added later."""
 
 
 @final
@@ -70,12 +70,14 @@ class TrainState:
         optimizer: one, or several by name or in order; each may train any of the models.
         scheduler: anything with `state_dict` and `load_state_dict`; one or several.
         scaler: a gradient scaler.
-        dataloader: loaders or samplers with a position; one or several.
+        dataloader: one or several torch DataLoaders, or objects with `state_dict` and `load_state_dict`. The
+            next `iter` after a load gives the rest of the epoch. Not yet being iterated, unless they tell
+            their position themselves.
         rng: whether the random number generators are part of the state.
         items: any other objects with `state_dict` and `load_state_dict`; `Counters` for plain values.
 
     Raises:
-        ConfigError: an object has no state that could be saved.
+        ConfigError: an object has no state that could be saved, or a loader is being iterated already.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class TrainState:
         self._model = as_module(model)
         self._optimizers = dict(_named("optimizer", optimizer))
         self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
-        self._dataloaders = dict(_named("dataloader", dataloader))
+        loaders = dict(_named("dataloader", dataloader))
+        self._dataloaders = {name: LoaderPosition(each) for name, each in loaders.items()}
         self._items = items
         self._with_model, self._with_rng = True, rng
         self._begun: tuple[SavedState, list[str]] | None = None
@@ -100,8 +103,6 @@ class TrainState:
             unwrap_optimizer(each)
         for name, each in (self._shared | items).items():
             check_stateful(name, each)
-        for name, each in self._dataloaders.items():
-            check_dataloader(name, each)
 
     @property
     def model(self) -> nn.Module:
@@ -156,7 +157,9 @@ class TrainState:
                 put(tree, ("items", name), state)
             else:
                 shared[name] = state
-        per_rank: dict[str, Any] = {name: dataloader_state(each) for name, each in self._dataloaders.items()}
+        per_rank: dict[str, Any] = {name: each.state() for name, each in self._dataloaders.items()}
+        if per_rank:
+            shared[_POSITIONS] = dict(per_rank)
         if self._with_rng:
             # Last: a loader that was never iterated draws from the global generator when asked for its state.
             per_rank["rng"] = rng_state()
@@ -279,7 +282,7 @@ class TrainState:
         try:
             for name, optimizer in self._loaded_optimizers(tree, saved):
                 check_groups(self._model, optimizer, get(tree, _path(name)), fit=_fit(saved))
-            notes = [*self._apply_shared(tree, saved, undo), *self._apply_dataloaders(saved)]
+            notes = [*self._apply_shared(tree, saved, undo), *self._apply_dataloaders(saved, undo)]
         except BaseException:
             roll_back()
             raise
@@ -310,18 +313,16 @@ class TrainState:
             elif name not in self._items or get(tree, ("items", name)) is None:
                 yield f"the checkpoint has no {name}; it is unchanged"
 
-    def _apply_dataloaders(self, saved: SavedState) -> Iterator[str]:
-        world_size = _world_size()
-        for name, loader in self._dataloaders.items():
-            if saved.world_size not in {None, world_size}:
-                yield (
-                    f"{name} keeps its position: it was saved by {saved.world_size} ranks and there are "
-                    f"{world_size} now, so some samples will be seen twice or not at all in this epoch"
-                )
-            elif name in saved.per_rank:
-                load_dataloader_state(loader, saved.per_rank[name])
-            else:
+    def _apply_dataloaders(self, saved: SavedState, undo: list[Callable[[], None]]) -> Iterator[str]:
+        same_ranks = saved.world_size in {None, _world_size()}
+        added = saved.shared.get(_POSITIONS, {})
+        for name, position in self._dataloaders.items():
+            state = saved.per_rank.get(name, added.get(name))
+            if state is None:
                 yield f"the checkpoint has no position of {name}; it keeps its own"
+            else:
+                undo.append(position.forget)
+                yield from (f"{name}: {note}" for note in position.restore(state, same_ranks=same_ranks))
 
 
 def _fit(saved: SavedState) -> Literal["same", "part", "any"]:
