@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
 import torch
+from torch.utils.data import DataLoader
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.coordination import Coordinator
+from ckpt_core.data import track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, UntrustedCheckpointError
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, close_at_exit
@@ -102,7 +104,7 @@ def _refuse_plugin(fabric: Any) -> None:
             )
 
 
-_SHADOWED: Final = ("save", "load", "load_raw")
+_SHADOWED: Final = ("save", "load", "load_raw", "setup_dataloaders")
 
 
 @final
@@ -112,13 +114,14 @@ class _Stock:
 
     load: Callable[..., Any]
     load_raw: Callable[..., Any]
+    setup_dataloaders: Callable[..., Any]
 
 
 @final
 class FabricCheckpoints:
     """The checkpoints of one Fabric.
 
-    `save`, `load` and `load_raw` are those of the Fabric, too.
+    `save`, `load`, `load_raw` and `setup_dataloaders` are those of the Fabric, too.
 
     - Threads: all methods on the thread that trains.
     - Ranks: every method is collective, `preempted` excepted.
@@ -134,7 +137,7 @@ class FabricCheckpoints:
         self, fabric: Any, settings: Settings, *, unwrap: Callable[[Any], Any], step: str
     ) -> None:
         self._fabric = fabric
-        self._stock = _Stock(fabric.load, fabric.load_raw)
+        self._stock = _Stock(fabric.load, fabric.load_raw, fabric.setup_dataloaders)
         self._settings = settings
         self._unwrap = unwrap
         self._step = step
@@ -225,6 +228,7 @@ class FabricCheckpoints:
         Raises:
             CheckpointError: see `CheckpointManager.load`; nothing was touched.
         """
+        self._track(list((state or {}).values()))
         text = self._once(lambda: os.fspath(path))
         self._managers.wait()
         if text != LAST:
@@ -261,6 +265,17 @@ class FabricCheckpoints:
             raise ConfigError("load an optimizer with its model: fabric.load(path, {'model': …, 'optimizer': …})")
         else:
             self._load(path_of(text, kind), {"model": obj}, strict=strict)
+
+    def setup_dataloaders(self, *loaders: Any, **options: Any) -> Any:
+        """Set up loaders as Fabric does, and follow their position from the first batch on."""
+        found = self._stock.setup_dataloaders(*loaders, **options)
+        self._track(found if isinstance(found, list) else [found])
+        return found
+
+    def _track(self, values: list[Any]) -> None:
+        for value in self._unwrap(values):
+            if isinstance(value, DataLoader):
+                track(value)
 
     def wait(self) -> None:
         """Wait for every save in flight.
@@ -306,8 +321,8 @@ class FabricCheckpoints:
     def _source(self, state: Mapping[str, Any], filters: Filters | None = None) -> FabricState:
         parts = Parts.of(self._unwrap(dict(state)))
         counts = {key: getattr(state[key], _COUNTER, None) for key in parts.loaders}
-        epochs = {key: count for key, count in counts.items() if count is not None}
-        return FabricState(parts, filters=filters, epochs=epochs)
+        iterations = {key: count for key, count in counts.items() if count is not None}
+        return FabricState(parts, filters=filters, iterations=iterations)
 
     def _step_of(self, state: Mapping[str, Any], root: str, manager: CheckpointManager) -> int:
         """Return the step in a state, else one more than that of the last save there."""

@@ -39,7 +39,7 @@ _EPOCHS: Final = "fabric.epochs"
 _PREFIX: Final = "fabric."
 _TAKEN: Final = frozenset({"self", "model", "optimizer", _LOADERS, "rng", "rng_seed"})
 """Names that `TrainState` and its checkpoints use by themselves; items of these keys get the prefix."""
-_OWN: Final = frozenset({_EPOCHS, "rng_seed"})
+_OWN: Final = frozenset({_EPOCHS, "rng_seed", "data_positions"})
 
 
 @final
@@ -141,7 +141,7 @@ class FabricState:
         parts: the entries.
         filters: key -> function that is given name and value, and returns whether to save it.
         rng: whether the random number generators are part of it.
-        epochs: key of a loader -> the epoch that its next iteration is in, if Fabric counts them.
+        iterations: key of a loader -> how often it was iterated, where Fabric counts that.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class FabricState:
         *,
         filters: Filters | None = None,
         rng: bool = True,
-        epochs: Mapping[str, int] | None = None,
+        iterations: Mapping[str, int] | None = None,
     ) -> None:
         self.saved: SavedState | None = None
         self._parts = parts
         self._filters = _checked(filters or {}, parts)
-        self._epochs = dict(epochs or {})
+        self._iterations = dict(iterations or {})
         rest = TrainState(
             model=nn.Module(),
             dataloader=dict(parts.loaders),
@@ -177,7 +177,12 @@ class FabricState:
             tree[key] = optimizer_state(home, optimizer)
             groups.append((_PART, (key, "param_groups")))
             stable += stable_tensors(home, [optimizer])
-        shared = {**rest.shared, **({_EPOCHS: self._epochs} if self._epochs else {})}
+        shared = dict(rest.shared)
+        if self._iterations:
+            shared[_EPOCHS] = {
+                key: max(0, count - (not rest.per_rank[f"{_LOADERS}.{key}"].get("ended", False)))
+                for key, count in self._iterations.items()
+            }
         for key in self._filters.keys() & self._parts.plain.keys():
             shared[_item(key)] = Plain(self._filtered(key, self._parts.plain[key].value)).state_dict()
         return replace(

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, TrainState
@@ -370,39 +371,45 @@ fabric.save("run/a", {"model": model})
     assert not (tmp_path / "run" / "writer.json").exists()
 
 
-def test_the_position_in_the_data_is_kept(tmp_path):
-    def batches(seed: int, *, resume: bool) -> list[list[int]]:
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("at", [3, 6])
+def test_the_position_in_the_data_is_kept(tmp_path, kind, at):
+    """Also at the last batch of an epoch; Fabric sets the sampler's epoch from a count of its own."""
+
+    def batches(seed: int, *, save_at: int | None = None) -> list[list[int]]:
         torch.manual_seed(seed)
         fabric = Fabric(accelerator="cpu", devices=1)
         checkpoints = setup_fabric(fabric, tmp_path / "run")
-        loader = fabric.setup_dataloaders(StatefulDataLoader(range(12), batch_size=2, shuffle=True))
+        sampler = DistributedSampler(range(12), num_replicas=1, rank=0)
+        loader = fabric.setup_dataloaders(kind(range(12), batch_size=2, sampler=sampler))
         model = nn.Linear(1, 1)
         state = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "loader": loader, "epoch": 0}
-        if resume:
-            fabric.load("last", state)
+        fabric.load("last", state)
         seen = []
-        for epoch in range(state["epoch"], 3):
-            for number, batch in enumerate(loader):
+        for epoch in range(state["epoch"], 4):
+            for number, batch in enumerate(loader, 1):
                 seen.append(batch.tolist())
-                if not resume and epoch == 1 and number == 2:
+                if epoch == 1 and number == save_at:
                     fabric.save(tmp_path / "run" / "here", {**state, "epoch": epoch})
         checkpoints.close()
         return seen
 
-    whole_run = batches(0, resume=False)
-    assert batches(9, resume=True) == whole_run[9:]
+    whole_run = batches(0, save_at=at)
+    assert len({str(whole_run[first : first + 6]) for first in range(0, 24, 6)}) == 4
+    assert batches(9) == whole_run[6 + at :]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "others"), [("fsdp2", ["ddp", "fsdp"]), ("fsdp", ["fsdp2"])])
-def test_sharded_trainings_resume_exactly_and_on_other_strategies(tmp_path, strategy, others):
-    found = run_ranks(
-        resumed_on_ranks, 2, str(tmp_path), strategy, others, process_group=False, timeout_seconds=240
+def test_sharded_trainings_resume_exactly_and_on_other_strategies(tmp_path):
+    cases = {"fsdp2": ["ddp", "fsdp"], "fsdp": ["fsdp2"], "ddp": []}
+    per_rank = run_ranks(
+        resumed_on_ranks, 2, str(tmp_path), cases, process_group=False, timeout_seconds=240
     )
-    for each in found:
-        assert each["exact"]
-        assert [each[other] for other in others] == [each["saved"]] * len(others)
-    model = net()
-    with CheckpointManager(tmp_path / strategy) as manager:
-        manager.load({"model": model})
-    assert whole(model) == found[0]["saved"]
+    for strategy, others in cases.items():
+        for found in (each[strategy] for each in per_rank):
+            assert found["exact"], strategy
+            assert [found[other] for other in others] == [found["saved"]] * len(others), strategy
+        model = net()
+        with CheckpointManager(tmp_path / strategy) as manager:
+            manager.load({"model": model}, name="three")
+        assert whole(model) == per_rank[0][strategy]["saved"]
