@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, final
 
 import torch
@@ -169,16 +169,12 @@ class Steps:
             fixed: whether the number of steps is given; else it follows from that of epochs.
         """
         left = 0 if plan.skip >= first.batches else first.per_epoch - plan.skip // accumulation
+        if fixed and left and position.step >= self.total:  # the stock Trainer makes one step more
+            return replace(self, epochs=plan.epoch)
         if fixed:
             more = math.ceil((self.total - position.step - left) / self.per_epoch)
-            return Steps(
-                epochs=plan.epoch + 1 + more,
-                per_epoch=self.per_epoch,
-                batches=self.batches,
-                total=self.total,
-            )
-        total = position.step + left + self.total - (plan.epoch + 1) * self.per_epoch
-        return Steps(epochs=self.epochs, per_epoch=self.per_epoch, batches=self.batches, total=total)
+            return replace(self, epochs=plan.epoch + 1 + more)
+        return replace(self, total=position.step + left + self.total - (plan.epoch + 1) * self.per_epoch)
 
 
 def note(
