@@ -29,7 +29,7 @@ from accelerate_ckpt.trainer._order import (
     leave_out,
     sampler_of,
 )
-from accelerate_ckpt.trainer._position import Plan, Position, Progress, Steps, note, plan
+from accelerate_ckpt.trainer._position import DataProgress, Plan, Position, Steps, note, plan
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -58,8 +58,8 @@ class Resumed:
     """
 
     checkpoint: str
-    first: Progress
-    own: Progress | None
+    first: DataProgress
+    own: DataProgress | None
 
 
 @final
@@ -76,7 +76,7 @@ class _Entry:
 
     plan: Plan
     steps: Steps
-    progress: Progress
+    progress: DataProgress
     undo: ExitStack = field(repr=False)
 
 
@@ -92,7 +92,7 @@ class TrainerData:
         self._stock: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in SHADOWED}
         self._resumed: Resumed | None = None
         self._entry: _Entry | None = None
-        self._progress: Progress | None = None
+        self._progress: DataProgress | None = None
         self._loader: Any = None
         self._exhausted = False
         self._again: str | None = None
@@ -117,7 +117,7 @@ class TrainerData:
         finally:
             self._resumed = self._entry = self._loader = None
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> DataProgress | None:
         """Return this rank's progress, for a save; None if no epoch has begun."""
         found, trainer = self._progress, self._trainer
         if found is None:
@@ -157,7 +157,7 @@ class TrainerData:
         if chosen.cuts:
             undo.callback(leave_out(dataloader, chosen.cuts))
         first = _steps_in(stock(args, dataloader, *rest))
-        # Ranks that share one order anew must draw it from the same state.
+        # Ranks that share one order in another way must draw it from the same state.
         alike = position.ranks == args.world_size and position.intake == Intake.of(dataloader)
         progress = own if own is not None and alike else self._resumed.first
         self._entry = _Entry(plan=chosen, steps=first, progress=progress, undo=undo)
@@ -213,7 +213,7 @@ class TrainerData:
             self._progress = self._begin(call, entry) if _can_follow(loader) else None
             return self._stock["_run_epoch"](**call)
 
-    def _begin(self, call: dict[str, Any], entry: _Entry | None) -> Progress:
+    def _begin(self, call: dict[str, Any], entry: _Entry | None) -> DataProgress:
         """Return the progress at the start of an epoch, or of the rest of one."""
         loader, args, checkpoint = (
             call["train_dataloader"],
@@ -238,7 +238,9 @@ class TrainerData:
         if entry is not None and entry.plan.done:
             return replace(entry.progress, position=position)
         nothing = (torch.zeros(()), 0)
-        return Progress(position=position, start=rng_state(), evaluated=(), loss=nothing, **_order_of(loader))
+        return DataProgress(
+            position=position, start=rng_state(), evaluated=(), loss=nothing, **_order_of(loader)
+        )
 
     def _enter(self, entry: _Entry, loader: Any, undo: ExitStack) -> None:
         """Put everything that the order of the first epoch follows from back."""
@@ -341,7 +343,7 @@ def _order_of(loader: Any, *names: str) -> dict[str, Any]:
     }
 
 
-def _put_back(loader: Any, saved: Progress, undo: ExitStack) -> None:
+def _put_back(loader: Any, saved: DataProgress, undo: ExitStack) -> None:
     """Give a loader what its order follows from: seeds for good, others for an epoch."""
     sampler = sampler_of(loader)
     if isinstance(sampler, RestOfOrder):

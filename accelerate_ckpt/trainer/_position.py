@@ -66,7 +66,7 @@ class Position:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class DataProgress:
     """What a checkpoint holds of one rank's progress.
 
     Attributes:
@@ -216,24 +216,19 @@ def _describe(position: Position) -> str:
     return f"{ranks} with {position.intake.batch * position.accumulation} samples in a step"
 
 
-def progress_file(rank: int | str) -> str:
-    """Return the name of the file with the progress of a rank, or a pattern."""
-    return f"trainer_progress_{rank}.json"
-
-
-def encoded(progress: Progress) -> bytes:
+def encoded(progress: DataProgress) -> bytes:
     """Return the content of that file."""
     return json.dumps(encode(asdict(progress))).encode()
 
 
-def decoded(content: bytes, path: str) -> Progress:
+def decoded(content: bytes, path: str) -> DataProgress:
     """Return the progress that `encoded` made a file of.
 
     Raises:
         CorruptCheckpointError: it is none, or of another version.
     """
     try:
-        return Progress.of(decode(json.loads(content)))
+        return DataProgress.of(decode(json.loads(content)))
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
         failure = FileFailure(path=path, problem=f"it is no progress of a training ({error!r:.200})")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
