@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
+from torch.utils.data import DataLoader
 
 from accelerate_ckpt.trainer._order import (
     Intake,
@@ -28,7 +29,7 @@ from accelerate_ckpt.trainer._order import (
     leave_out,
     sampler_of,
 )
-from accelerate_ckpt.trainer._position import Plan, Position, Progress, Steps, note, plan
+from accelerate_ckpt.trainer._position import DataProgress, Plan, Position, Steps, note, plan
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -57,8 +58,8 @@ class Resumed:
     """
 
     checkpoint: str
-    first: Progress
-    own: Progress | None
+    first: DataProgress
+    own: DataProgress | None
 
 
 @final
@@ -75,7 +76,7 @@ class _Entry:
 
     plan: Plan
     steps: Steps
-    progress: Progress
+    progress: DataProgress
     undo: ExitStack = field(repr=False)
 
 
@@ -91,7 +92,7 @@ class TrainerData:
         self._stock: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in SHADOWED}
         self._resumed: Resumed | None = None
         self._entry: _Entry | None = None
-        self._progress: Progress | None = None
+        self._progress: DataProgress | None = None
         self._loader: Any = None
         self._exhausted = False
         self._again: str | None = None
@@ -116,7 +117,7 @@ class TrainerData:
         finally:
             self._resumed = self._entry = self._loader = None
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> DataProgress | None:
         """Return this rank's progress, for a save; None if no epoch has begun."""
         found, trainer = self._progress, self._trainer
         if found is None:
@@ -146,7 +147,7 @@ class TrainerData:
         if self._entry is not None:  # a second try, as of `auto_find_batch_size`
             self._entry.undo.close()
         self._entry = None
-        if self._resumed is None or self._trainer.get_sp_size() > 1:
+        if self._resumed is None or not _can_follow(dataloader) or self._trainer.get_sp_size() > 1:
             return values
         position, own = self._resumed.first.position, self._resumed.own
         chosen = found = _plan(position, dataloader, args)
@@ -156,15 +157,14 @@ class TrainerData:
         if chosen.cuts:
             undo.callback(leave_out(dataloader, chosen.cuts))
         first = _steps_in(stock(args, dataloader, *rest))
-        # Ranks that share one order anew must draw it from the same state.
+        # Ranks that share one order in another way must draw it from the same state.
         alike = position.ranks == args.world_size and position.intake == Intake.of(dataloader)
         progress = own if own is not None and alike else self._resumed.first
         self._entry = _Entry(plan=chosen, steps=first, progress=progress, undo=undo)
-        if _length(dataloader) is None:
-            self._say(position, chosen, _steps_in(values), dataloader)
-            return values
         accumulation, fixed = args.gradient_accumulation_steps, args.max_steps > 0
-        steps = _steps_in(values).after(position, found, first, accumulation, fixed=fixed)
+        steps = _steps_in(values)
+        if _length(dataloader) is not None:
+            steps = steps.after(position, found, first, accumulation, fixed=fixed)
         self._say(position, chosen, steps, dataloader)
         return (steps.epochs, *values[1:6], steps.total)
 
@@ -210,31 +210,36 @@ class TrainerData:
                         "steps_in_epoch": entry.steps.batches,
                         "num_update_steps_per_epoch": entry.steps.per_epoch,
                     }
-            self._begin(call, entry)
+            self._progress = self._begin(call, entry) if _can_follow(loader) else None
             return self._stock["_run_epoch"](**call)
 
-    def _begin(self, call: dict[str, Any], entry: _Entry | None) -> None:
-        """Remember where an epoch starts."""
-        loader, args = call["train_dataloader"], self._trainer.args
-        self._loader, self._exhausted = loader, False
-        chosen = Plan(epoch=call["epoch"]) if entry is None else entry.plan
+    def _begin(self, call: dict[str, Any], entry: _Entry | None) -> DataProgress:
+        """Return the progress at the start of an epoch, or of the rest of one."""
+        loader, args, checkpoint = (
+            call["train_dataloader"],
+            self._trainer.args,
+            call["resume_from_checkpoint"],
+        )
+        resumed = checkpoint is not None and call["epoch"] == call["epochs_trained"]
+        skipped = call["steps_trained_in_current_epoch"] if resumed and not args.ignore_data_skip else 0
+        if resumed and not skipped:
+            self._trainer._load_rng_state(checkpoint)  # as the Trainer is about to
+        self._exhausted = False
         position = Position(
             step=self._trainer.state.global_step,
             epoch=call["epoch"],
-            batches=chosen.skip,
+            batches=skipped,
             length=None if _length(loader) is None else call["steps_in_epoch"],
-            cuts=chosen.cuts,
+            cuts=() if entry is None else entry.plan.cuts,
             intake=Intake.of(loader),
             accumulation=args.gradient_accumulation_steps,
             ranks=args.world_size,
         )
-        within = entry is not None and chosen.skip + chosen.done > 0
-        start = entry.progress.start if entry is not None and within else rng_state()
-        order = _order_of(loader)
-        if entry is not None and within:
-            order = {"generators": entry.progress.generators, "sampler": entry.progress.sampler}
-        self._progress = Progress(
-            position=position, start=start, evaluated=(), loss=(torch.zeros(()), 0), **order
+        if entry is not None and entry.plan.done:
+            return replace(entry.progress, position=position)
+        nothing = (torch.zeros(()), 0)
+        return DataProgress(
+            position=position, start=rng_state(), evaluated=(), loss=nothing, **_order_of(loader)
         )
 
     def _enter(self, entry: _Entry, loader: Any, undo: ExitStack) -> None:
@@ -248,12 +253,10 @@ class TrainerData:
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(chosen.epoch)
         sampler = sampler_of(loader)
-        whole = sampler.whole if isinstance(sampler, RestOfOrder) else sampler
-        _put_back(whole, saved, undo)
-        for generator, state in zip(generators_of(loader), saved.generators, strict=True):
-            if generator is not None and state is not None:
-                generator.set_state(state)
-        if chosen.skip >= entry.steps.batches or not chosen.done:
+        _put_back(loader, saved, undo)
+        if not chosen.done:
+            return
+        if chosen.skip >= entry.steps.batches:
             trainer._load_rng_state(checkpoint)  # there may be no batch after which the Trainer would
             return
         load_rng_state(saved.start)
@@ -314,6 +317,11 @@ def _plan(position: Position, loader: Any, args: Any) -> Plan:
     )
 
 
+def _can_follow(loader: Any) -> bool:
+    """Return whether it is a loader as torch has them, prepared or not."""
+    return isinstance(loader, DataLoader)
+
+
 def _steps_in(values: tuple[Any, ...]) -> Steps:
     epochs, per_epoch, *_, batches, total = values
     return Steps(epochs=epochs, per_epoch=per_epoch, batches=batches, total=total)
@@ -335,13 +343,19 @@ def _order_of(loader: Any, *names: str) -> dict[str, Any]:
     }
 
 
-def _put_back(sampler: Any, saved: Progress, undo: ExitStack) -> None:
-    """Give a sampler what its order follows from: its seed for good, others for an epoch."""
+def _put_back(loader: Any, saved: DataProgress, undo: ExitStack) -> None:
+    """Give a loader what its order follows from: seeds for good, others for an epoch."""
+    sampler = sampler_of(loader)
+    if isinstance(sampler, RestOfOrder):
+        sampler = sampler.whole
     for name, value in saved.sampler.items():
         if type(now := getattr(sampler, name, None)) is int:
             if name != "initial_seed":
                 undo.callback(setattr, sampler, name, now)
             setattr(sampler, name, value)
+    for generator, state in zip(generators_of(loader), saved.generators, strict=True):
+        if generator is not None and state is not None:
+            generator.set_state(state)
 
 
 def _draw_seed(loader: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -15,12 +15,17 @@ from transformers import TrainerState
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from accelerate_ckpt._host_calls import torch_bytes
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
 from accelerate_ckpt.trainer._choice import newest_to_resume
 from accelerate_ckpt.trainer._data import Resumed
-from accelerate_ckpt.trainer._position import Progress, decoded, progress_file
+from accelerate_ckpt.trainer._rank_files import (
+    generators_file,
+    of_rank,
+    progress_file,
+    progress_in,
+    with_own_generators,
+)
 from accelerate_ckpt.trainer._session import TrainerSession
 from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
@@ -31,7 +36,6 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
-from ckpt_core.state import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.storage import LocalStorage, Storage
 
 _logger = logger_of(__name__)
@@ -39,7 +43,7 @@ _logger = logger_of(__name__)
 _OURS = ("*.distcp", "rank-*.json", "local-*.json", "chunks-*.json")
 _NOT_READ = (
     *_OURS, "*/*", "model*.safetensors", "pytorch_model*.bin", "adapter_model*", "optimizer.pt",
-    "rng_state_*.pth", progress_file("*"),
+    generators_file("*", 2), progress_file("*"),
 )  # fmt: skip
 """What is verified when it is loaded, or is not read at all: single files for others, other ranks' files."""
 _TORCH_FILES = (SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
@@ -198,7 +202,7 @@ class TrainerLoading:
         untouched = f"{checkpoint} could not be read, and nothing was loaded"
         with collective_phase(coordinator, untouched, what="verifying small files"):
             small, others = self._read(storage, place.name)
-            progress = self._progress_in(small, place.name)
+            progress = progress_in(small, place.name, self._trainer.args.process_index)
         with private_directory() as directory:
             view = directory / place.name
             view.mkdir()
@@ -237,28 +241,9 @@ class TrainerLoading:
             and not any(fnmatchcase(path, each) for each in _OURS)
         ]
         small.pop(TRAINING_ARGS_NAME, None)
-        return self._generators_for_this_rank(small, manifest.world_size), others
-
-    def _generators_for_this_rank(self, small: dict[str, bytes], ranks: int) -> dict[str, bytes]:
-        """Return the files, with random states where a rank looks for its own."""
-        rank, now = self._trainer.args.process_index, self._trainer.args.world_size
-        names = {each: _generators_of(each, ranks) for each in {0, rank} if each < ranks}
-        saved = {each: small.pop(name) for each, name in names.items() if name in small}
-        own = saved.get(rank)
-        if own is None and 0 in saved:
-            own = self._derived(saved[0])
-        return small if own is None else {**small, _generators_of(rank, now): own}
-
-    def _derived(self, first: bytes) -> bytes:
-        """Return random states for a rank that was not there, from those of the first."""
-        rank, before = self._trainer.args.process_index, rng_state()
-        derive_rng(rng_seed(self._session.pickles.load(first, _generators_of(0, 2))), rank)
-        made = rng_state()
-        load_rng_state(before)
-        _logger.warning(
-            "rank %d was not among those that saved: its random numbers are derived from rank 0's", rank
-        )
-        return torch_bytes({**made, "cpu": made.pop("torch")})
+        return with_own_generators(
+            small, manifest.world_size, self._trainer.args, self._session.pickles
+        ), others
 
     def _checkpoints_in(self, directory: str | os.PathLike[str]) -> list[str]:
         if "://" not in os.fspath(directory) and not Path(directory).is_dir():
@@ -271,12 +256,6 @@ class TrainerLoading:
         output = self._session.output
         last = get_last_checkpoint(output) if output is not None and Path(output).is_dir() else None
         return "" if last is None else f". {output} holds checkpoints: resume_from_checkpoint={last!r}"
-
-    def _progress_in(self, small: Mapping[str, bytes], name: str) -> tuple[Progress, Progress | None] | None:
-        """Return the first rank's progress, and this rank's own."""
-        own, first = (progress_file(rank) for rank in (self._trainer.args.process_index, 0))
-        found = {path: decoded(small[path], f"{name}/{path}") for path in (own, first) if path in small}
-        return (found[first], found.get(own)) if first in found else None
 
     def _check_stock(self, checkpoint: str | os.PathLike[str]) -> None:
         """Refuse what stock DCP would unpickle there; collective."""
@@ -295,15 +274,9 @@ class TrainerLoading:
         return nullcontext() if self._session.pickles.allowed else without_pickle()
 
     def _is_read(self, path: str) -> bool:
-        ranks = {0, self._trainer.args.process_index}
-        if path in {each for rank in ranks for each in (f"rng_state_{rank}.pth", progress_file(rank))}:
+        if path in of_rank(self._trainer.args.process_index):
             return True
         return not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
-
-
-def _generators_of(rank: int, ranks: int) -> str:
-    """Return the Trainer's name for a file with random states."""
-    return f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
 
 
 def _state_in(content: bytes, path: str) -> TrainerState:

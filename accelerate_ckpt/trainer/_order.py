@@ -74,7 +74,7 @@ class Intake:
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the sampler that makes the order of a map-style dataset, if it can be reached."""
+    """Return the sampler that makes the order of a map-style dataset, or None."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     return getattr(_batch_samplers(loader)[1], "sampler", None)
@@ -88,7 +88,7 @@ def generators_of(loader: Any) -> list[torch.Generator | None]:
 
 
 def can_leave_out(loader: Any) -> bool:
-    """Return whether `leave_out` works: whether ranks share one order that can be reached."""
+    """Return whether `leave_out` works: whether ranks share one order."""
     if isinstance(loader.dataset, IterableDataset):
         shared = isinstance(loader.dataset, IterableDatasetShard) or isinstance(loader, DataLoaderDispatcher)
         return shared or PartialState().num_processes == 1
@@ -119,7 +119,7 @@ def leave_out(loader: Any, cuts: Sequence[Cut]) -> Callable[[], None]:
 
 
 class _Rest:
-    """What is left of something that is iterated over; in all else as the whole."""
+    """The rest of what is iterated over; in all else as the whole."""
 
     def __init__(self, whole: Any) -> None:
         self.whole = whole
@@ -154,7 +154,7 @@ class RestOfOrder(_Rest, Sampler[Any]):
 
 @final
 class RestOfStream(_Rest, IterableDataset[Any]):
-    """An iterable dataset of which each worker leaves some samples out, in its first pass."""
+    """A stream of which each worker leaves some samples out, in its first pass."""
 
     def __init__(self, whole: Any, cuts: Sequence[Cut]) -> None:
         super().__init__(whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, final
 
 import torch
@@ -66,7 +66,7 @@ class Position:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class DataProgress:
     """What a checkpoint holds of one rank's progress.
 
     Attributes:
@@ -169,16 +169,12 @@ class Steps:
             fixed: whether the number of steps is given; else it follows from that of epochs.
         """
         left = 0 if plan.skip >= first.batches else first.per_epoch - plan.skip // accumulation
+        if fixed and left and position.step >= self.total:  # the stock Trainer makes one step more
+            return replace(self, epochs=plan.epoch)
         if fixed:
             more = math.ceil((self.total - position.step - left) / self.per_epoch)
-            return Steps(
-                epochs=plan.epoch + 1 + more,
-                per_epoch=self.per_epoch,
-                batches=self.batches,
-                total=self.total,
-            )
-        total = position.step + left + self.total - (plan.epoch + 1) * self.per_epoch
-        return Steps(epochs=self.epochs, per_epoch=self.per_epoch, batches=self.batches, total=total)
+            return replace(self, epochs=plan.epoch + 1 + more)
+        return replace(self, total=position.step + left + self.total - (plan.epoch + 1) * self.per_epoch)
 
 
 def note(
@@ -220,24 +216,19 @@ def _describe(position: Position) -> str:
     return f"{ranks} with {position.intake.batch * position.accumulation} samples in a step"
 
 
-def progress_file(rank: int | str) -> str:
-    """Return the name of the file with the progress of a rank, or a pattern."""
-    return f"trainer_progress_{rank}.json"
-
-
-def encoded(progress: Progress) -> bytes:
+def encoded(progress: DataProgress) -> bytes:
     """Return the content of that file."""
     return json.dumps(encode(asdict(progress))).encode()
 
 
-def decoded(content: bytes, path: str) -> Progress:
+def decoded(content: bytes, path: str) -> DataProgress:
     """Return the progress that `encoded` made a file of.
 
     Raises:
         CorruptCheckpointError: it is none, or of another version.
     """
     try:
-        return Progress.of(decode(json.loads(content)))
+        return DataProgress.of(decode(json.loads(content)))
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
         failure = FileFailure(path=path, problem=f"it is no progress of a training ({error!r:.200})")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error

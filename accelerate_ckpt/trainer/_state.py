@@ -26,7 +26,8 @@ from accelerate_ckpt._host_calls import files_in
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
-from accelerate_ckpt.trainer._position import Progress, encoded, progress_file
+from accelerate_ckpt.trainer._position import DataProgress, encoded
+from accelerate_ckpt.trainer._rank_files import progress_file
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
     check_groups,
@@ -72,7 +73,7 @@ class TrainingState:
         *,
         stock_files: bool,
         with_optimizer: bool = True,
-        progress: Progress | None = None,
+        progress: DataProgress | None = None,
     ) -> None:
         self._trainer: Any = trainer  # its own annotations allow None where there is none while it trains
         self._stock = stock
