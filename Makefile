@@ -16,10 +16,10 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check exactness bench clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed  ## Create .venv and install everything (TORCH=torch==… chooses torch)
 
@@ -43,6 +43,9 @@ check: setup  ## Check format, lint, types and layers; change nothing
 	@$(BIN)/mypy
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports
+
+exactness: setup  ## Run the matrix of exact resumes and write docs/exactness.md (a quarter of an hour)
+	@$(BIN)/python -m tests.exactness $(ARGS)
 
 bench: setup $(VENV)/.bench  ## Measure saves, or loads with MODULE=benchmarks.load (ARGS="--gib 2 --rounds 11 --picture out.png")
 	@$(BIN)/python -m $(MODULE) $(ARGS)

@@ -41,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mark = "" if verdict.as_expected else "  <-- "
             print(f"{verdict.cell}: {verdict.word} {verdict.why}{mark}", flush=True)
     unexpected = [each for each in verdicts if not each.as_expected]
-    print(f"{len(verdicts)} cells, {len(unexpected)} are not what they should be")
+    seconds = sum(each.seconds for each in verdicts)
+    print(
+        f"{len(verdicts)} cells, {len(unexpected)} are not what they should be, {seconds:.0f} s of processor time"
+    )
     if not chosen.only:
         chosen.page.write_text(page(verdicts, chosen.strength), encoding="utf-8")
     return int(bool(unexpected))

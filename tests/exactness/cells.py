@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
 AXES: Final[Mapping[str, tuple[Any, ...]]] = {
-    "host": ("plain", "lightning", "accelerate", "trainer"),
+    "host": ("plain", "lightning", "fabric", "accelerate", "trainer"),
     "strategy": ("single", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2+tp", "pp", "ep"),
     "data": ("map", "stream", "stateful map", "stateful stream"),
     "workers": ("0", "2", "persistent"),
@@ -142,16 +142,13 @@ class Cell:
         }[self.point]
 
 
-_HOSTS_STRATEGIES: Final = {
-    "plain": AXES["strategy"],
-    "lightning": ("single", "ddp", "fsdp1", "fsdp2", "tp", "fsdp2+tp"),
-    "accelerate": ("single", "ddp", "fsdp1", "fsdp2"),
-    "trainer": ("single", "ddp", "fsdp2"),
-}
 _NO_STRATEGY: Final = {
     ("lightning", "hsdp"): "Lightning has it for GPUs only",
     ("lightning", "pp"): "Lightning has no such strategy",
     ("lightning", "ep"): "Lightning has no such strategy",
+    ("fabric", "hsdp"): "Fabric has it for GPUs only",
+    ("fabric", "pp"): "Fabric has no such strategy",
+    ("fabric", "ep"): "Fabric has no such strategy",
     ("accelerate", "hsdp"): "Accelerate has it for GPUs only",
     ("accelerate", "tp"): "Accelerate has it for GPUs only",
     ("accelerate", "fsdp2+tp"): "Accelerate has it for GPUs only",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from tests.exactness.verdicts import Runs, Verdict, judge
 HOSTS: Final = {
     "plain": "tests.exactness.hosts.plain_host",
     "lightning": "tests.exactness.hosts.lightning_host",
+    "fabric": "tests.exactness.hosts.fabric_host",
     "accelerate": "tests.exactness.hosts.accelerate_host",
     "trainer": "tests.exactness.hosts.trainer_host",
 }
@@ -91,6 +93,7 @@ def in_turn(jobs: list[Job]) -> list[Observed]:
 def _train(job: Job) -> Observed:
     from ckpt_core.errors import CheckpointError
 
+    began = time.process_time()
     Path(job.root).mkdir(parents=True, exist_ok=True)
     with _said() as said, _own_process():
         try:
@@ -101,6 +104,7 @@ def _train(job: Job) -> Observed:
             refused = isinstance(error, CheckpointError)
             observed = Observed(error=str(error) if refused else text, refused=refused)
     observed.warnings = said
+    observed.seconds = time.process_time() - began
     return observed
 
 

@@ -63,7 +63,9 @@ class Observed:
         at_point: digests of the whole state there, by name.
         final: digests of this rank's state at the end, by kind.
         warnings: what our packages logged.
-        error: the exception that ended it, and whether it is one of ours.
+        error: the exception that ended it.
+        refused: whether that is one of ours.
+        seconds: processor time.
     """
 
     rows: list[tuple[tuple[int, ...], str, float]] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Observed:
     warnings: list[str] = field(default_factory=list)
     error: str = ""
     refused: bool = False
+    seconds: float = 0.0
 
 
 class Samples(Dataset[Batch]):

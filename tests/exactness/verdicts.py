@@ -35,11 +35,13 @@ class Verdict:
         cell: the cell.
         word: `exact`, `elastic-exact`, `refused` or `told` by a message of ours, or `wrong`.
         why: what differs, or the message; "" if it is exact.
+        seconds: processor time of all trainings.
     """
 
     cell: Cell
     word: str
     why: str = ""
+    seconds: float = 0.0
 
     @property
     def as_expected(self) -> bool:
@@ -49,22 +51,28 @@ class Verdict:
 
 def judge(cell: Cell, runs: Runs) -> Verdict:
     """Compare the trainings of all ranks."""
+    word, why = _judged(cell, runs)
+    seconds = sum(each.seconds for of_ranks in runs for each in of_ranks)
+    return Verdict(cell=cell, word=word, why=why, seconds=seconds)
+
+
+def _judged(cell: Cell, runs: Runs) -> tuple[str, str]:
     for role, of_ranks in zip(Runs._fields, runs, strict=True):
         for each in of_ranks:
             if each.error:
                 word = REFUSED if each.refused and role == "resumed" else WRONG
-                return Verdict(cell=cell, word=word, why=f"{role}: {each.error.strip()}")
+                return word, f"{role}: {each.error.strip()}"
     differs = _perturbed(runs)
     if differs:
-        return Verdict(cell=cell, word=WRONG, why=f"saving changes the training: {differs}")
+        return WRONG, f"saving changes the training: {differs}"
     same = cell.ranks == "same"
     differs = _resume_differs(runs) if same else _elastic_differs(cell, runs)
     if not differs:
-        return Verdict(cell=cell, word=EXACT if same else ELASTIC)
+        return EXACT if same else ELASTIC, ""
     said = [text for each in runs.resumed for text in each.warnings]
     if said:
-        return Verdict(cell=cell, word=TOLD, why=f"{differs}; said: {said[0]}")
-    return Verdict(cell=cell, word=WRONG, why=differs)
+        return TOLD, f"{differs}; said: {said[0]}"
+    return WRONG, differs
 
 
 def _perturbed(runs: Runs) -> str:
