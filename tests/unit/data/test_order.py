@@ -26,9 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLES = 153
 
 
-@given(
-    total=st.integers(1, 40), seen=st.integers(0, 40), shards=st.integers(1, 7), drop_last=st.booleans()
-)
+@given(total=st.integers(1, 40), seen=st.integers(0, 40), shards=st.integers(1, 7), drop_last=st.booleans())
 def test_shares_of_the_rest_have_every_sample_once_and_the_counted_padding(total, seen, shards, drop_last):
     order = EpochOrder(samples=range(total), seen=min(seen, total), drop_last=drop_last)
     shares = [order.share(shard, shards) for shard in range(shards)]
