@@ -99,7 +99,6 @@ LIGHTNING_STRATEGY = {
 }
 FABRIC = {
     "plugins.io.torch_io:pl_load": "path_or_url map_location weights_only",
-    "utilities.distributed:DistributedSamplerWrapper": None,
 }
 LIGHTNING_TRAINER = (
     "_checkpoint_connector",
@@ -202,11 +201,11 @@ ELSEWHERE = {
     "_mode": "lightning.pytorch.utilities.combined_loader.CombinedLoader",
     "_scheduler_state": "lightning.pytorch.callbacks.StochasticWeightAveraging",
     "_drop_last": "accelerate.data_loader.DataLoaderDispatcher",
-    "_dataset_fetcher": "a loader's iterator, set in its constructor: see tests/unit/data",
-    "_index_sampler": "the same",
+    "_index_sampler": "a loader's iterator, set in its constructor: see tests/unit/data",
     "_iterator": "torch.utils.data.DataLoader, set in its constructor: the same",
     "_num_yielded": "a loader's iterator: the same",
     "_sampler_iter": "the same",
+    "_consumed": "lightning's CombinedLoader: see tests/adapters/test_lightning_data.py",
     "_sampler_iter_yielded": "torchdata's iterator: the same",
     "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",
