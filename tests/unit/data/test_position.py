@@ -74,6 +74,35 @@ def test_a_resume_is_exact_with_any_workers_and_sampler(kind, stateful, persiste
     assert_exact(lambda: loader(kind, stateful=stateful, workers=2, persistent=persistent), places)
 
 
+def test_a_loader_may_draw_its_first_index_after_others_have_drawn():
+    """As in `for one, other in zip(loader, another)`: the sampler waits until the first batch."""
+
+    def both(position: bool, saved: Any = None) -> tuple[list[Any], Any]:
+        generator = torch.Generator().manual_seed(5)
+        pair = [loader(kind) for kind in ("shuffled", "replacement")]
+        pair.append(DataLoader(Numbers(), batch_size=BATCH, shuffle=True, generator=generator))
+        pair.append(DataLoader(Numbers(), batch_size=BATCH, shuffle=True, generator=generator))
+        positions = [LoaderPosition(each) for each in pair] if position else []
+        if saved is not None:
+            for each, state in zip(positions, saved[0], strict=True):
+                each.restore(state)
+            torch.set_rng_state(saved[1])
+        states, steps = None, []
+        for number, batches in enumerate(zip(*pair, strict=False)):
+            steps.append([each.tolist() for each in batches])
+            if number == 2 and position and saved is None:
+                states = [each.state() for each in positions], torch.get_rng_state()
+        return steps, states
+
+    seed(1)
+    full, _ = both(position=False)
+    seed(1)
+    tracked, saved = both(position=True)
+    seed(99)
+    assert tracked == full
+    assert both(position=True, saved=saved)[0] == full[3:]
+
+
 @pytest.mark.parametrize("kind", ["shuffled", "counts epochs", "batches"])
 def test_no_sample_is_fetched_to_find_a_position(kind):
     full, saved = positions_of(lambda: loader(kind))
