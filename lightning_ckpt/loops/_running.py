@@ -15,7 +15,7 @@ import torch
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import rng_state
 from lightning_ckpt.loops._evaluation import Measured
-from lightning_ckpt.loops._position import Following, TrainingLoops
+from lightning_ckpt.loops._steps import Following, TrainingLoops
 
 _SWITCHES: Final = ("training", "track_running_stats")
 _TRAINABLE: Final = "requires_grad"

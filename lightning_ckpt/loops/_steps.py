@@ -103,11 +103,10 @@ class TrainingLoops:
         """Whether the last batch of the epoch is done."""
         return bool(self._epoch_loop._num_ready_batches_reached())
 
-    @property
-    def ends_here(self) -> bool:
-        """Whether Lightning makes no further step."""
-        trainer, loop = self.trainer, self._fit_loop
-        if trainer.max_steps == trainer.global_step or (trainer.should_stop and loop._can_stop_early):
+    def ends_at(self, step: int) -> bool:
+        """Return whether Lightning makes no step after `step`, the present one."""
+        loop = self._fit_loop
+        if step == self._epoch_loop.max_steps or (self.trainer.should_stop and loop._can_stop_early):
             return True
         return bool(self.epoch_is_over and loop.epoch_progress.current.processed == loop.max_epochs)
 
@@ -191,6 +190,7 @@ class TrainingLoops:
             progress.current.completed -= 1  # as it was, and again is after the update
             self._epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             progress.increment_completed()
+            self._epoch_loop._results.reset()
         if self.resumed in {Following.EPOCH, Following.EPOCH_UPDATE, Following.BATCH}:
             self.resumed = None
 
