@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
-from functools import cache
 from typing import Any, Final, Protocol, final
 
 import torch
@@ -178,6 +177,9 @@ class TrainingLoops:
         if self.resumed in {Following.EPOCH, Following.EPOCH_UPDATE}:
             # Iterators are made where an uninterrupted run makes them.
             fit_loop._resuming_from_checkpoint = False
+            if every := self.trainer.reload_dataloaders_every_n_epochs:
+                ended = fit_loop.epoch_progress.current.processed - 1
+                fit_loop._last_train_dl_reload_epoch = ended - ended % every
             return
         fit_loop._restart_stage = _MID_EPOCH
         epoch_loop.reset = lambda: vars(epoch_loop).pop("reset")
@@ -211,7 +213,6 @@ class TrainingLoops:
         self.resumed = None
 
 
-@cache
 def _held(stock: type[Any]) -> type[Any]:
     """Return the class of a combined loader that is iterated once for its length only."""
 
