@@ -99,7 +99,6 @@ LIGHTNING_STRATEGY = {
 }
 FABRIC = {
     "plugins.io.torch_io:pl_load": "path_or_url map_location weights_only",
-    "utilities.distributed:DistributedSamplerWrapper": None,
 }
 LIGHTNING_TRAINER = (
     "_checkpoint_connector",
@@ -111,6 +110,7 @@ LIGHTNING_TRAINER = (
     "_logger_connector._first_loop_iter",
     "_val_check_time_interval",
     "fit_loop._combined_loader",
+    "fit_loop._last_train_dl_reload_epoch",
     "fit_loop._loaded_from_state_dict",
     "fit_loop._restart_stage",
     "fit_loop._restarting",
@@ -198,6 +198,7 @@ ELSEWHERE = {
     "_iterator": "torch.utils.data.DataLoader, set in its constructor: the same",
     "_num_yielded": "a loader's iterator: the same",
     "_sampler_iter": "the same",
+    "_consumed": "lightning's CombinedLoader: see tests/adapters/test_lightning_data.py",
     "_sampler_iter_yielded": "torchdata's iterator: the same",
     "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",
