@@ -79,6 +79,7 @@ class Pacing:
         A save that is ranked by the validation waits for it. So does one at the epoch's end: a resume would
         call the hooks of the epoch's end without what they have collected in the epoch.
         """
+        self._running.forget()
         step = self._trainer.global_step
         fit_loop = self._trainer.fit_loop
         self._stepped = step != self._seen_step and not fit_loop._should_accumulate()
