@@ -50,6 +50,7 @@ class Pacing:
         self._stepped = False
         self._left = False
         self._evaluated = False
+        self._total_steps: int | None = None
         self._saved_step: int | None = None
         self._saved: SaveHandle | None = None
         self._deferred: str | None = None
@@ -63,6 +64,7 @@ class Pacing:
         """Prepare for the first batch; after a preemption training does not begin."""
         # What a resumed run makes up for may be a validation that is worth a save of the same step.
         self._begun_at = self._trainer.global_step
+        self._total_steps = _total_steps(self._trainer)
         self._seen_step = self._begun_at if self._loops.resumed is None else -1
         self._saved_step = origin = self._roots.take_up(self._root)
         if origin is None or self._settings.bests:
@@ -80,6 +82,7 @@ class Pacing:
         A save that is ranked by the validation waits for it. So does one at the epoch's end: a resume would
         call the hooks of the epoch's end without what they have collected in the epoch.
         """
+        self._running.forget()
         step = self._trainer.global_step
         fit_loop = self._trainer.fit_loop
         self._stepped = step != self._seen_step and not fit_loop._should_accumulate()
@@ -125,7 +128,7 @@ class Pacing:
         if self._left:
             raise StopIteration
         if self._stepped and not self._loops.epoch_is_over:
-            self._save_if_due()
+            self._save_if_due(self._seen_step)
             self._end_if_preempted(here=True)
 
     def before_epoch_end(self) -> None:
@@ -139,13 +142,14 @@ class Pacing:
         self._evaluated = True
         self._evaluations.note()
         self._evaluations.complain()
+        self._total_steps = _total_steps(self._trainer)
         if self._loops.epoch_is_over and self._stepped:
-            self._save_if_due()
+            self._save_if_due(self._seen_step)
             self._roots.settle()
             self._end_if_preempted(here=False)
 
-    def _save_if_due(self) -> None:
-        reason = self._deferred or self._reason(self._trainer.global_step)
+    def _save_if_due(self, step: int) -> None:
+        reason = self._reason(step) or self._deferred
         if reason is not None:
             self._save(reason)
         elif self._evaluated and not self.preempted and self._evaluations.among_best():
@@ -167,10 +171,10 @@ class Pacing:
         self._signals.give_back()
 
     def _reason(self, step: int) -> str | None:
-        reason = self._manager.due(step, total_steps=_total_steps(self._trainer))
+        reason = self._manager.due(step, total_steps=self._total_steps)
         if step in {self._saved_step, self._begun_at}:
             return None
-        if reason is None and self._settings.save_last and self._loops.ends_here:
+        if reason is None and self._settings.save_last and self._loops.ends_at(step):
             return _LAST_STEP
         return reason
 

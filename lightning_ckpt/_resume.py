@@ -30,6 +30,7 @@ class DataResume:
         self._loaded = loaded
         self._prepared: dict[str, int] = {_TRAINING: 0, _VALIDATION: 0}
         self._dealt: dict[int, tuple[int, int]] = {}
+        self._finished = False
 
     @property
     def has_prepared(self) -> bool:
@@ -42,6 +43,8 @@ class DataResume:
     def prepare(self, loader: Any) -> None:
         """Put back the position in a loader whose iterator is about to be made."""
         kind = _TRAINING if self._trainer.training else _VALIDATION
+        if kind == _TRAINING and self._finished:
+            return  # loaders that Lightning makes again for a later epoch
         number = self._prepared[kind]
         self._prepared[kind] = number + 1
         states = self._loaded.positions.get(kind, ())
@@ -86,6 +89,7 @@ class DataResume:
             iter(fetcher)
         if self._loaded.prefetched and fetcher is not None:
             fetcher.batches[:0] = self._loaded.prefetched
+        self._finished = True
         self._note_consumed()
         self._count_batches()
         if self._loaded.ended_epoch and fit_loop.epoch_loop.restarted_on_train_batch_end:

@@ -110,6 +110,7 @@ LIGHTNING_TRAINER = (
     "_logger_connector._first_loop_iter",
     "_val_check_time_interval",
     "fit_loop._combined_loader",
+    "fit_loop._last_train_dl_reload_epoch",
     "fit_loop._loaded_from_state_dict",
     "fit_loop._restart_stage",
     "fit_loop._restarting",

@@ -1,9 +1,9 @@
 """Lightning's training loops: positions, running values, and preemptions."""
 
 from lightning_ckpt.loops._evaluation import Evaluations, Measured
-from lightning_ckpt.loops._position import Following, TrainingLoops
 from lightning_ckpt.loops._preemption import SignalTakeover, ValidationExit
 from lightning_ckpt.loops._running import Running
+from lightning_ckpt.loops._steps import Following, TrainingLoops
 
 __all__ = [
     "Evaluations",

@@ -15,7 +15,7 @@ import torch
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import rng_state
 from lightning_ckpt.loops._evaluation import Measured
-from lightning_ckpt.loops._position import Following, TrainingLoops
+from lightning_ckpt.loops._steps import Following, TrainingLoops
 
 _SWITCHES: Final = ("training", "track_running_stats")
 _TRAINABLE: Final = "requires_grad"
@@ -120,14 +120,13 @@ def _load_metric(metric: Any, state: Mapping[str, Any]) -> None:
 def _of_result(result: Any) -> dict[str, Any] | None:
     """Return one running mean, or None if it cannot be stored.
 
-    A group of processes, of a metric that some ranks share, is of this process only.
+    A metric that some ranks share has a group of processes, which is of this process only.
     """
     meta = result.meta
-    if meta.sync.group is not None:
+    names = (*_COUNTS, *result._defaults) if result.is_tensor else _COUNTS
+    state = {name: _plain(getattr(result, name)) for name in names}
+    if meta.sync.group is not None or _plain_bytes(state) is None:
         return None
-    state: dict[str, Any] = {name: _plain(getattr(result, name)) for name in _COUNTS}
-    if result.is_tensor:
-        state |= {name: _plain(getattr(result, name)) for name in result._defaults}
     return {
         "tensor": result.is_tensor,
         "reset": result.has_reset,
@@ -265,20 +264,19 @@ class Running:
 
     def remember(self) -> None:
         """Remember the present as what a save in the coming validation goes back to."""
-        self.repeats_validation = False
         self._before = rng_state(), self._capture_metrics()
+
+    def forget(self) -> None:
+        """Forget what was remembered before a validation that is over."""
+        self._before = None
 
     def _capture_metrics(self) -> dict[str, Any]:
         return capture_metrics(self._trainer, first_batch=self.loops.first_batch)
 
     def capture(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """Return the state, None where it could not be resumed, and the generators."""
-        following = self.loops.following
-        if self.repeats_validation and self._before is not None:
-            rng, metrics = self._before
-            following = Following.VALIDATION
-        else:
-            rng, metrics = rng_state(), {}
+        following = Following.VALIDATION if self.repeats_validation else self.loops.following
+        rng, metrics = self._before if self.repeats_validation and self._before else (rng_state(), {})
         if following is None or self._switches is None:
             return None, rng
         state = {

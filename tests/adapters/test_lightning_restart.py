@@ -194,47 +194,61 @@ def assert_resumes_exactly(
 
 
 CELLS = {
-    "metrics and hooks": Cell(),
     "early stopping": Cell(
         callbacks=lambda: [EarlyStopping("val_loss", patience=9), EarlyStopping("loss_epoch", patience=9)],
         model={"scheduler": "plateau of val_loss"},
         ours={"save": EverySteps(2), "keep": KeepLatest(99) | KeepBest("val_loss")},
     ),
-    "plateau of an epoch's mean": Cell(model={"scheduler": "plateau"}, validates=False),
     "plateau of steps, validation within epochs": Cell(
         model={"scheduler": "plateau of steps"}, trainer={"val_check_interval": 2}
-    ),
-    "validation after a part of an epoch": Cell(
-        model={"scheduler": "epochs"}, trainer={"val_check_interval": 0.75}, at=(3, 7, 8)
     ),
     "validation beyond an epoch": Cell(
         model={"scheduler": "steps"},
         trainer={"val_check_interval": 5, "check_val_every_n_epoch": None},
-        at=(4, 5, 10),
+        at=(5, 8),
+    ),
+    "a growing window": Cell(callbacks=lambda: [GradientAccumulationScheduler({1: 2})], at=(4, 5)),
+    "finetuning": Cell(
+        callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], at=(4, 6)
+    ),
+    "stochastic averaging": Cell(
+        callbacks=lambda: [StochasticWeightAveraging(0.005, 2)], model={"scheduler": "epochs"}, at=(4, 6)
+    ),
+    "averaging": Cell(
+        callbacks=lambda: [EMAWeightAveraging(decay=0.5)], trainer={"val_check_interval": 2}, at=(2, 4)
+    ),
+    "two optimizers by hand, in double precision": Cell(
+        model={"manual": 2}, trainer={"precision": "64-true"}, at=(3,)
+    ),
+}
+MORE_CELLS = {
+    "metrics and hooks": Cell(),
+    "plateau of an epoch's mean": Cell(model={"scheduler": "plateau"}, validates=False),
+    "validation after a part of an epoch": Cell(
+        model={"scheduler": "epochs"}, trainer={"val_check_interval": 0.75}, at=(3, 7, 8)
     ),
     "validation every second epoch": Cell(trainer={"check_val_every_n_epoch": 2}, at=(4, 8, 9)),
-    "a growing window": Cell(callbacks=lambda: [GradientAccumulationScheduler({1: 2})], at=(4, 5, 6)),
     "a window that the epoch cuts": Cell(
         model={"scheduler": "plateau of steps"}, trainer={"accumulate_grad_batches": 3}, at=(1, 2, 3)
     ),
-    "finetuning": Cell(
-        callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], at=(3, 4, 6, 8, 9)
-    ),
-    "stochastic averaging": Cell(
-        callbacks=lambda: [StochasticWeightAveraging(0.005, 2)],
-        model={"scheduler": "epochs"},
-        at=(3, 4, 6, 8),
-    ),
-    "averaging": Cell(callbacks=lambda: [EMAWeightAveraging(decay=0.5)], trainer={"val_check_interval": 2}),
-    "two optimizers by hand": Cell(model={"manual": 2}),
-    "double precision": Cell(trainer={"precision": "64-true"}, at=(2,)),
     "half precision": Cell(trainer={"precision": "bf16-true", "limit_train_batches": 3}, at=(2, 3)),
+    "steps of an averaged epoch": Cell(
+        callbacks=lambda: [StochasticWeightAveraging(0.005, 1)], at=(1, 2, 3, 5, 7, 9, 11)
+    ),
+    "finetuning at every step": Cell(
+        callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], at=(1, 3, 5, 7, 8, 9, 11)
+    ),
 }
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_a_resumed_training_goes_on_as_if_never_stopped(tmp_path, name):
-    cell = CELLS[name]
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(pytest.param(cell, id=name) for name, cell in CELLS.items()),
+        *(pytest.param(cell, id=name, marks=pytest.mark.slow) for name, cell in MORE_CELLS.items()),
+    ],
+)
+def test_a_resumed_training_goes_on_as_if_never_stopped(tmp_path, cell):
     full = train(tmp_path / "full", cell)
     for step in cell.at:
         assert_resumes_exactly(tmp_path, cell, full, tmp_path / "full" / "run" / f"step-{step:09d}")
@@ -247,7 +261,14 @@ def test_a_training_that_is_watched_is_the_same(tmp_path):
     assert watched.events == stock.events
 
 
-@pytest.mark.parametrize("moment", ["batch", "validation", "epoch"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("batch", marks=pytest.mark.slow),
+        "validation",
+        pytest.param("epoch", marks=pytest.mark.slow),
+    ],
+)
 def test_what_lightnings_own_callback_saves_in_a_hook_is_resumed_as_exactly(tmp_path, moment):
     options = {
         "batch": {"every_n_train_steps": 2},
@@ -298,18 +319,7 @@ class Announcing(pl.Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    ("hook", "calls", "saved"),
-    [
-        ("on_train_batch_end", 1, 1),  # mid-epoch, before any metric of a validation
-        ("on_train_batch_end", 2, 2),  # a validation is due
-        ("on_train_batch_end", 4, 4),  # a validation and the end of the epoch are due
-        ("on_validation_batch_start", 2 * BATCHES + 2, 6),
-        ("on_validation_batch_start", 3 * BATCHES + 2, 8),
-        ("on_train_epoch_end", 1, 4),
-    ],
-)
-def test_a_preempted_validation_is_made_by_the_resume(tmp_path, hook, calls, saved):
+def test_a_preempted_validation_is_made_by_the_resume(tmp_path):
     cell = Cell(
         callbacks=lambda: [EarlyStopping("val_loss", patience=9)],
         model={"scheduler": "plateau of val_loss"},
@@ -317,12 +327,20 @@ def test_a_preempted_validation_is_made_by_the_resume(tmp_path, hook, calls, sav
         ours={"save": OnPreemption()},
     )
     full = train(tmp_path / "full", cell)
-    announced = replace(cell, callbacks=lambda: [*cell.callbacks(), Announcing(hook, calls)])
-    cut = train(tmp_path / "cut", announced)
-
-    (path,) = (tmp_path / "cut" / "run").glob("step-*")
-    assert path.name == f"step-{saved:09d}"
-    assert_resumes_exactly(tmp_path, cell, full, path, saver=cut)
+    for hook, calls, saved in (
+        ("on_train_batch_end", 1, 1),  # mid-epoch, before any metric of a validation
+        ("on_train_batch_end", 2, 2),  # a validation is due
+        ("on_train_batch_end", 4, 4),  # a validation and the end of the epoch are due
+        ("on_validation_batch_start", 2 * BATCHES + 2, 6),
+        ("on_validation_batch_start", 3 * BATCHES + 2, 8),
+        ("on_train_epoch_end", 1, 4),
+    ):
+        root = tmp_path / f"{hook}-{calls}"
+        callbacks = [*cell.callbacks(), Announcing(hook, calls)]
+        cut = train(root, replace(cell, callbacks=lambda callbacks=callbacks: callbacks))
+        (path,) = (root / "run").glob("step-*")
+        assert path.name == f"step-{saved:09d}"
+        assert_resumes_exactly(root, cell, full, path, saver=cut)
 
 
 class Early(pl.Callback):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
-from functools import cache
 from typing import Any, Final, Protocol, final
 
 import torch
@@ -103,11 +102,10 @@ class TrainingLoops:
         """Whether the last batch of the epoch is done."""
         return bool(self._epoch_loop._num_ready_batches_reached())
 
-    @property
-    def ends_here(self) -> bool:
-        """Whether Lightning makes no further step."""
-        trainer, loop = self.trainer, self._fit_loop
-        if trainer.max_steps == trainer.global_step or (trainer.should_stop and loop._can_stop_early):
+    def ends_at(self, step: int) -> bool:
+        """Return whether Lightning makes no step after `step`, the present one."""
+        loop = self._fit_loop
+        if step == self._epoch_loop.max_steps or (self.trainer.should_stop and loop._can_stop_early):
             return True
         return bool(self.epoch_is_over and loop.epoch_progress.current.processed == loop.max_epochs)
 
@@ -179,6 +177,9 @@ class TrainingLoops:
         if self.resumed in {Following.EPOCH, Following.EPOCH_UPDATE}:
             # Iterators are made where an uninterrupted run makes them.
             fit_loop._resuming_from_checkpoint = False
+            if every := self.trainer.reload_dataloaders_every_n_epochs:
+                ended = fit_loop.epoch_progress.current.processed - 1
+                fit_loop._last_train_dl_reload_epoch = ended - ended % every
             return
         fit_loop._restart_stage = _MID_EPOCH
         epoch_loop.reset = lambda: vars(epoch_loop).pop("reset")
@@ -191,6 +192,7 @@ class TrainingLoops:
             progress.current.completed -= 1  # as it was, and again is after the update
             self._epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             progress.increment_completed()
+            self._epoch_loop._results.reset()
         if self.resumed in {Following.EPOCH, Following.EPOCH_UPDATE, Following.BATCH}:
             self.resumed = None
 
@@ -211,7 +213,6 @@ class TrainingLoops:
         self.resumed = None
 
 
-@cache
 def _held(stock: type[Any]) -> type[Any]:
     """Return the class of a combined loader that is iterated once for its length only."""
 
