@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -161,6 +162,7 @@ class AcceleratorState:
         self._small = SmallState()
         self._for_hooks: Mapping[str, bytes] | Sequence[str] | None = None
         self._generators: Mapping[str, Any] = {}
+        self._seed = torch.initial_seed()
         self._arguments = arguments
 
     def capture(self) -> CapturedState:
@@ -206,6 +208,7 @@ class AcceleratorState:
             UnsafeCheckpointError: only pickle can read a small file, and that is not allowed.
         """
         accelerator = self._accelerator
+        self._seed = torch.initial_seed()  # before anything puts generators back
         self._check_counts(saved)
         self._small = read_small(
             accelerator,
@@ -303,6 +306,8 @@ class AcceleratorState:
             "step": self._accelerator.step,
             "optimizer_steps": self._progress.steps.step,
             "rng_seed": rng_seed(rng),
+            "rng": rng,
+            "initial_seed": torch.initial_seed(),
             # A stateful loader's position is its rank's own.
             _LOADERS: [{**position, "state": None} if position else {} for position in positions],
             "optimizers": len(self._accelerator._optimizers),
@@ -380,16 +385,7 @@ class AcceleratorState:
             # Ranks that were not there at the save have none of their own, and must synchronise like others.
             accelerator.step = shared["step"]
             self._progress.steps.restore(shared["optimizer_steps"])
-        if _RNG in saved.per_rank:
-            notes += load_rng_state(saved.per_rank[_RNG])
-        elif "rng_seed" not in shared:
-            load_rng_state(self._generators)  # stock wrote it; loading may have drawn from them since
-        else:
-            derive_rng(shared["rng_seed"], accelerator.process_index)
-            notes.append(
-                f"rank {accelerator.process_index} was not among the {saved.world_size} that saved: "
-                "its random numbers are derived from rank 0's"
-            )
+        notes += self._apply_rng(saved, shared)
         if shared.get("within_window"):
             notes.append(
                 f"checkpoint {saved.name} was saved within an accumulation window, without the gradients "
@@ -406,3 +402,17 @@ class AcceleratorState:
         positions = saved.per_rank[_LOADERS] if same_ranks else shared.get(_LOADERS, [])
         notes += self._progress.loaders.restore(positions, rng_state(), same_ranks=same_ranks)
         return notes
+
+    def _apply_rng(self, saved: SavedState, shared: Mapping[str, Any]) -> Sequence[str]:
+        if _RNG in saved.per_rank:
+            return load_rng_state(saved.per_rank[_RNG])
+        if "rng_seed" not in shared:
+            load_rng_state(self._generators)  # stock wrote it; loading may have drawn from them since
+            return []
+        rank = self._accelerator.process_index
+        text = f"rank {rank} was not among the {saved.world_size} that saved: its random numbers are "
+        if shared.get("initial_seed") == self._seed:
+            # Samplers that draw from the global generators need the same numbers on all ranks.
+            return [text + "those of rank 0, as the script seeds both alike", *load_rng_state(shared["rng"])]
+        derive_rng(shared["rng_seed"], rank)
+        return [text + "derived from rank 0's"]

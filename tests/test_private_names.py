@@ -162,6 +162,11 @@ ACCELERATE = {
     "accelerate.data_loader:DataLoaderStateMixin.begin": "",
     "accelerate.data_loader:DataLoaderStateMixin.end": "",
     "accelerate.data_loader:get_sampler": "dataloader",
+    "accelerate.data_loader:BatchSamplerShard": None,
+    "accelerate.data_loader:IterableDatasetShard": None,
+    "accelerate.data_loader:SkipBatchSampler": "batch_sampler skip_batches",
+    "accelerate.state:GradientState._add_dataloader": "dataloader",
+    "accelerate.state:GradientState._remove_dataloader": "dataloader",
     "accelerate.utils.other:TORCH_SAFE_GLOBALS": None,
     "accelerate.utils.other:clean_state_dict_for_safetensors": "state_dict",
 }
@@ -284,13 +289,24 @@ def test_batches_that_lightning_drew_ahead_are_where_we_look_for_them(package):
 def test_loaders_of_accelerate_call_what_we_replace_for_every_epoch_and_batch():
     loaders = pytest.importorskip("accelerate.data_loader")
     seams = {
-        loaders.DataLoaderShard: ("begin()", "_update_state_dict()", "end()"),
-        loaders.SkipDataLoader: ("begin()", "_update_state_dict()", "end()"),
-        loaders.DataLoaderDispatcher: ("begin()", "slice_fn(", "end()"),
+        loaders.DataLoaderShard: ("begin()", "base_dataloader.__iter__()", "_update_state_dict()", "end()"),
+        loaders.SkipDataLoader: ("begin()", "base_dataloader.__iter__()", "_update_state_dict()", "end()"),
+        loaders.DataLoaderDispatcher: ("begin()", "base_dataloader.__iter__()", "slice_fn(", "end()"),
     }
     for loader, called in seams.items():
         source = inspect.getsource(loader.__iter__)
         assert [each for each in called if f"self.{each}" not in source] == [], loader.__name__
+    for method, called in (("begin", "_add_dataloader(self)"), ("end", "_remove_dataloader(self)")):
+        source = inspect.getsource(getattr(loaders.DataLoaderStateMixin, method))
+        assert f"self.gradient_state.{called}" in source
+
+
+def test_all_gradient_states_of_accelerate_share_their_attributes():
+    """So that one function, set on one of them, is called for every loader."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True)
+    state = accelerate.state.GradientState
+    assert vars(state()) is vars(state())
 
 
 def test_the_trainer_saves_through_the_methods_that_we_redirect():

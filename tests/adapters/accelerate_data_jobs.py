@@ -1,4 +1,4 @@
-"""Loops over data under Accelerate: what each step saw, stock and resumed. Module level, for spawned ranks."""
+"""Loops over data under Accelerate: what each step saw, for spawned ranks as for one process."""
 
 from __future__ import annotations
 
@@ -166,9 +166,8 @@ def _loader(run: Run) -> DataLoader[Any]:
     return DataLoader(Items(), sampler=samplers[run.kind](), **options)
 
 
-def loop(run: Run) -> dict[str, Any]:
-    """Train as users' scripts do; tell the epoch, the samples and the random number of every step."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+def prepared(run: Run) -> tuple[Any, ...]:
+    """An accelerator, and what it has prepared."""
     made = _accelerator(run)
     accelerate.utils.set_seed(1 if run.same_seed else 1 + made.process_index)
     if run.enabled:
@@ -176,14 +175,18 @@ def loop(run: Run) -> dict[str, Any]:
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    net, optimizer, schedule, train, held_out = made.prepare(
-        net, optimizer, schedule, _loader(run), DataLoader(Items(), batch_size=13, num_workers=0)
-    )
+    return made, *made.prepare(net, optimizer, schedule, _loader(run), DataLoader(Items(), batch_size=12))
+
+
+def loop(run: Run) -> dict[str, Any]:
+    """Train as users' scripts do; tell epoch, samples, random number and learning rate of every step."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    made, *rest = prepared(run)
     if run.load is not None:
         made.load_state(run.load)
-    trace = list(_steps(run, made, (net, optimizer, schedule, train, held_out)))
+    trace = list(_steps(run, made, tuple(rest)))
     made.end_training()
-    return {"trace": trace, "weights": [value.item() for value in net.parameters()]}
+    return {"trace": trace, "weights": [value.item() for value in rest[0].parameters()]}
 
 
 def _evaluate(net: nn.Module, held_out: Any) -> float:

@@ -1,0 +1,263 @@
+"""Accelerate: a resumed run sees the data that it would have seen, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accelerate_ckpt
+from ckpt_core.testing import run_ranks
+from tests.adapters.accelerate_data_jobs import SAMPLES, STREAMED, Run, loops, prepared
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+PER_EPOCH = 7  # batches of 4 of 26 samples; 4 on two ranks
+
+ONE_PROCESS = {
+    "the function": Run(by_function=True),
+    "a generator": Run(kind="generator"),
+    "a sampler of numpy": Run(kind="numpy"),
+    "with replacement": Run(kind="replacement"),
+    "a dispatcher": Run(dispatch=True),
+    "stateful": Run(stateful=True),
+    "evaluation at the end": Run(evaluate=True),
+    "evaluation at both ends": Run(evaluate=True, evaluate_first=True),
+    "persistent workers": Run(workers=1, persistent=True, evaluate=True),
+}
+ONE_PROCESS_SLOWLY = {
+    "persistent workers, a generator": Run(workers=2, persistent=True, kind="generator"),
+    "stateful, workers": Run(stateful=True, workers=2),
+    "stateful, persistent workers": Run(stateful=True, workers=2, persistent=True),
+    "stateful, workers, seedable": Run(stateful=True, workers=2, seedable=True),
+    "numpy, workers": Run(kind="numpy", workers=2),
+}
+TWO_RANKS = {
+    "default": Run(evaluate_first=True),
+    "the function, seedable": Run(seedable=True, by_function=True),
+    "a dispatcher": Run(dispatch=True),
+    "a dispatcher, the function": Run(dispatch=True, by_function=True),
+    "a sampler with epochs": Run(kind="by_epoch"),
+    "stateful, persistent workers": Run(stateful=True, workers=1, persistent=True),
+}
+ELASTIC = {
+    "default": Run(batch=2),
+    "the function, seedable": Run(batch=2, seedable=True, by_function=True),
+    "a dispatcher": Run(batch=2, dispatch=True),
+    "a sampler of numpy": Run(batch=2, kind="numpy"),
+    "batches of the user's": Run(kind="blocks"),
+    "a stream with a generator": Run(batch=2, kind="shuffled_stream", dispatch=False),
+    "a dispatched stream": Run(batch=2, kind="stream"),
+    "stateful": Run(batch=2, stateful=True),
+}
+ELASTIC_SLOWLY = {
+    "stateful, workers": Run(batch=2, stateful=True, workers=2),
+    "stateful, workers, seedable": Run(batch=2, stateful=True, workers=2, seedable=True),
+    "stateful, persistent workers": Run(batch=2, stateful=True, workers=2, persistent=True),
+    "a stateful stream": Run(batch=2, stateful=True, kind="stream", dispatch=False),
+    "split batches": Run(batch=12, split=True),
+}
+
+
+def with_resumes(run: Run, root: Path, at: Sequence[int]) -> list[Run]:
+    """Stock, a run that saves, and one from each checkpoint."""
+    saves = run.but(root=str(root), save_at=tuple(at))
+    return [
+        run.but(enabled=False),
+        saves,
+        *(run.but(root=str(root), load=f"{root}/checkpoint_{step}") for step in at),
+    ]
+
+
+def assert_exact(results: Sequence[dict[str, Any]], at: Sequence[int]) -> None:
+    stock, saved, *resumed = results
+    assert saved == stock, "a run that never resumes"
+    for step, result in zip(at, resumed, strict=True):
+        assert result["trace"] == saved["trace"][step:], f"from step {step}"
+        assert result["weights"] == saved["weights"]
+
+
+@pytest.mark.parametrize("case", ONE_PROCESS)
+def test_a_resume_sees_the_same_data_and_random_numbers(case: str, tmp_path: Path) -> None:
+    at = (3, PER_EPOCH, PER_EPOCH + 2)
+    assert_exact(loops(with_resumes(ONE_PROCESS[case], tmp_path, at)), at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ONE_PROCESS_SLOWLY)
+def test_a_resume_sees_the_same_data_and_random_numbers_with_workers(case: str, tmp_path: Path) -> None:
+    at = (3, PER_EPOCH, PER_EPOCH + 2)
+    assert_exact(loops(with_resumes(ONE_PROCESS_SLOWLY[case], tmp_path, at)), at)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_loop_that_was_left_early_goes_on_or_begins_again_as_the_script_says(
+    skip: bool, tmp_path: Path
+) -> None:
+    at = (5, 10)
+    run = Run(leave_after=5, save_behind=True, skip=skip)
+    assert_exact(loops(with_resumes(run, tmp_path, at)), at)
+
+
+def test_a_stateful_loader_of_which_a_script_skips_batches_is_whole_in_the_next_epoch(
+    tmp_path: Path,
+) -> None:
+    run = Run(stateful=True, root=str(tmp_path), steps=12)
+    saved, resumed = loops([run.but(save_at=(3,)), run.but(load=f"{tmp_path}/checkpoint_3", skips=3)])
+    assert resumed["trace"] == saved["trace"][3:]
+
+
+def test_a_checkpoint_saved_right_after_a_load_has_the_same_position(tmp_path: Path) -> None:
+    run = Run(root=str(tmp_path), steps=9)
+    (saved,) = loops([run.but(save_at=(2,))])
+    made, *_ = prepared(run)
+    made.load_state(f"{tmp_path}/checkpoint_2")
+    (tmp_path / "again").mkdir()
+    made.save_state(f"{tmp_path}/again/checkpoint_2")
+    accelerate_ckpt.checkpoints(made).wait()
+    accelerate_ckpt.disable(made)
+    (resumed,) = loops([run.but(load=f"{tmp_path}/again/checkpoint_2")])
+    assert resumed["trace"] == saved["trace"][2:]
+
+
+def test_a_loop_that_goes_on_behind_a_load_keeps_its_data(tmp_path: Path) -> None:
+    made, _net, _optimizer, _schedule, train, _ = prepared(Run(root=str(tmp_path)))
+    seen: list[int] = []
+    for epoch in range(2):
+        for index, batch in enumerate(train):
+            seen += map(int, batch.flatten())
+            if (epoch, index) == (0, 2):
+                made.save_state(f"{tmp_path}/checkpoint_0")
+            if (epoch, index) == (0, 4):
+                made.load_state(f"{tmp_path}/checkpoint_0")
+        assert Counter(seen) == Counter(dict.fromkeys(range(SAMPLES), epoch + 1))
+    made.end_training()
+
+
+@pytest.mark.parametrize(("skips", "told"), [(5, "skips 5 batches"), (None, "begins this epoch again")])
+def test_another_position_than_the_saved_one_is_told_with_numbers(
+    skips: int | None, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(root=str(tmp_path), steps=4)
+    loops([run.but(save_at=(3,))])
+    with caplog.at_level(logging.WARNING):
+        loops([run.but(load=f"{tmp_path}/checkpoint_3", skip=skips is not None, skips=skips)])
+    assert f"data loader 0 was saved after 3 batches of epoch 0, and {told}" in caplog.text
+
+
+def seen_by_epoch(results: Sequence[Sequence[dict[str, Any]]]) -> dict[int, Counter[int]]:
+    """How often each sample was seen, by all ranks of several lives."""
+    seen: dict[int, Counter[int]] = {}
+    for result in (result for of_life in results for result in of_life):
+        for _, epoch, batch, *_ in result["trace"]:
+            seen.setdefault(epoch, Counter()).update(map(int, batch))
+    return seen
+
+
+def assert_every_sample_once(run: Run, seen: Counter[int], *, added: int = 0) -> None:
+    whole = STREAMED if "stream" in run.kind else SAMPLES
+    assert sorted(seen) == list(range(whole)), "never seen"
+    assert sum(seen.values()) == whole + added, "seen twice"
+
+
+def lives(run: Run, root: Path, number: int, *, last: bool) -> Run:
+    """One of several lives, each of which makes one step of the same epoch; the last ends the run."""
+    return run.but(
+        root=str(root),
+        same_seed=True,
+        load=f"{root}/checkpoint_{number}" if number else None,
+        save_at=() if last else (number + 1,),
+        steps=100 if last else number + 1,
+    )
+
+
+@pytest.mark.parametrize("case", ELASTIC)
+def test_with_another_batch_size_every_sample_of_the_epoch_is_seen_once(case: str, tmp_path: Path) -> None:
+    run = ELASTIC[case]
+    sizes = [2, 5, 3] if run.kind != "blocks" else [2, 2, 2]
+    results = [
+        loops([lives(run.but(batch=size), tmp_path, number, last=number == 2)])
+        for number, size in enumerate(sizes)
+    ]
+    for seen in seen_by_epoch(results).values():
+        assert_every_sample_once(run, seen)
+
+
+@pytest.mark.distributed
+class TestOnTwoRanks:
+    """All in one pair of ranks, before and after which one process saves and loads."""
+
+    @pytest.fixture(scope="class")
+    def results(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+        root = tmp_path_factory.mktemp("ranks")
+        at = (2, 4, 6)
+        exact = [with_resumes(run, root / name, at) for name, run in TWO_RANKS.items()]
+        first = {name: loops([lives(run, root / name, 0, last=False)]) for name, run in ELASTIC.items()}
+        grown = [lives(run, root / name, 1, last=False) for name, run in ELASTIC.items()]
+        per_rank = run_ranks(loops, 2, [run for case in exact for run in case] + grown, timeout_seconds=200)
+        each, behind = 2 + len(at), sum(map(len, exact))
+        found: dict[str, Any] = {"at": at}
+        for number, name in enumerate(TWO_RANKS):
+            found["exact", name] = [of_rank[number * each : (number + 1) * each] for of_rank in per_rank]
+        for number, (name, run) in enumerate(ELASTIC.items()):
+            second = [of_rank[behind + number] for of_rank in per_rank]
+            third = loops([lives(run, root / name, 2, last=True)])
+            found["elastic", name] = [first[name], second, third]
+        return found
+
+    @pytest.mark.parametrize("case", TWO_RANKS)
+    def test_a_resume_sees_the_same_data_and_random_numbers(self, results: dict[Any, Any], case: str) -> None:
+        for of_rank in results["exact", case]:
+            assert_exact(of_rank, results["at"])
+
+    @pytest.mark.parametrize("case", ELASTIC)
+    def test_from_one_rank_to_two_and_back_every_sample_of_the_epoch_is_seen_once(
+        self, results: dict[Any, Any], case: str
+    ) -> None:
+        for seen in seen_by_epoch(results["elastic", case]).values():
+            assert_every_sample_once(ELASTIC[case], seen)
+
+    def test_the_learning_rate_follows_the_samples_on_any_number_of_ranks(
+        self, results: dict[Any, Any]
+    ) -> None:
+        for name in ("default", "a dispatcher", "stateful"):
+            batches = 0
+            for of_life in results["elastic", name]:
+                for *_, rate in of_life[0]["trace"]:
+                    batches += len(of_life)
+                    assert rate == pytest.approx(1e-4 / (1 + batches)), name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_over_four_two_three_ranks_and_one_every_sample_of_the_epoch_is_seen_once(tmp_path: Path) -> None:
+    cases = ELASTIC | ELASTIC_SLOWLY
+    results: dict[str, list[Any]] = {name: [] for name in cases}
+    for number, world in enumerate((4, 2, 3, 1)):
+        runs = [lives(run, tmp_path / name, number, last=number == 3) for name, run in cases.items()]
+        per_rank = run_ranks(loops, world, runs, timeout_seconds=300) if world > 1 else [loops(runs)]
+        for index, name in enumerate(cases):
+            results[name].append([of_rank[index] for of_rank in per_rank])
+    for name, run in cases.items():
+        for seen in seen_by_epoch(results[name]).values():
+            assert_every_sample_once(run, seen)
+
+
+def test_what_becomes_of_the_epoch_is_told_at_the_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(root=str(tmp_path), steps=2)
+    loops([run.but(save_at=(2,))])
+    made, *_ = prepared(run.but(batch=5, drop_last=True))
+    with caplog.at_level(logging.WARNING):
+        made.load_state(f"{tmp_path}/checkpoint_2")
+    assert (
+        "data loader 0 goes on in epoch 0 behind the 8 of 26 samples seen: the 18 others once each, but for "
+        "the last 3, which drop_last leaves out" in caplog.text
+    )
+    assert "batches of 5 now, and made batches of 4: learning rate schedules count batches" in caplog.text
+    made.end_training()
