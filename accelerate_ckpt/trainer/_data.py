@@ -104,8 +104,7 @@ class TrainerData:
         if self._stock.keys() != set(SHADOWED):
             _logger.warning(
                 "this version of transformers runs its epochs in another way: a resumed run finds its place "
-                "in the data as the stock Trainer does. Install the version that this one was tested with, "
-                "or a later one"
+                "in the data as the stock Trainer does. transformers 5.23 is known to work"
             )
             return {}
         made = (

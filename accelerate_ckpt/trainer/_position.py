@@ -43,7 +43,8 @@ class Position:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
         """Return the position that `asdict` made a value of."""
-        return cls(**{**value, "intake": Intake(**value["intake"])})
+        fields: dict[str, Any] = {**value, "intake": Intake(**value["intake"])}
+        return cls(**fields)
 
     @property
     def complete(self) -> bool:
@@ -88,7 +89,8 @@ class DataProgress:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
         """Return the progress that `asdict` made a value of."""
-        return cls(**{**value, "position": Position.of(value["position"])})
+        fields: dict[str, Any] = {**value, "position": Position.of(value["position"])}
+        return cls(**fields)
 
 
 @final
