@@ -89,7 +89,9 @@ class TrainerData:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._stock: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in SHADOWED}
+        self._stock: dict[str, Callable[..., Any]] = {
+            name: getattr(trainer, name) for name in SHADOWED if hasattr(trainer, name)
+        }
         self._resumed: Resumed | None = None
         self._entry: _Entry | None = None
         self._progress: DataProgress | None = None
@@ -99,6 +101,12 @@ class TrainerData:
 
     def shadows(self) -> dict[str, Callable[..., Any]]:
         """Return the methods that replace the Trainer's own, by name."""
+        if self._stock.keys() != set(SHADOWED):
+            _logger.warning(
+                "this version of transformers runs its epochs in another way: a resumed run finds its place "
+                "in the data as the stock Trainer does. transformers 5.23 is known to work"
+            )
+            return {}
         made = (
             self._initial_values,
             self._training_state,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -48,6 +48,7 @@ _NOT_READ = (
 """What is verified when it is loaded, or is not read at all: single files for others, other ranks' files."""
 _TORCH_FILES = (SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
 """What the Trainer reads by `torch.load`; the scheduler we do."""
+_newest_in: Callable[[str], str | None] = get_last_checkpoint
 
 
 @final
@@ -254,7 +255,7 @@ class TrainerLoading:
     def _elsewhere(self) -> str:
         """Return a hint at checkpoints in the output directory, if none are saved there."""
         output = self._session.output
-        last = get_last_checkpoint(output) if output is not None and Path(output).is_dir() else None
+        last = _newest_in(output) if output is not None and Path(output).is_dir() else None
         return "" if last is None else f". {output} holds checkpoints: resume_from_checkpoint={last!r}"
 
     def _check_stock(self, checkpoint: str | os.PathLike[str]) -> None:

@@ -91,7 +91,8 @@ def can_leave_out(loader: Any) -> bool:
     """Return whether `leave_out` works: whether ranks share one order."""
     if isinstance(loader.dataset, IterableDataset):
         shared = isinstance(loader.dataset, IterableDatasetShard) or isinstance(loader, DataLoaderDispatcher)
-        return shared or PartialState().num_processes == 1
+        state: Any = PartialState()
+        return shared or state.num_processes == 1
     return sampler_of(loader) is not None
 
 
@@ -184,8 +185,8 @@ def _size(cut: Cut, whole: int) -> int:
 
 def _batch_samplers(loader: Any) -> tuple[Any, Any]:
     """Return the outermost and the innermost batch sampler of a map-style loader."""
-    outer = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    inner = outer
+    outer: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    inner: Any = outer
     while getattr(inner, "batch_sampler", None) is not None:
         inner = inner.batch_sampler
     return outer, inner

@@ -43,7 +43,8 @@ class Position:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
         """Return the position that `asdict` made a value of."""
-        return cls(**{**value, "intake": Intake(**value["intake"])})
+        fields: dict[str, Any] = {**value, "intake": Intake(**value["intake"])}
+        return cls(**fields)
 
     @property
     def complete(self) -> bool:
@@ -88,7 +89,8 @@ class DataProgress:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
         """Return the progress that `asdict` made a value of."""
-        return cls(**{**value, "position": Position.of(value["position"])})
+        fields: dict[str, Any] = {**value, "position": Position.of(value["position"])}
+        return cls(**fields)
 
 
 @final
@@ -190,25 +192,32 @@ def note(
         samples: in a whole epoch, if that is known.
         dropping: whether a last batch that is not full is dropped.
     """
-    samples_left = "the others follow"
-    if samples is not None:
-        left = samples - chosen.done
-        samples_left = f"the other {left} follow"
-        odd = left % now.intake.batch
-        if odd and dropping:
-            samples_left += f", but for the last {odd}, which fill no batch"
-        elif odd and now.ranks > 1:
-            samples_left += f", with {now.intake.batch - odd} of the first again to fill the last batch"
     data = f"epoch {chosen.epoch} begins"
     if chosen.done:
-        data = f"{chosen.done} samples of epoch {chosen.epoch} are done, {samples_left}, in the saved order"
+        left = None if samples is None else samples - chosen.done
+        rest = "the others follow" if left is None else f"the other {left} follow{_end(left, now, dropping)}"
+        data = f"{chosen.done} samples of epoch {chosen.epoch} are done, {rest}, in the saved order"
     if chosen.twice:
         data += f"; {chosen.twice} samples are seen twice: its loader can only skip whole batches"
+    if chosen.done and before.intake.streams != now.intake.streams:
+        data += "; its workers share the dataset in another way, so that some are seen twice, others never"
     return (
         f"step {before.step} was saved by {_describe(before)}, and is resumed by {_describe(now)}: {data}. "
         f"Training ends at step {steps.total}; the learning rate is scheduled for that many, and stepped "
         "once in each"
     )
+
+
+def _end(left: int, now: Position, dropping: bool) -> str:  # noqa: FBT001 - private
+    """Return what becomes of the last batch of an epoch, if it is not full."""
+    odd = left % now.intake.batch
+    if odd and dropping:
+        return f", but for the last {odd}, which fill no batch"
+    # What one rank fetches for all is only made divisible by them.
+    filled = -odd % (now.intake.batch if now.intake.fetches == 1 else now.ranks)
+    if odd and now.ranks > 1 and filled:
+        return f", with {filled} of the first again to fill the last batch"
+    return ""
 
 
 def _describe(position: Position) -> str:

@@ -86,7 +86,7 @@ class TrainerSession:
     def path_of(self, name: str) -> str:
         """Return the path of a checkpoint as the Trainer itself would write it."""
         if self.output is None:
-            return os.path.join(self._trainer.args.output_dir, name)  # noqa: PTH118 - may be a URL
+            return os.path.join(self._trainer.args.output_dir or ".", name)  # noqa: PTH118 - may be a URL
         return f"{self._storage.url}/{name}"
 
     def best_left(self, found: str | None) -> str | None:
