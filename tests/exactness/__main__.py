@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = [cell for cell in covering(chosen.strength) if all(_has(cell, *each) for each in chosen.only)]
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="exactness-", dir=chosen.root) as folder:
-        for verdict in judged(cells, Path(folder)):
+        for verdict in judged(cells, Path(folder), seconds_each=30):
             verdicts.append(verdict)
             mark = "" if verdict.as_expected else "  <-- "
             print(f"{verdict.cell}: {verdict.word} {verdict.why}{mark}", flush=True)
