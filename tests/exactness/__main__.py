@@ -42,9 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{verdict.cell}: {verdict.word} {verdict.why}{mark}", flush=True)
     unexpected = [each for each in verdicts if not each.as_expected]
     seconds = sum(each.seconds for each in verdicts)
-    print(
-        f"{len(verdicts)} cells, {len(unexpected)} are not what they should be, {seconds:.0f} s of processor time"
-    )
+    print(f"{len(verdicts)} cells, {seconds:.0f} s of processor time")
+    print(f"{len(unexpected)} are not what they should be")
     if not chosen.only:
         chosen.page.write_text(page(verdicts, chosen.strength), encoding="utf-8")
     return int(bool(unexpected))
