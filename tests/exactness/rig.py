@@ -85,6 +85,8 @@ def in_turn(jobs: list[Job]) -> list[Observed]:
     """Several trainings one after another in this process."""
     # Ranks are daemons, which may have no children; loaders with workers need some.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    # A rank comes from a fork server, and would start another one for them.
+    multiprocessing.set_start_method("fork", force=True)
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
     return [_train(job) for job in jobs]
