@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -184,6 +184,22 @@ def agreed_place(
         return None if step is None else checked_step(call, step), name
 
     return _agreed(coordinator, call, get)
+
+
+def agreed_values(
+    coordinator: Coordinator, call: str, values: Mapping[str, Any], *, check: Callable[[], object]
+) -> None:
+    """Agree on the values that a call is given. Collective.
+
+    Raises:
+        ConfigError: `check` raises one on any rank, or ranks give different values.
+    """
+
+    def get() -> list[list[Any]]:
+        check()
+        return [[name, list(value) if isinstance(value, tuple) else value] for name, value in values.items()]
+
+    _agreed(coordinator, call, get)
 
 
 def agreed_step(coordinator: Coordinator, call: str, step: int, *reasons: str) -> int:

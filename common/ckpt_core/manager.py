@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, final
 
-from ckpt_core.collective import agreed_place, agreed_step, checked_step
+from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
@@ -18,11 +19,11 @@ from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.retention import PrunePlan
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
-from ckpt_core.state import State, as_source, takes_all
+from ckpt_core.state import Override, State, TrainState, as_source, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
-from ckpt_core.validation import mapping, require, text
+from ckpt_core.validation import mapping, require
 
 COALESCED = "coalesced"
 """The reason of a save that replaces those postponed by back-pressure."""
@@ -84,6 +85,7 @@ class CheckpointManager:
         self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
         self._loader = Loader(job, verify_manifest=self.options.manifest_verifier)
+        self._overridden: Mapping[str, Any] = {}
         self._closed = False
 
     @property
@@ -155,7 +157,10 @@ class CheckpointManager:
         """
         self._bind()
         try:
-            request = _request(step, state, name, metrics=metrics, annotations=annotations)
+            request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
+            request = replace(request, annotations={**self._overridden, **request.annotations})
+            if not isinstance(state, CapturedState):
+                as_source(state)  # raises if it is no state
         except ConfigError as error:
             if self._coordinator.world_size == 1:
                 raise
@@ -166,6 +171,7 @@ class CheckpointManager:
         handle = self._saver.save(request, state)
         if handle is not None:
             self._cadence.saved(request.step)
+            self._overridden = {}
         return handle
 
     def prewarm(self, state: State | CapturedState) -> int:
@@ -186,8 +192,14 @@ class CheckpointManager:
         """Bytes of host memory for the copies of this rank, also between saves."""
         return self._saver.staging_bytes
 
-    def resume(self, state: State) -> int | None:
+    def resume(self, state: State, *, override: Mapping[str, Any] | None = None) -> int | None:
         """Load the newest checkpoint that verifies, and take the root for this job.
+
+        Args:
+            state: a `TrainState`, any `StateSource`, or a mapping of tensors and Statefuls.
+            override: hyperparameters to change in every group of a `TrainState`'s optimizers that has them,
+                such as `{"lr": 1e-4}`; schedulers continue from a new learning rate. The next save records
+                them as the annotation `override`, and begins a lineage that branches off here.
 
         Returns:
             The step restored, or None if there is no checkpoint yet.
@@ -197,10 +209,11 @@ class CheckpointManager:
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
-            ConfigError: `state` is no state, on any rank.
+            ConfigError: `state` is no state, or no optimizer has what `override` names, on any rank.
         """
         self._bind()
-        agreed_place(self._coordinator, "resume", None, None, check=lambda: as_source(state))
+        change = Override({} if override is None else override)
+        agreed_values(self._coordinator, "resume", change.values, check=lambda: _check_resume(state, change))
         self._rewind()
         self._own_root()
         request = LoadRequest.of(self.options, Selection())
@@ -211,7 +224,10 @@ class CheckpointManager:
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
         if loaded.info.damaged is not None and every_byte:
             self._root.note_sound(loaded.info.name)
-        self._root.line.continue_from(loaded.info)
+        self._root.line.continue_from(loaded.info, branch=bool(override))
+        if override and isinstance(state, TrainState):
+            change.apply(state.optimizers, state.schedulers)
+            self._overridden = {"override": dict(override)}
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
@@ -466,32 +482,12 @@ class CheckpointManager:
         self._coordinator.bind()
 
 
-def _request(
-    step: Any,
-    state: State | CapturedState,
-    name: str | None,
-    *,
-    metrics: Mapping[str, float] | None,
-    annotations: Mapping[str, Any] | None,
-) -> SaveRequest:
-    """Check the arguments of a save.
-
-    Raises:
-        ConfigError: an argument is invalid.
-    """
-    number = checked_step("save", step)
-    require(
-        "save",
-        None if name is None or name == "" else text("name", name),
-        None if metrics is None else mapping("metrics", metrics),
-        None if annotations is None else mapping("annotations", annotations),
-    )
-    if not isinstance(state, CapturedState):
-        as_source(state)  # raises if it is no state
-    return SaveRequest(
-        step=number,
-        name=step_name(number) if name is None else name,
-        metrics=dict(metrics or {}),
-        annotations=dict(annotations or {}),
-        replace=name is not None,
-    )
+def _check_resume(state: Any, change: Override) -> None:
+    as_source(state)
+    require("resume", mapping("override", change.values))
+    if isinstance(state, TrainState):
+        change.check(state.optimizers)
+    elif change.values:
+        raise ConfigError(
+            f"override= changes the optimizers of a TrainState, not of a {type(state).__name__}"
+        )

@@ -36,15 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = [cell for cell in covering(chosen.strength) if all(_has(cell, *each) for each in chosen.only)]
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="exactness-", dir=chosen.root) as folder:
-        for verdict in judged(cells, Path(folder)):
+        for verdict in judged(cells, Path(folder), seconds_each=30):
             verdicts.append(verdict)
             mark = "" if verdict.as_expected else "  <-- "
             print(f"{verdict.cell}: {verdict.word} {verdict.why}{mark}", flush=True)
     unexpected = [each for each in verdicts if not each.as_expected]
     seconds = sum(each.seconds for each in verdicts)
-    print(
-        f"{len(verdicts)} cells, {len(unexpected)} are not what they should be, {seconds:.0f} s of processor time"
-    )
+    print(f"{len(verdicts)} cells, {seconds:.0f} s of processor time")
+    print(f"{len(unexpected)} are not what they should be")
     if not chosen.only:
         chosen.page.write_text(page(verdicts, chosen.strength), encoding="utf-8")
     return int(bool(unexpected))

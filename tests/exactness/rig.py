@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Final
@@ -29,53 +31,51 @@ HOSTS: Final = {
 """Value on the axis -> module whose `train(job)` runs one training on this rank."""
 
 _OURS: Final = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt")
-_AT_ONCE: Final = 40
+_AT_ONCE: Final = 20
 """Trainings of one set of processes, so that a rank that hangs costs no more than these."""
-_SECONDS_EACH: Final = 5.0
 
 
-def judged(cells: Sequence[Cell], root: Path) -> Iterator[Verdict]:
-    """Run every cell, first whatever saves and then whatever resumes; yield a verdict for each."""
+def judged(cells: Sequence[Cell], root: Path, *, seconds_each: float = 5.0) -> Iterator[Verdict]:
+    """Run every cell, first whatever saves and then whatever resumes; yield a verdict for each.
+
+    Args:
+        cells: to run.
+        root: an empty directory.
+        seconds_each: how long a training may take, on average of some; then a rank counts as hanging.
+    """
     folders = {cell: str(root / f"{number:04d}") for number, cell in enumerate(cells)}
     jobs = [Job(cell=cell, root=folders[cell], role=role) for cell in cells for role in ("stock", "saving")]
-    seen = dict(_run_all(jobs))
+    seen = dict(_run_all(jobs, seconds_each))
     # What a cell's save came to is known before it is resumed.
-    resumes = [Job(cell=cell, root=folders[cell], role="resumed") for cell in cells]
-    able = [
-        job
-        for job in resumes
-        if not any(o.error for o in seen[Job(cell=job.cell, root=job.root, role="saving")])
-    ]
-    seen |= dict(_run_all(able))
+    saved = [job for job in jobs if job.saves and not any(each.error for each in seen[job])]
+    seen |= dict(_run_all([replace(job, role="resumed") for job in saved], seconds_each))
     for cell in cells:
-        of = [
-            seen.get(Job(cell=cell, root=folders[cell], role=role), [])
-            for role in ("stock", "saving", "resumed")
-        ]
-        yield judge(cell, Runs(*of))
+        of = (Job(cell=cell, root=folders[cell], role=role) for role in Runs._fields)
+        yield judge(cell, Runs(*(seen.get(job, []) for job in of)))
 
 
-def _run_all(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Observed]]]:
+def _run_all(jobs: Sequence[Job], seconds_each: float) -> Iterator[tuple[Job, list[Observed]]]:
     by_world: dict[int, list[Job]] = {}
     for job in jobs:
         by_world.setdefault(job.place.world, []).append(job)
     for world, of_world in sorted(by_world.items()):
         for first in range(0, len(of_world), _AT_ONCE):
-            yield from _run(of_world[first : first + _AT_ONCE], world)
+            yield from _run(of_world[first : first + _AT_ONCE], world, seconds_each)
+            done = min(first + _AT_ONCE, len(of_world))
+            print(f"{done} of {len(of_world)} trainings on {world} ranks", file=sys.stderr, flush=True)
 
 
-def _run(jobs: list[Job], world: int) -> Iterator[tuple[Job, list[Observed]]]:
+def _run(jobs: list[Job], world: int, seconds_each: float) -> Iterator[tuple[Job, list[Observed]]]:
     """Run on ranks of their own; if a rank dies or hangs, each again by itself to see which it was."""
+    seconds = 60 + seconds_each * len(jobs)
     try:
-        per_rank = run_ranks(
-            in_turn, world, jobs, timeout_seconds=60 + _SECONDS_EACH * len(jobs), process_group=world > 1
-        )
+        per_rank = run_ranks(in_turn, world, jobs, timeout_seconds=seconds, process_group=world > 1)
     except RanksFailedError as error:
         if len(jobs) == 1:
             yield jobs[0], [Observed(error=str(error))] * world
             return
         for job in jobs:
-            yield from _run([job], world)
+            yield from _run([job], world, seconds_each)
         return
     for number, job in enumerate(jobs):
         yield job, [of_rank[number] for of_rank in per_rank]
@@ -85,6 +85,8 @@ def in_turn(jobs: list[Job]) -> list[Observed]:
     """Several trainings one after another in this process."""
     # Ranks are daemons, which may have no children; loaders with workers need some.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    # A rank comes from a fork server, and would start another one for them.
+    multiprocessing.set_start_method("fork", force=True)
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
     return [_train(job) for job in jobs]

@@ -140,9 +140,7 @@ def loader_of(cell: Cell, place: Place, dataset: Any, **options: Any) -> DataLoa
 
         kind = StatefulDataLoader
     if cell.workers != "0":
-        # Of a rank, too, which comes from a fork server and would start another one for them.
-        options |= {"num_workers": 2, "multiprocessing_context": "fork"}
-        options["persistent_workers"] = cell.workers == "persistent"
+        options |= {"num_workers": 2, "persistent_workers": cell.workers == "persistent"}
     return kind(dataset, batch_size=place.batch, **options)
 
 

@@ -58,7 +58,12 @@ def present_lineage(infos: Sequence[CheckpointInfo], others: Sequence[Lineage] =
 
 
 def next_lineage(
-    infos: Sequence[CheckpointInfo], present: Lineage, origin: CheckpointInfo | None, step: int
+    infos: Sequence[CheckpointInfo],
+    present: Lineage,
+    origin: CheckpointInfo | None,
+    step: int,
+    *,
+    branch: bool = False,
 ) -> tuple[Lineage, bool]:
     """Return the lineage of a save continuing from `origin`, and whether it is new.
 
@@ -67,13 +72,14 @@ def next_lineage(
         present: the root's present lineage.
         origin: the checkpoint that the state was loaded from; None if from none of this root.
         step: of the save. If it is before that of its origin, the checkpoints between them are abandoned.
+        branch: whether it is new although it continues the newest, which stays on the line.
     """
     new = Lineage(id=secrets.token_hex(4), number=present.number + 1)
     if origin is None:
         return new, True
     line = [info for info in on_present_line(infos, present) if not info.abandoned]
     continues = bool(line) and is_same(line[-1], origin) and step >= origin.step
-    if continues and origin.lineage == present and present.number:
+    if continues and not branch and origin.lineage == present and present.number:
         return present, False
     last = origin.step if step >= origin.step else step - 1
     older = ((origin.lineage.id, last), *((each, min(end, last)) for each, end in origin.lineage.ancestry))

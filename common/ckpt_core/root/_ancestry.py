@@ -27,7 +27,7 @@ class Ancestry:
         self._origin: CheckpointInfo | None = None
         self._root = Lineage()
         self._own: Lineage | None = None
-        self._on_purpose = False
+        self._on_purpose = self._branch = False
 
     def survey(self, infos: Sequence[CheckpointInfo], present: Lineage) -> None:
         """Record the content of the root, which this job has taken.
@@ -38,11 +38,16 @@ class Ancestry:
         """
         self._known, self._root = {info.name: info for info in infos}, present
 
-    def continue_from(self, info: CheckpointInfo) -> None:
-        """Note that the live state is that of this checkpoint: it was loaded as a whole."""
+    def continue_from(self, info: CheckpointInfo, *, branch: bool = False) -> None:
+        """Note that the live state is that of this checkpoint: it was loaded as a whole.
+
+        Args:
+            info: the checkpoint.
+            branch: whether the training differs from now on, so that its saves begin a lineage of their own.
+        """
         self._origin = info
         self._own = None
-        self._on_purpose = False
+        self._on_purpose, self._branch = False, branch
 
     def start_afresh(self) -> None:
         """Note that the live state continues no checkpoint, as the user intends."""
@@ -52,7 +57,8 @@ class Ancestry:
     def lineage_of(self, step: int) -> Lineage:
         """Return the lineage of a save made now; a new one unless it continues the newest."""
         if self._own is None:
-            self._own, begun = next_lineage(list(self._known.values()), self._root, self._origin, step)
+            known = list(self._known.values())
+            self._own, begun = next_lineage(known, self._root, self._origin, step, branch=self._branch)
             if begun and self._known:
                 self._log(step, self._own)
         return self._own

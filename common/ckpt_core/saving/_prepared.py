@@ -10,15 +10,17 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckpt_core.collective import checked_step
 from ckpt_core.dcp import Replicas
 from ckpt_core.errors import CheckpointError, ConfigError
-from ckpt_core.names import parse_step_name
+from ckpt_core.names import parse_step_name, step_name
 from ckpt_core.saving._plan_cache import KeepOwn
 from ckpt_core.saving._replicas import Evidence
 from ckpt_core.saving._size_estimate import NO_OVERHEAD, Overhead
 from ckpt_core.saving._stager import StagedParts
 from ckpt_core.state import RankBuffers
 from ckpt_core.types import Lineage
+from ckpt_core.validation import mapping, require, text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,35 @@ class SaveRequest:
     annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
     replace: bool = False
     refusal: CheckpointError | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        step: Any,
+        name: str | None,
+        *,
+        metrics: Mapping[str, float] | None,
+        annotations: Mapping[str, Any] | None,
+    ) -> SaveRequest:
+        """Return the request of a call of `save`.
+
+        Raises:
+            ConfigError: an argument is invalid.
+        """
+        number = checked_step("save", step)
+        require(
+            "save",
+            None if name is None or name == "" else text("name", name),
+            None if metrics is None else mapping("metrics", metrics),
+            None if annotations is None else mapping("annotations", annotations),
+        )
+        return cls(
+            step=number,
+            name=step_name(number) if name is None else name,
+            metrics=dict(metrics or {}),
+            annotations=dict(annotations or {}),
+            replace=name is not None,
+        )
 
     def __post_init__(self) -> None:
         named = parse_step_name(self.name)

@@ -1,5 +1,6 @@
 """Training state as items: captured as live tensors and values, restored exactly."""
 
+from ckpt_core.state._groups import Override
 from ckpt_core.state._items import (
     PICKLED,
     Counters,
@@ -42,6 +43,7 @@ __all__ = [
     "DictState",
     "EncodedItems",
     "NotEncodableError",
+    "Override",
     "RankBuffers",
     "State",
     "StateSource",

@@ -115,6 +115,11 @@ class TrainState:
         return tuple(map(unwrap_optimizer, self._optimizers.values()))
 
     @property
+    def schedulers(self) -> Sequence[Any]:
+        """The schedulers, as they were given."""
+        return tuple(each for name, each in self._shared.items() if name.partition(".")[0] == "scheduler")
+
+    @property
     def names(self) -> frozenset[str]:
         """The items of this state, as `select` takes them."""
         several = (self._optimizers, self._shared, self._dataloaders)
