@@ -39,6 +39,8 @@ _OF_TORCH = (
 )  # fmt: skip
 _OF_HOSTS = ("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer")
 _FORK_SERVER = pytest.StashKey[str | None]()
+_QUICK = "not slow"
+"""These need no fork server: they start no processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,10 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have one fork server for all workers of xdist, which imports while they collect; the quick need none."""
+    """Have one fork server for all workers of xdist, which imports while they collect."""
     if (address := getattr(config, "workerinput", {}).get("fork_server")) is not None:
         use_fork_server(address)
-    elif getattr(config.option, "numprocesses", None) and config.option.markexpr != "not slow":
+    elif getattr(config.option, "numprocesses", None) and config.option.markexpr != _QUICK:
         hosts = [name for name in _OF_HOSTS if find_spec(name.partition(".")[0]) is not None]
         multiprocessing.set_forkserver_preload([*_OF_TORCH, *hosts, "tests.frozen"])
         config.stash[_FORK_SERVER] = start_fork_server()
