@@ -4,7 +4,8 @@
 PROBE   := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON  ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(PROBE)' >/dev/null 2>&1 && echo $$p && break; done)
 TORCH   ?= torch==2.13.0
-WORKERS ?= 2
+# More than cores: every second test waits for a disk, a signal or a deadline.
+WORKERS ?= 3
 ARGS    ?=
 MODULE  ?= benchmarks.save
 
@@ -16,7 +17,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check exactness bench clean
+.PHONY: help setup demo test check ruff mypy pyright lint-imports exactness bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,14 +35,22 @@ $(VENV)/.installed: pyproject.toml
 demo: setup  ## Kill a training, resume it, and compare every value
 	@$(BIN)/python -m examples.demo $(ARGS)
 
-test: setup  ## Run all tests (ARGS="-m 'not slow'": only the quick ones)
+test: setup  ## Run all tests (ARGS="-m 'not slow'": only the quick ones; THOROUGH=1: every case)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: setup  ## Check format, lint, types and layers; change nothing
+check: ruff mypy pyright lint-imports  ## Check format, lint, types and layers; change nothing
+
+ruff: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+
+mypy: setup
 	@$(BIN)/mypy
+
+pyright: setup
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+lint-imports: setup
 	@$(BIN)/lint-imports
 
 exactness: setup  ## Run the matrix of exact resumes and write docs/exactness.md (a quarter of an hour)

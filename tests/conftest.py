@@ -14,12 +14,12 @@ from hypothesis import settings
 from tests.frozen import freeze
 from tests.support.emulators import emulator, forget_memory
 from tests.support.fork_server import start_fork_server, use_fork_server
+from tests.support.thorough import THOROUGH
 
 pytest.register_assert_rewrite("ckpt_core.testing._storage_suite")
 
-# A busy machine is no defect: no property may fail for being slow. For more: `--hypothesis-profile=thorough`.
-settings.register_profile("ckpt-suite", deadline=None, max_examples=30)
-settings.register_profile("thorough", deadline=None, max_examples=1000)
+# A busy machine is no defect: no property may fail for being slow.
+settings.register_profile("ckpt-suite", deadline=None, max_examples=1000 if THOROUGH else 30)
 settings.load_profile("ckpt-suite")
 
 # gcsfs asks Google over gRPC what kind of bucket it has, which on an emulator ends in a minute of time-outs.
@@ -39,6 +39,8 @@ _OF_TORCH = (
 )  # fmt: skip
 _OF_HOSTS = ("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer")
 _FORK_SERVER = pytest.StashKey[str | None]()
+_QUICK = "not slow"
+"""These need no fork server: they start no processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Have one fork server for all workers of xdist, which imports while they collect."""
     if (address := getattr(config, "workerinput", {}).get("fork_server")) is not None:
         use_fork_server(address)
-    elif getattr(config.option, "numprocesses", None):
+    elif getattr(config.option, "numprocesses", None) and config.option.markexpr != _QUICK:
         hosts = [name for name in _OF_HOSTS if find_spec(name.partition(".")[0]) is not None]
         multiprocessing.set_forkserver_preload([*_OF_TORCH, *hosts, "tests.frozen"])
         config.stash[_FORK_SERVER] = start_fork_server()

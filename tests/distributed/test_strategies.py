@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from tests.distributed.manager_jobs import strategies_job
 
 pytestmark = pytest.mark.distributed
 
-FEW = ("single@1", "ddp@2", "fsdp2@2")
 SOURCES = {
     "single@1": ("single@1", "ddp@2", "fsdp1@2", "fsdp2@2", "tp@2", "fsdp2@4", "hsdp@4", "fsdp2_tp@4"),
     "ddp@2": ("single@1", "ddp@2", "fsdp2@2", "tp@2", "fsdp2_tp@4"),
@@ -45,16 +43,16 @@ class Results:
         self._loaded: list[tuple[str, str]] = []
         self._found: list[dict[str, Any]] = []
 
-    def run(self, ranks: int, own: list[str], among: Collection[str] = SOURCES) -> None:
+    def run(self, ranks: int, own: list[str]) -> None:
         """Save under `own`; load, of what there is, what these ranks have not loaded yet."""
         self._saved += own
         loads = [
             (source, target)
             for source, target in PAIRS
-            if ranks_of(target) == ranks and source in self._saved and target in among
+            if ranks_of(target) == ranks and source in self._saved and (source, target) not in self._loaded
         ]
-        arguments = (self._root, own, [pair for pair in loads if pair not in self._loaded])
         self._loaded += loads
+        arguments = (self._root, own, loads)
         if ranks == 1:
             self._found.append(strategies_job(*arguments))
         else:
@@ -66,21 +64,14 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory) -> Results:
+def every(tmp_path_factory) -> Results:
     results = Results(str(tmp_path_factory.mktemp("strategies")))
-    results.run(1, ["single@1"], FEW)
-    results.run(2, ["ddp@2", "fsdp2@2"], FEW)
-    results.run(1, [], FEW)
+    results.run(1, ["single@1"])
+    results.run(2, ["ddp@2", "fsdp1@2", "fsdp2@2", "tp@2"])
+    results.run(4, ["fsdp2@4", "hsdp@4", "fsdp2_tp@4"])
+    results.run(2, [])
+    results.run(1, [])
     return results
-
-
-@pytest.fixture(scope="module")
-def every(few) -> Results:
-    few.run(2, ["fsdp1@2", "tp@2"])
-    few.run(4, ["fsdp2@4", "hsdp@4", "fsdp2_tp@4"])
-    few.run(2, [])
-    few.run(1, [])
-    return few
 
 
 def assert_loaded(results: Results, source: str, target: str) -> None:
@@ -95,25 +86,12 @@ def assert_resumed(results: Results, name: str) -> None:
     assert resumed == trained
 
 
-@pytest.mark.parametrize("target", FEW)
-@pytest.mark.parametrize("source", FEW)
-def test_common_strategies_load_one_another(few, source, target):
-    assert_loaded(few, source, target)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_common_strategies_go_on_bit_for_bit_on_every_rank(few, name):
-    assert_resumed(few, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), [pair for pair in PAIRS if not set(pair) <= set(FEW)])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_every_strategy_loads_what_others_saved(every, source, target):
     assert_loaded(every, source, target)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SOURCES if name not in FEW])
+@pytest.mark.parametrize("name", SOURCES)
 def test_every_strategy_goes_on_bit_for_bit_on_every_rank(every, name):
     assert_resumed(every, name)
 

@@ -71,9 +71,8 @@ def test_two_hundred_closed_managers_leave_no_thread_and_no_file_open(tmp_path):
 
 @needs_proc
 @pytest.mark.distributed
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_closed_managers_of_two_ranks_leave_no_thread_and_no_file_open(tmp_path, count):
-    found = run_ranks(managers_made_and_closed, 2, str(tmp_path), count, timeout_seconds=200)
+def test_closed_managers_of_two_ranks_leave_no_thread_and_no_file_open(tmp_path):
+    found = run_ranks(managers_made_and_closed, 2, str(tmp_path), 200, timeout_seconds=200)
     assert found == [([], {}), ([], {})]
 
 

@@ -201,7 +201,6 @@ def test_a_reader_of_what_is_being_pruned_gets_all_of_it_or_is_told(tmp_path, sa
     assert set(endings) == {"", "CheckpointNotFoundError"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLED)
 def test_a_reader_of_the_newest_that_is_overtaken_gets_a_newer_one(tmp_path, sample):
     """A job that keeps one checkpoint commits the next, and prunes, while another process loads."""

@@ -12,7 +12,7 @@ from tests.reliability.sampling import sample
 pytestmark = [pytest.mark.reliability, pytest.mark.slow]
 
 
-KILLS = 5
+KILLS = 3
 
 
 @pytest.fixture(scope="module")

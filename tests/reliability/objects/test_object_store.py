@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 
 import pytest
 
@@ -65,6 +66,12 @@ def bucket(s3_endpoint):
     yield bucket
     bucket.control.clear()
     bucket.control.release()
+
+
+def until(holds):
+    """Ask again and again, but leave the emulator the time to do other things."""
+    while not holds():
+        time.sleep(0.02)
 
 
 def state_of(value, columns=8):
@@ -214,8 +221,7 @@ def test_a_marker_that_hangs_fails_the_save_truthfully_and_may_come_true_later(b
         bucket.control.release()
         with pytest.raises(SaveError):
             checkpoints.wait()
-        while not storage.exists("step-000000001/COMMITTED"):
-            pass  # the late upload is on its way
+        until(lambda: storage.exists("step-000000001/COMMITTED"))
         assert checkpoints.verify(1) == []
         checkpoints.save(2, state_of(2)).result()
         assert [info.step for info in checkpoints.checkpoints()] == [1, 2]
@@ -230,11 +236,9 @@ def late_upload(bucket, key):
     older.resume(state_of(0))
     older.save(1, state_of(1)).result()
     bucket.fault("hang", f"step-000000002/{key}", who="older", method="PUT")
+    begun = len(bucket.control.log())
     late = older.save(2, state_of(-2))
-    while not bucket.asked("PUT", "step-000000002/"):
-        pass
-    while not any(request.faults for request in bucket.control.log()[-20:]):
-        pass
+    until(lambda: any(request.faults for request in bucket.control.log(begun)))
     _holdings._held.clear()  # the older job stands for one of another process
     newer = bucket.manager("newer")
     assert newer.resume(state_of(0)) == 1
