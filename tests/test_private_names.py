@@ -179,8 +179,7 @@ FSSPEC = {
 # Of objects that tests of their own make; and what other languages than Python's privacy means by "_".
 ELSEWHERE = {
     "_drop_last": "accelerate.data_loader.DataLoaderDispatcher",
-    "_dataset_fetcher": "a loader's iterator, set in its constructor: see tests/unit/data",
-    "_index_sampler": "the same",
+    "_index_sampler": "a loader's iterator, set in its constructor: see tests/unit/data",
     "_iterator": "torch.utils.data.DataLoader, set in its constructor: the same",
     "_num_yielded": "a loader's iterator: the same",
     "_sampler_iter": "the same",

@@ -101,7 +101,8 @@ def batches_given(iterator: Any) -> int:
 
 def data_ended(iterator: Any) -> bool:
     """Return whether a worker-less iterator has exhausted an iterable data set."""
-    return bool(getattr(iterator._dataset_fetcher, "ended", False))
+    fetcher = getattr(iterator, "_dataset_fetcher", None)
+    return bool(getattr(fetcher, "ended", False))
 
 
 def count_as_given(iterator: Any, batches: int) -> None:

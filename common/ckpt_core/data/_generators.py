@@ -24,13 +24,15 @@ def load_global_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether nothing was drawn between two calls of `global_state`."""
-    return (
-        torch.equal(one["torch"], other["torch"])
-        and one["python"] == other["python"]
-        and all(np.array_equal(a, b) for a, b in zip(one["numpy"], other["numpy"], strict=True))
-    )
+def same_values(one: Any, other: Any) -> bool:
+    """Return whether two states of generators are the same, so that nothing was drawn in between."""
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple) and any(isinstance(each, np.ndarray) for each in one):
+        return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
 
 
 def generator_state(generator: Any) -> Any:

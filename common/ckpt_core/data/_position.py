@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckpt_core._torch_internals import data_ended, kept_iterator
+from ckpt_core._torch_internals import kept_iterator
 from ckpt_core.data._order import EpochOrder
 from ckpt_core.data._samplers import (
     Samplers,
@@ -18,7 +18,7 @@ from ckpt_core.data._samplers import (
     samples_of,
     starting_state,
 )
-from ckpt_core.data._tracking import UNKNOWN, Replay, begun_untracked, track, tracker_of
+from ckpt_core.data._tracking import UNKNOWN, Replay, begun_untracked, epoch_from, track, tracker_of
 from ckpt_core.errors import ConfigError
 
 _MARK = "ckpt_position"
@@ -44,6 +44,7 @@ class LoaderPosition:
         self._loader = loader
         self._stateful = is_stateful(loader)
         self._tracked = isinstance(loader, DataLoader)
+        self._dealt: tuple[int, int] | None = None
         if not self._tracked and not self._stateful:
             raise ConfigError(
                 f"a {type(loader).__name__} cannot tell its position, so a resumed run would see other data: "
@@ -76,27 +77,24 @@ class LoaderPosition:
         state: dict[str, Any] = {_MARK: _VERSION, "kind": kind}
         if self._tracked:
             state |= self._tracked_state(ended=ended, ahead=ahead)
-        if kind == "own" and not (ended or self._ended_with_workers()):
+        if kind == "own" and not ended and not state.get("exhausted") and not self._ended_with_workers(state):
             state["own"] = dict(self._loader.state_dict())
         elif kind == "dataset":
             state["dataset"] = self._loader.dataset.state_dict()
-            state["exhausted"] = self._exhausted()
+            state["exhausted"] |= not state["ended"] and self._data_ended()
         return state
 
-    def _ended_with_workers(self) -> bool:
+    def _data_ended(self) -> bool:
+        """Return whether the data set has ended, as a short last batch shows, and would begin again."""
+        epoch = track(self._loader).epoch
+        return epoch is not None and epoch.data_ended
+
+    def _ended_with_workers(self, state: Mapping[str, Any]) -> bool:
         """Return whether there are workers that have ended an epoch and live on.
 
         Torchdata's state of those loses the next epoch.
         """
-        tracker = tracker_of(self._loader)
-        ended = tracker is not None and tracker.epoch is not None and tracker.epoch.ended
-        return ended and _has_live_workers(self._loader)
-
-    def _exhausted(self) -> bool:
-        """Return whether the data set has ended, though the loader has not."""
-        epoch = track(self._loader).epoch
-        iterator = None if epoch is None else epoch.iterator()
-        return iterator is not None and data_ended(iterator)
+        return state.get("ended", False) and _has_live_workers(self._loader)
 
     def _kind(self) -> str:
         if not self._tracked:
@@ -114,12 +112,15 @@ class LoaderPosition:
     def _tracked_state(self, *, ended: bool | None, ahead: int) -> dict[str, Any]:
         loader, tracker = self._loader, track(self._loader)
         epoch = tracker.epoch
+        if epoch is not None and epoch.ended:
+            ahead = 0  # what was drawn ahead has nothing of this loader
         over = (epoch is None or epoch.ended) if ended is None else ended
         samplers = Samplers.of(loader)
         shard, shards = samplers.shards
         return {
             "batches": 0 if epoch is None else max(0, epoch.batches - ahead),
             "ended": over,
+            "exhausted": epoch is not None and not over and epoch.ended,
             "begin": None if epoch is None or over else dict(epoch.begin),
             "created": tracker.created if _has_live_workers(loader) else None,
             "samplers": samplers_state(loader),
@@ -142,7 +143,7 @@ class LoaderPosition:
         if "begin" not in state or not self._tracked:
             return self._load_own(state)
         tracker = track(self._loader)
-        tracker.replay = None
+        tracker.replay = self._dealt = None
         load_samplers_state(self._loader, state["samplers"])
         if state["ended"] or ("own" not in state and not state["begin"]):
             if state["kind"] == "dataset" == self._kind():
@@ -152,7 +153,17 @@ class LoaderPosition:
                     begin={"created": state["created"]}, samplers=state["samplers"], fresh=True
                 )
             return self._load_own(state) if "own" in state else []
+        if state["exhausted"]:
+            return self._end(state)
         return self._go_on(state, same_ranks=same_ranks)
+
+    def _end(self, state: Mapping[str, Any]) -> list[str]:
+        """Let the next `iter` give nothing: the saved one had given everything, but not ended yet."""
+        if state["kind"] == "dataset" == self._kind():
+            self._loader.dataset.load_state_dict(state["dataset"])
+        begin = state["begin"] or epoch_from(self._loader, starting_state(self._loader))
+        track(self._loader).replay = Replay(begin=begin, samplers=state["samplers"], rest=[])
+        return []
 
     def forget(self) -> None:
         """Let the next `iter` begin as usual, after a `restore` that shall not count."""
@@ -161,12 +172,8 @@ class LoaderPosition:
 
     @property
     def dealt(self) -> tuple[int, int] | None:
-        """After a `restore` on other ranks: batches done, as if of this size, and to come; else None."""
-        tracker, samplers = tracker_of(self._loader), Samplers.of(self._loader)
-        replay = None if tracker is None else tracker.replay
-        if replay is None or replay.rest is None or samplers.batch_size is None:
-            return None
-        return replay.begin["seen"] // (samplers.batch_size * samplers.shards[1]), len(replay.rest)
+        """Batches done, as if of this size, and to come, after a `restore` on other ranks."""
+        return self._dealt
 
     def _load_own(self, state: Mapping[str, Any]) -> list[str]:
         if not self._stateful or "own" not in state:
@@ -189,6 +196,11 @@ class LoaderPosition:
             place = (*samplers.shards, samplers.batch_size)
             if begin["seen"] or place != (state["shard"], state["shards"], state["batch_size"]):
                 return self._deal(state)
+            if not same_ranks and samplers.shard is None:
+                notes.append(
+                    "no sampler deals samples to ranks, so each rank goes on after its own "
+                    f"{state['batches']} batches, and an added one after those of rank 0"
+                )
         elif not same_ranks:
             return [self._begin_over(state, "other ranks saved it, and its samples have no numbers")]
         elif kind == "own" or kind != live:
@@ -206,15 +218,14 @@ class LoaderPosition:
             samplers=state["samplers"],
             batches=state["batches"],
             draws=kind == "draw",
-            rest=[] if state.get("exhausted") else None,
         )
         return notes
 
     def _deal(self, state: Mapping[str, Any]) -> list[str]:
         """Deal out the rest of the saved epoch, in the present batch size."""
         begin, samplers = state["begin"], Samplers.of(self._loader)
-        shard, shards = samplers.shards
-        if None in {state["batch_size"], samplers.batch_size} or not begin["order"] or not samplers.orderly:
+        (shard, shards), size = samplers.shards, samplers.batch_size
+        if state["batch_size"] is None or size is None or not begin["order"] or not samplers.orderly:
             return [
                 self._begin_over(state, "its sampler makes batches, or deals to ranks, in a way of its own")
             ]
@@ -224,11 +235,11 @@ class LoaderPosition:
         seen = begin["seen"] + state["batches"] * state["batch_size"] * state["shards"]
         drop_last = bool(getattr(samplers.shard, "drop_last", False))
         order = EpochOrder(samples=samples, seen=min(seen, len(samples)), drop_last=drop_last)
+        rest = batches_of(order.share(shard, shards), self._loader)
         track(self._loader).replay = Replay(
-            begin={**begin, "seen": order.seen},
-            samplers=state["samplers"],
-            rest=batches_of(order.share(shard, shards), self._loader),
+            begin={**begin, "seen": order.seen}, samplers=state["samplers"], rest=rest
         )
+        self._dealt = order.seen // (size * shards), len(rest)
         return [
             *self._notes_of_length(begin),
             f"the epoch goes on in its first order, after {order.seen} of {len(samples)} samples: "
@@ -240,10 +251,7 @@ class LoaderPosition:
         # None of torch's own samplers, it may be one that makes another order each time.
         times = 2 if begin["order"]["kind"] == "other" else 1
         try:
-            made = [
-                samples_of(self._loader, begin["order"], begin["start"], seeded=begin["created"] is None)
-                for _ in range(times)
-            ]
+            made = [samples_of(self._loader, begin) for _ in range(times)]
         finally:
             load_starting_state(self._loader, here)
         return made[0] if made[0] == made[-1] else None
@@ -258,6 +266,7 @@ class LoaderPosition:
         ]
 
     def _begin_over(self, state: Mapping[str, Any], why: str) -> str:
+        self._dealt = None if (length := _length(self._loader)) is None else (0, length)
         seen = f"{state['batches']} batches"
         if state["batch_size"] is not None:
             seen += f" of {state['batch_size']}"
@@ -270,6 +279,13 @@ class LoaderPosition:
 def is_stateful(value: Any) -> bool:
     """Return whether `value` has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _has_live_workers(loader: DataLoader[Any]) -> bool:

@@ -189,51 +189,53 @@ def _kind(base: Any) -> str:
     return "other"
 
 
-def samples_of(
-    loader: DataLoader[Any], order: Mapping[str, Any], start: Mapping[str, Any], *, seeded: bool
-) -> Sequence[Any] | None:
+def samples_of(loader: DataLoader[Any], begin: Mapping[str, Any]) -> Sequence[Any] | None:
     """Make the order of an epoch again; None if that is not possible.
 
     The generators of the loader are used: put them back afterwards.
 
     Args:
         loader: has the sampler, if it is not one of torch's.
-        order: the `recipe` of the saved epoch.
-        start: its `starting_state`.
-        seeded: whether its iterator was made new, and drew a seed for workers.
+        begin: what the saved epoch began from.
     """
-    samples = _of_base(loader, order, start, seeded=seeded)
+    order = begin["order"]
+    samples = _of_base(loader, order, begin)
     if samples is None or not order["shuffled"]:
         return samples
-    values = start["samplers"]["shard"]
+    values = begin["start"]["samplers"]["shard"]
     generator = torch.Generator().manual_seed(values["seed"] + values["epoch"])
     return [samples[number] for number in torch.randperm(len(samples), generator=generator).tolist()]
 
 
 def _of_base(
-    loader: DataLoader[Any], order: Mapping[str, Any], start: Mapping[str, Any], *, seeded: bool
+    loader: DataLoader[Any], order: Mapping[str, Any], begin: Mapping[str, Any]
 ) -> Sequence[Any] | None:
     if order["kind"] == "sequential":
         return range(order["length"])
-    load_starting_state(loader, start)
-    sampler = _random(order, start) if order["kind"] == "random" else Samplers.of(loader).base
+    load_starting_state(loader, begin["start"])
+    sampler = _random(order, begin) if order["kind"] == "random" else Samplers.of(loader).base
     if sampler is None or (order["kind"] == "other" and type(sampler).__qualname__ != order["type"]):
         return None
     indices = iter(sampler)
+    seeded = begin["created"] is None
     if seeded and order["shares"]:
         draw_seed(sampler.generator if order["owns"] else None)
     if seeded and order["workers"]:
         indices = iter(sampler)  # for the workers, which read ahead, another one is begun
+    if begin["first"] is not None:
+        load_starting_state(loader, begin["first"])
+        if order["owns"] and order["kind"] == "random" and order["lazy"]:
+            sampler.generator.set_state(begin["first"]["samplers"]["base"]["generator"])
     return list(indices)
 
 
-def _random(order: Mapping[str, Any], start: Mapping[str, Any]) -> Any:
+def _random(order: Mapping[str, Any], begin: Mapping[str, Any]) -> Any:
     """Make a sampler like the saved one, with its generator as it was."""
     samples = range(order["length"])
     generator = None
     if order["owns"]:
         generator = torch.Generator()
-        generator.set_state(start["samplers"]["base"]["generator"])
+        generator.set_state(begin["start"]["samplers"]["base"]["generator"])
     if order["lazy"]:
         return RandomSampler(samples, generator=generator)
     from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler

@@ -22,11 +22,12 @@ from ckpt_core._torch_internals import (
     LoaderIterator,
     batches_given,
     count_as_given,
+    data_ended,
     index_sampler_of,
     kept_iterator,
     let_draw_from,
 )
-from ckpt_core.data._generators import global_state, load_global_state, same_state
+from ckpt_core.data._generators import global_state, load_global_state, same_values
 from ckpt_core.data._samplers import (
     draw_seed,
     load_samplers_state,
@@ -53,15 +54,31 @@ class Epoch:
 
     Attributes:
         begin: what its order was made from, as plain values.
+        made: the state of generators when its iterator had been made; None once that has begun to draw.
         batches: how many batches it has handed out.
         ended: whether it has raised `StopIteration`.
         iterator: refers to what hands them out, as long as it lives.
+        loader: refers to the loader.
     """
 
     begin: Mapping[str, Any]
+    made: Mapping[str, Any] | None = None
     batches: int = 0
     ended: bool = False
     iterator: Callable[[], Any] = lambda: None
+    loader: Callable[[], Any] = lambda: None
+
+    @property
+    def data_ended(self) -> bool:
+        """Whether an iterable data set has ended."""
+        iterator = self.iterator()
+        return iterator is not None and data_ended(iterator)
+
+    def note_first(self) -> None:
+        """Note what the first index is made from, if it is not what the iterator was."""
+        made, self.made, loader = self.made, None, self.loader()
+        if loader is not None and not same_values(made, first := starting_state(loader)):
+            self.begin = {**self.begin, "first": first}
 
 
 @final
@@ -149,7 +166,10 @@ class Tracker:
         if not again:
             self.created = here if loader.persistent_workers else None
         created = self.created if again else None
-        self.epoch = Epoch({"created": created, "start": here, "order": recipe(loader), "seen": 0})
+        begin = epoch_from(loader, here, created)
+        # Workers have let their sampler begin already; another may have to wait until the first batch.
+        made = None if loader.num_workers else starting_state(loader)
+        self.epoch = Epoch(begin, made=made, loader=ref(loader))
 
     def _replayed(
         self, loader: DataLoader[Any], replay: Replay, make: Callable[[], Any], again: Any = None
@@ -173,6 +193,8 @@ class Tracker:
                 draw_seed(loader.generator)
             let_draw_from(again, indices)
             iterator = make()
+        if replay.batches and replay.begin["first"] is not None:
+            load_starting_state(loader, replay.begin["first"])
         indices.hand_over(iterator)
         if replay.draws:
             _draw(iterator, replay.batches)
@@ -180,8 +202,23 @@ class Tracker:
             count_as_given(iterator, replay.batches)
         load_global_state(here)
         load_samplers_state(loader, replay.samplers)
-        self.epoch = Epoch(replay.begin, batches=replay.batches if replay.rest is None else 0)
+        begun = replay.batches or loader.num_workers or replay.rest is not None
+        self.epoch = Epoch(replay.begin, made=None if begun else UNKNOWN, loader=ref(loader))
+        self.epoch.batches = replay.batches if replay.rest is None else 0
         return iterator
+
+
+def epoch_from(
+    loader: DataLoader[Any], start: Mapping[str, Any], created: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what an epoch begins from, as plain values.
+
+    Args:
+        loader: the loader.
+        start: its `starting_state` when the epoch begins.
+        created: that when its workers began, if they began in an earlier epoch.
+    """
+    return {"created": created, "start": start, "first": None, "order": recipe(loader), "seen": 0}
 
 
 @final
@@ -228,7 +265,7 @@ class Indices:
         skip(self._inner, 1)
         first = global_state()
         skip(self._inner, count - 1)
-        if not same_state(first, global_state()):
+        if not same_values(first, global_state()):
             _log.warning(
                 "%s draws random numbers while an epoch goes on, and so did the saved training in between: "
                 "the rest of this epoch is another than it would have been. Let it draw from a generator "
@@ -357,6 +394,8 @@ def _iterator_overrides(stock: type[Any]) -> Mapping[str, Any]:
 
     def draw_next(self: Any) -> Any:
         epoch = self.__dict__[_EPOCH]
+        if epoch.made is not None:
+            epoch.note_first()
         try:
             batch = draw(self)
         except StopIteration:

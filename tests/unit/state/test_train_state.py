@@ -37,12 +37,12 @@ def seed(number: int) -> None:
 class Run:
     """A training loop with all that draws random numbers: dropout, shuffling, workers, Python, NumPy."""
 
-    def __init__(self, number: int, workers: int = 0) -> None:
+    def __init__(self, number: int, workers: int = 0, made_by: type[DataLoader] = StatefulDataLoader) -> None:
         seed(number)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.1, total_steps=50)
-        self.loader = StatefulDataLoader(Noise(), batch_size=4, shuffle=True, num_workers=workers)
+        self.loader = made_by(Noise(), batch_size=4, shuffle=True, num_workers=workers)
         self.counters = Counters(step=0)
         self.losses: list[float] = []
         self.state = TrainState(
@@ -72,17 +72,19 @@ class Run:
                     break
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "made_by"), [(0, StatefulDataLoader), (2, StatefulDataLoader), (0, DataLoader)]
+)
 @pytest.mark.parametrize("at", [0, 3, 6, 8])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, at, workers):
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, at, workers, made_by):
     """Before the first batch, in the first epoch, at its end, and in the second."""
-    losses, schedule, weights = uninterrupted(workers)
+    losses, schedule, weights = uninterrupted(workers, made_by)
     written = []
-    saved = Run(0, workers)
+    saved = Run(0, workers, made_by)
     saved.train(12, at, lambda: written.append(save(saved.state, tmp_path)))
     assert saved.losses == losses
 
-    again = Run(7, workers)
+    again = Run(7, workers, made_by)
     assert load(again.state, written[0]) == []
     again.train(12)
     assert again.losses == losses[at:]
@@ -91,9 +93,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, at, workers):
 
 
 @cache
-def uninterrupted(workers: int) -> tuple[list[float], dict, dict]:
+def uninterrupted(workers: int, made_by: type[DataLoader]) -> tuple[list[float], dict, dict]:
     """Losses, schedule and weights of a run of twelve steps."""
-    run = Run(0, workers)
+    run = Run(0, workers, made_by)
     run.train(12)
     return run.losses, run.scheduler.state_dict(), dict(run.net.state_dict())
 
@@ -121,14 +123,15 @@ def test_random_numbers_come_back_from_every_generator():
         load_rng_state({**state, "torch": torch.zeros(3, dtype=torch.uint8)})
 
 
-def test_another_number_of_ranks_leaves_the_data_position_and_says_so(tmp_path, caplog):
+def test_another_number_of_ranks_says_what_becomes_of_the_data_position(tmp_path, caplog):
     run = Run(0)
     run.train(3)
     written = replace(save(run.state, tmp_path), world_size=4)
     again = Run(1)
     notes = load(again.state, written)
     assert len(notes) == 1
-    assert "saved by 4 ranks and there are 1 now" in notes[0]
+    assert "dataloader: no sampler deals samples to ranks" in notes[0]
+    assert "after its own 3 batches" in notes[0]
     assert notes[0] in caplog.text
     assert again.counters.step == 3
 
@@ -145,8 +148,8 @@ def test_a_rank_that_did_not_save_gets_derived_random_numbers(tmp_path):
 
 
 def test_a_loader_without_a_position_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match="StatefulDataLoader"):
-        TrainState(model=model(), dataloader=DataLoader(Noise()))
+    with pytest.raises(ConfigError, match="use a torch DataLoader"):
+        TrainState(model=model(), dataloader=[[1, 2, 3]])
 
 
 @pytest.mark.parametrize(
