@@ -176,10 +176,10 @@ class PluginOptions(Configured):
         """
         if not self.attached:
             raise ConfigError(
-                "ShardedCheckpointIO serves a Trainer, and is attached to none. With Fabric, leave it out and "
-                "call lightning_ckpt.setup_fabric(fabric, root). With a Trainer, Lightning did not call our "
-                "entry point: install ckpt-suite instead of putting it on the path, or use ShardedCheckpoint "
-                "as a callback"
+                "ShardedCheckpointIO serves a Trainer, and is attached to none. With Fabric, leave it out "
+                "and call lightning_ckpt.setup_fabric(fabric, root). With a Trainer, Lightning did not call "
+                "our entry point: install ckpt-suite instead of putting it on the path, or use "
+                "ShardedCheckpoint as a callback"
             )
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[misc]
 

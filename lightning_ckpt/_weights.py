@@ -53,9 +53,9 @@ def refuse_our_directories(torch_io: Any) -> None:
             place = _found(path_or_url)
             which = f", name={place.name!r}" if place.name else ""
             raise ConfigError(
-                f"{path_or_url} holds checkpoints of ckpt-suite or DCP, which Fabric does not read by itself: "
-                f"call lightning_ckpt.setup_fabric(fabric, {place.root!r}) before, or, without Fabric, "
-                f"ckpt_core.CheckpointManager({place.root!r}).load(TrainState(model=model, "
+                f"{path_or_url} holds checkpoints of ckpt-suite or DCP, which Fabric does not read by "
+                f"itself: call lightning_ckpt.setup_fabric(fabric, {place.root!r}) before, or without "
+                f"Fabric ckpt_core.CheckpointManager({place.root!r}).load(TrainState(model=model, "
                 f"optimizer=optimizer){which})"
             )
         return stock(path_or_url, *arguments, **options)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [ROOT / "common" / "ckpt_core", ROOT / "lightning_ckpt", ROOT / "accelerate_ckpt"]
@@ -99,6 +100,11 @@ LIGHTNING_STRATEGY = {
 }
 FABRIC = {
     "plugins.io.torch_io:pl_load": "path_or_url map_location weights_only",
+    "wrappers:_unwrap_objects": "collection",
+    "fabric:Fabric.save": "path state filter",
+    "fabric:Fabric.load": "path state strict weights_only",
+    "fabric:Fabric.load_raw": "path obj strict weights_only",
+    "fabric:Fabric.setup_dataloaders": None,
 }
 LIGHTNING_TRAINER = (
     "_checkpoint_connector",
@@ -267,6 +273,15 @@ def test_every_override_of_an_attached_strategy_is_listed():
 def test_a_name_of_fabric_is_where_we_use_it(package, fabric, name):
     pytest.importorskip(package)
     check(f"{fabric}.", name, FABRIC[name])
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_what_we_set_on_a_loader_of_fabric_counts_its_iterations(package):
+    fabric = pytest.importorskip(package).Fabric(accelerator="cpu", devices=1)
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(range(2)))
+    assert loader._num_iter_calls == 0
+    list(loader)
+    assert loader._num_iter_calls == 1
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

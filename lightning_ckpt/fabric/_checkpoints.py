@@ -78,13 +78,15 @@ def setup_fabric(
         attached.close()
     wrappers = importlib.import_module(f"{package}.wrappers")
     checkpoints = FabricCheckpoints(fabric, settings, unwrap=wrappers._unwrap_objects, step=step)
-    fabric.__dict__.update({name: getattr(checkpoints, name) for name in _SHADOWED}, **{_ATTACHED: checkpoints})
+    fabric.__dict__.update(
+        {name: getattr(checkpoints, name) for name in _SHADOWED}, **{_ATTACHED: checkpoints}
+    )
     close_at_exit(checkpoints)
     return checkpoints
 
 
 def _package_of(fabric: Any) -> str:
-    """Return the package that a Fabric is of: `lightning.fabric` or `lightning_fabric`."""
+    """Return a Fabric's package: `lightning.fabric` or `lightning_fabric`."""
     for cls in type(fabric).__mro__:
         package, _, module = cls.__module__.rpartition(".")
         if cls.__name__ == "Fabric" and module == "fabric" and package:
@@ -109,7 +111,7 @@ _SHADOWED: Final = ("save", "load", "load_raw", "setup_dataloaders")
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Stock:
+class _FabricMethods:
     """The Fabric's own methods."""
 
     load: Callable[..., Any]
@@ -133,11 +135,9 @@ class FabricCheckpoints:
         step: the key of the state that counts steps.
     """
 
-    def __init__(
-        self, fabric: Any, settings: Settings, *, unwrap: Callable[[Any], Any], step: str
-    ) -> None:
+    def __init__(self, fabric: Any, settings: Settings, *, unwrap: Callable[[Any], Any], step: str) -> None:
         self._fabric = fabric
-        self._stock = _Stock(fabric.load, fabric.load_raw, fabric.setup_dataloaders)
+        self._stock = _FabricMethods(fabric.load, fabric.load_raw, fabric.setup_dataloaders)
         self._settings = settings
         self._unwrap = unwrap
         self._step = step
@@ -163,7 +163,7 @@ class FabricCheckpoints:
         metrics: Mapping[str, float] | None = None,
         total_steps: int | None = None,
     ) -> SaveHandle | None:
-        """Save to the root if the save policy requires it; see `CheckpointManager.maybe_save`."""
+        """Save if the save policy requires it; see `CheckpointManager.maybe_save`."""
         manager = self.manager
         reason = manager.due(step, total_steps=total_steps)
         if reason is None:
@@ -175,7 +175,7 @@ class FabricCheckpoints:
         self,
         path: str | os.PathLike[str],
         state: Mapping[str, Any],
-        filter: Filters | None = None,  # noqa: A002 - Fabric's name
+        filter: Filters | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle | None:
@@ -194,7 +194,9 @@ class FabricCheckpoints:
         """
         place = path_of(self._once(lambda: os.fspath(path)))
         if str(place) == self._settings.root:
-            raise ConfigError(f"{place} is the root: give the path of a checkpoint in it, such as {place}/last")
+            raise ConfigError(
+                f"{place} is the root: give the path of a checkpoint in it, such as {place}/last"
+            )
         manager = self._managers.at(place.root)
         self._wait_for_others(manager)
         return manager.save(
@@ -213,7 +215,7 @@ class FabricCheckpoints:
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint into `state`, in place; return the values that it does not name.
+        """Load a checkpoint into `state`, in place; return its other values.
 
         Random number generators are put back if the state has an optimizer.
 
@@ -234,7 +236,7 @@ class FabricCheckpoints:
         if text != LAST:
             kind = self._once(lambda: kind_at(text, self._settings.storage_at))
             if kind is Kind.STOCK:
-                return self._load_stock(text, self._stock.load, weights_only, state, strict)
+                return self._load_stock(text, self._stock.load, state, strict, weights_only=weights_only)
             return self._load(path_of(text, kind), state, strict=strict)
         manager = self.manager
         if not self._once(lambda: bool(manager.checkpoints(abandoned=True))):
@@ -251,7 +253,9 @@ class FabricCheckpoints:
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Load a module or optimizer from a file, or a module from the `model` of a checkpoint.
+        """Load a module from the `model` of a checkpoint, or from a file of its own.
+
+        An optimizer is loaded from a file of its own only.
 
         Raises:
             CheckpointError: see `load`.
@@ -260,14 +264,16 @@ class FabricCheckpoints:
         self._managers.wait()
         kind = self._once(lambda: kind_at(text, self._settings.storage_at))
         if kind is Kind.STOCK:
-            self._load_stock(text, self._stock.load_raw, weights_only, obj, strict)
+            self._load_stock(text, self._stock.load_raw, obj, strict, weights_only=weights_only)
         elif not isinstance(obj, torch.nn.Module):
-            raise ConfigError("load an optimizer with its model: fabric.load(path, {'model': …, 'optimizer': …})")
+            raise ConfigError(
+                "load an optimizer with its model: fabric.load(path, {'model': …, 'optimizer': …})"
+            )
         else:
             self._load(path_of(text, kind), {"model": obj}, strict=strict)
 
     def setup_dataloaders(self, *loaders: Any, **options: Any) -> Any:
-        """Set up loaders as Fabric does, and follow their position from the first batch on."""
+        """Set up loaders as Fabric does, and follow their position."""
         found = self._stock.setup_dataloaders(*loaders, **options)
         self._track(found if isinstance(found, list) else [found])
         return found
@@ -356,7 +362,7 @@ class FabricCheckpoints:
         return source.remainder
 
     def _load_stock(
-        self, path: str, load: Callable[..., Any], weights_only: bool | None, *arguments: Any
+        self, path: str, load: Callable[..., Any], *arguments: Any, weights_only: bool | None
     ) -> dict[str, Any]:
         """Load what Fabric wrote by itself, without pickle unless the user allows it."""
         if self._settings.options.verify_manifest is not None:

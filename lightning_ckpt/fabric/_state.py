@@ -43,7 +43,7 @@ _OWN: Final = frozenset({_EPOCHS, "rng_seed", "data_positions"})
 
 
 @final
-class Plain:
+class PlainValue:
     """A plain value of the state: of a number, a list, a tensor, settings."""
 
     _KEY: Final = "$value"
@@ -83,7 +83,7 @@ class Parts:
     optimizers: Mapping[str, torch.optim.Optimizer]
     loaders: Mapping[str, Any]
     stateful: Mapping[str, Any]
-    plain: Mapping[str, Plain]
+    plain: Mapping[str, PlainValue]
 
     @classmethod
     def of(cls, state: Mapping[Any, Any]) -> Parts:
@@ -106,7 +106,7 @@ class Parts:
                 kind = parts.loaders
             elif callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
                 kind = parts.stateful
-            kind[key] = Plain(value) if kind is parts.plain else value
+            kind[key] = PlainValue(value) if kind is parts.plain else value
         if reserved := {_ITEMS, "pickled"} & (parts.models.keys() | parts.optimizers.keys()):
             raise ConfigError(f"give {', '.join(sorted(reserved))} another key: checkpoints use that name")
         return parts
@@ -184,7 +184,7 @@ class FabricState:
                 for key, count in self._iterations.items()
             }
         for key in self._filters.keys() & self._parts.plain.keys():
-            shared[_item(key)] = Plain(self._filtered(key, self._parts.plain[key].value)).state_dict()
+            shared[_item(key)] = PlainValue(self._filtered(key, self._parts.plain[key].value)).state_dict()
         return replace(
             rest,
             sharded={_PART: tree},
@@ -261,7 +261,7 @@ class FabricState:
 
     @property
     def remainder(self) -> dict[str, Any]:
-        """The loaded values that are not in the state, by the keys under which they were saved."""
+        """The loaded values that are not in the state, by their saved keys."""
         shared = {} if self.saved is None else self.saved.shared
         taken = {_item(key) for key in (*self._parts.stateful, *self._parts.plain)} | _OWN
         return _by_key({name: value for name, value in shared.items() if name not in taken})
@@ -305,7 +305,7 @@ def _item(key: str) -> str:
 
 def _by_key(items: Mapping[str, Any]) -> dict[str, Any]:
     """Return items by the user's keys, plain values unmarked."""
-    return {name.removeprefix(_PREFIX): Plain.unmarked(value) for name, value in items.items()}
+    return {name.removeprefix(_PREFIX): PlainValue.unmarked(value) for name, value in items.items()}
 
 
 def _checked(filters: Filters, parts: Parts) -> Filters:

@@ -25,7 +25,7 @@ def net() -> nn.Module:
 
 @dataclass
 class Training:
-    """One training loop: dropout, batch norm, a schedule and random data, so that only an exact resume fits."""
+    """One loop with dropout, batch norm, a schedule and random data: only an exact resume fits."""
 
     root: str | Path | Storage
     strategy: str = "auto"

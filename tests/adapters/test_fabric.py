@@ -314,9 +314,9 @@ def test_files_of_fabric_load_and_never_run_code(tmp_path, trained):
 
 def test_what_cannot_be_meant_is_refused(tmp_path, trained):
     root, *_ = trained
+    plugged = Fabric(accelerator="cpu", devices=1, plugins=[ShardedCheckpointIO(tmp_path / "run")])
     with pytest.raises(ConfigError, match=r"setup_fabric\(\)"):
-        plugins = [ShardedCheckpointIO(tmp_path / "run")]
-        setup_fabric(Fabric(accelerator="cpu", devices=1, plugins=plugins), tmp_path)
+        setup_fabric(plugged, tmp_path)
     with pytest.raises(ConfigError, match="ShardedCheckpoint"):
         setup_fabric(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), tmp_path)
     with pytest.raises(ConfigError, match="every_stepz"):
@@ -383,7 +383,12 @@ def test_the_position_in_the_data_is_kept(tmp_path, kind, at):
         sampler = DistributedSampler(range(12), num_replicas=1, rank=0)
         loader = fabric.setup_dataloaders(kind(range(12), batch_size=2, sampler=sampler))
         model = nn.Linear(1, 1)
-        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "loader": loader, "epoch": 0}
+        state = {
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters()),
+            "loader": loader,
+            "epoch": 0,
+        }
         fabric.load("last", state)
         seen = []
         for epoch in range(state["epoch"], 4):
@@ -402,9 +407,7 @@ def test_the_position_in_the_data_is_kept(tmp_path, kind, at):
 @pytest.mark.distributed
 def test_sharded_trainings_resume_exactly_and_on_other_strategies(tmp_path):
     cases = {"fsdp2": ["ddp", "fsdp"], "fsdp": ["fsdp2"], "ddp": []}
-    per_rank = run_ranks(
-        resumed_on_ranks, 2, str(tmp_path), cases, process_group=False, timeout_seconds=240
-    )
+    per_rank = run_ranks(resumed_on_ranks, 2, str(tmp_path), cases, process_group=False, timeout_seconds=240)
     for strategy, others in cases.items():
         for found in (each[strategy] for each in per_rank):
             assert found["exact"], strategy

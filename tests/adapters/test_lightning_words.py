@@ -145,7 +145,7 @@ except Exception as error:
 
 def test_fabric_is_told_that_the_plugin_does_nothing_for_it(tmp_path):
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[ShardedCheckpointIO(tmp_path / "run")])
-    with pytest.raises(ConfigError, match="With Fabric, leave it out and call lightning_ckpt.setup_fabric"):
+    with pytest.raises(ConfigError, match="With Fabric, leave it out and call"):
         fabric.save(tmp_path / "x", {"model": torch.nn.Linear(2, 2)})
     assert not (tmp_path / "x").exists()
 

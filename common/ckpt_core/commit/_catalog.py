@@ -119,13 +119,14 @@ class Catalog:
             return self.marker(name).info(name)
 
         listed = countable_names(self._storage)
-        for _ in range(_MOST_LISTINGS):
-            infos, unreadable = read_all(listed, read)
+        infos, unreadable = read_all(listed, read)
+        for _ in range(_MOST_LISTINGS - 1):
             if len(infos) + len(unreadable) == len(listed):
                 break
             before, listed = listed, countable_names(self._storage)
             if before == listed:
                 break
+            infos, unreadable = read_all(listed, read)
         return with_remarks(self._storage, arrange(self._storage, infos, unreadable), unreadable)
 
     def latest(self) -> CheckpointInfo | None:

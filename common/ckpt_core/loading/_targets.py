@@ -169,7 +169,7 @@ def _foreign(target: Mapping[str, Any], items: Collection[str], metadata: Metada
 
 
 def _item(path: tuple[str | int, ...]) -> str:
-    """Return the item that an entry belongs to; of a `TrainState`, each large one is by itself."""
+    """Return the item of an entry; `items` holds several, loaded one by one."""
     return ".".join(map(str, path[:2])) if path[0] == "items" else str(path[0])
 
 
