@@ -113,16 +113,18 @@ class Tracker:
         epoch: the pass that began last; None before the first.
         replay: how the next one is to begin, if not as usual.
         created: what the iterator began from that persistent workers belong to.
+        restored: the position that was put back, until the next pass begins.
     """
 
     def __init__(self) -> None:
         self.epoch: Epoch | None = None
         self.replay: Replay | None = None
         self.created: Mapping[str, Any] | None = None
+        self.restored: Mapping[str, Any] | None = None
 
     def begin(self, loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
         """Make an iterator; note or replay what its order is made from."""
-        replay, self.replay = self.replay, None
+        replay, self.replay, self.restored = self.replay, None, None
         if replay is None:
             here = starting_state(loader)
             loaded = getattr(loader, "next_iter_state", None) is not None
@@ -152,7 +154,7 @@ class Tracker:
 
     def begin_again(self, loader: DataLoader[Any], iterator: Any, reset: Callable[[], None]) -> None:
         """Let an iterator with persistent workers begin another epoch."""
-        replay, self.replay = self.replay, None
+        replay, self.replay, self.restored = self.replay, None, None
         if replay is None or replay.fresh:
             here = starting_state(loader)
             reset()
