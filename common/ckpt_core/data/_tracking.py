@@ -160,7 +160,7 @@ class Tracker:
             reset()
             self._note(loader, here, again=True)
         else:
-            self._replayed(loader, replay, lambda: reset() or iterator, again=iterator)
+            self._replayed(loader, replay, reset, again=iterator)
         if self.epoch is not None:
             _watch(iterator, self.epoch)
 
@@ -194,7 +194,8 @@ class Tracker:
                 iter(indices.sampler)
                 draw_seed(loader.generator)
             let_draw_from(again, indices)
-            iterator = make()
+            make()
+            iterator = again
         if replay.batches and replay.begin["first"] is not None:
             load_starting_state(loader, replay.begin["first"])
         indices.hand_over(iterator)
@@ -368,7 +369,7 @@ def _subclass(stock: type[Any], overrides: Callable[[type[Any]], Mapping[str, An
 
 
 def _empty(kind: type[Any]) -> Any:
-    return kind.__new__(kind)
+    return object.__new__(kind)
 
 
 def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
@@ -380,7 +381,8 @@ def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Copy and pickle as the stock class, untracked."""
-        match stock.__reduce_ex__(self, protocol):
+        reduced: Any = super(type(self), self).__reduce_ex__(protocol)
+        match reduced:
             case (_, (kind,), dict() as state, *rest) if kind is type(self):
                 state = {name: value for name, value in state.items() if name != _TRACKER}
                 return _empty, (stock,), state, *rest
