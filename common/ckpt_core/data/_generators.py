@@ -27,7 +27,7 @@ def load_global_state(state: Mapping[str, Any]) -> None:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Return whether two states of generators are the same, so that nothing was drawn in between."""
+    """Return whether two states of generators are the same."""
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
     if isinstance(one, torch.Tensor):

@@ -88,7 +88,7 @@ class LoaderPosition:
         return state
 
     def _data_ended(self) -> bool:
-        """Return whether the data set has ended, as a short last batch shows, and would begin again."""
+        """Return whether the data set has ended, as a short last batch shows."""
         epoch = track(self._loader).epoch
         return epoch is not None and epoch.data_ended
 
@@ -162,7 +162,7 @@ class LoaderPosition:
         return self._go_on(state, same_ranks=same_ranks)
 
     def _end(self, state: Mapping[str, Any]) -> list[str]:
-        """Let the next `iter` give nothing: the saved one had given everything, but not ended yet."""
+        """Let the next `iter` give nothing: the saved one had nothing left."""
         if state["kind"] == "dataset" == self._kind():
             self._loader.dataset.load_state_dict(state["dataset"])
         begin = state["begin"] or epoch_from(self._loader, starting_state(self._loader))

@@ -176,13 +176,14 @@ def recipe(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """
     samplers = Samplers.of(loader)
     base, shard = samplers.base, samplers.shard
-    if not hasattr(loader.dataset, "__len__") or (base is None and shard is None) or not samplers.orderly:
+    data: Any = loader.dataset
+    if not hasattr(data, "__len__") or (base is None and shard is None) or not samplers.orderly:
         return None
     own = getattr(base, "generator", None)
     return {
         "kind": _kind(base),
         "type": type(base or shard).__qualname__,
-        "length": len(loader.dataset),
+        "length": len(data),
         "shuffled": bool(getattr(shard, "shuffle", False)),
         "lazy": type(base).__module__ != _TORCHDATA,
         # Whether the seed of the workers is drawn from the generator that makes the order, too.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -283,7 +283,7 @@ class Indices:
 
 
 @contextmanager
-def _put(loader: DataLoader[Any], sampler: Any) -> Iterator[None]:
+def _put(loader: DataLoader[Any], sampler: Any) -> Generator[None]:
     """Give a loader another index sampler, which it would refuse."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     before = loader.__dict__[name]
