@@ -49,13 +49,13 @@ class DataResume:
         self._prepared[kind] = number + 1
         states = self._loaded.positions.get(kind, ())
         if number < len(states):
-            self._restore(loader, states[number], None if kind == _VALIDATION else number)
+            self._put_back(loader, states[number], None if kind == _VALIDATION else number)
         elif kind == _TRAINING and not states:
             _set_sampler_epoch(self._trainer, loader)
         if kind == _TRAINING and self._loaded.ended_epoch:
             self._load_rng()
 
-    def _restore(self, loader: Any, state: Any, number: int | None) -> None:
+    def _put_back(self, loader: Any, state: Any, number: int | None) -> None:
         position = position_in(loader)
         if position is None or state is None:
             if number is not None and not self._loaded.ended_epoch:

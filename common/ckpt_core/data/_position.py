@@ -73,6 +73,9 @@ class LoaderPosition:
                 after a `StopIteration`.
             ahead: batches that were drawn, but not trained on yet.
         """
+        tracker = tracker_of(self._loader)
+        if tracker is not None and tracker.restored is not None:
+            return dict(tracker.restored)
         kind = self._kind()
         state: dict[str, Any] = {_MARK: _VERSION, "kind": kind}
         if self._tracked:
@@ -144,6 +147,7 @@ class LoaderPosition:
             return self._load_own(state)
         tracker = track(self._loader)
         tracker.replay = self._dealt = None
+        tracker.restored = state
         load_samplers_state(self._loader, state["samplers"])
         if state["ended"] or ("own" not in state and not state["begin"]):
             if state["kind"] == "dataset" == self._kind():
@@ -168,7 +172,8 @@ class LoaderPosition:
     def forget(self) -> None:
         """Let the next `iter` begin as usual, after a `restore` that shall not count."""
         if self._tracked:
-            track(self._loader).replay = None
+            tracker = track(self._loader)
+            tracker.replay = tracker.restored = None
 
     @property
     def dealt(self) -> tuple[int, int] | None:
