@@ -1,4 +1,4 @@
-"""Resume of the position in the data: loaders, the counters of batches, random numbers."""
+"""Resume of the position in the data: loaders, counters, random numbers."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class DataResume:
         self._prepared[kind] = number + 1
         states = self._loaded.positions.get(kind, ())
         if number < len(states):
-            self._restore(loader, states[number], None if kind == _VALIDATION else number)
+            self._put_back(loader, states[number], None if kind == _VALIDATION else number)
         elif kind == _TRAINING and not states:
             _set_sampler_epoch(self._trainer, loader)
         if kind == _TRAINING and self._loaded.ended_epoch:
             self._load_rng()
 
-    def _restore(self, loader: Any, state: Any, number: int | None) -> None:
+    def _put_back(self, loader: Any, state: Any, number: int | None) -> None:
         position = position_in(loader)
         if position is None or state is None:
             if number is not None and not self._loaded.ended_epoch:
@@ -100,7 +100,7 @@ class DataResume:
             combined._iterator._consumed = list(consumed)
 
     def _count_batches(self) -> None:
-        """Count batches as if this number of ranks, and this batch size, had made those before."""
+        """Count batches as if the present ranks had made those before."""
         fit_loop = self._trainer.fit_loop
         progress, batches = fit_loop.epoch_loop.batch_progress.current, fit_loop.max_batches
         if batches == math.inf:
@@ -116,7 +116,7 @@ class DataResume:
         progress.completed = done - unfinished
 
     def _done_of(self, batches: int) -> int:
-        """Return the number of batches after which Lightning ends the epoch with the last one dealt."""
+        """Return after how many batches the epoch ends with the last one dealt."""
         combined = self._trainer.fit_loop._combined_loader
         lengths = {number: len(combined.flattened[number]) for number in self._dealt}
         decides = min if combined._mode == "min_size" else max
@@ -136,7 +136,7 @@ class DataResume:
 
 
 def _set_sampler_epoch(trainer: Any, loader: Any) -> None:
-    """Let samplers know the epoch before they shuffle; Lightning sets it only afterwards."""
+    """Set the epoch of samplers before they shuffle; Lightning does it afterwards."""
     fit_loop = trainer.fit_loop
     progress = fit_loop.epoch_progress.current
     ended = fit_loop.epoch_loop.batch_progress.is_last_batch and progress.processed < progress.started

@@ -316,7 +316,7 @@ def _take_position(trainer: Any, rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def positions(fit_loop: Any) -> dict[str, Any]:
-    """Return the positions in the loaders of a fit, and batches that Lightning drew ahead of them."""
+    """Return the positions in a fit's loaders, and batches drawn ahead of them."""
     combined = fit_loop._combined_loader
     if combined is None:
         return {}

@@ -91,7 +91,6 @@ LIGHTNING_STRATEGY = {
 }
 FABRIC = {
     "plugins.io.torch_io:pl_load": "path_or_url map_location weights_only",
-    "utilities.distributed:DistributedSamplerWrapper": None,
     "wrappers:_unwrap_objects": "collection",
     "fabric:Fabric.save": "path state filter",
     "fabric:Fabric.load": "path state strict weights_only",
@@ -183,6 +182,8 @@ ELSEWHERE = {
     "_iterator": "torch.utils.data.DataLoader, set in its constructor: the same",
     "_num_yielded": "a loader's iterator: the same",
     "_sampler_iter": "the same",
+    "_consumed": "lightning's CombinedLoader: see tests/adapters/test_lightning_data.py",
+    "_mode": "the same",
     "_sampler_iter_yielded": "torchdata's iterator: the same",
     "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",

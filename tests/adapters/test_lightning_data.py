@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_core.testing import run_ranks
+from lightning_ckpt import _state
 from tests.adapters.lightning_data_jobs import DataJob, Trained, train, train_one
 
 # Lightning warns of small data sets and few workers, and torchdata of torch.
@@ -60,6 +61,20 @@ def test_a_stream_without_state_is_drawn_again_with_a_warning(tmp_path):
     resumed = train_one(DataJob(root=str(tmp_path), loader="stream", ckpt_path="last", max_steps=4))
     assert resumed.samples == [12, 13, 14, 15]
     assert any("3 batches of an iterable data set are drawn again" in line for line in resumed.logged)
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes_by_the_states_of_its_loaders(tmp_path, monkeypatch):
+    def of_loaders(fit_loop: Any) -> dict[str, Any]:
+        return {_state.LOADERS: fit_loop._combined_loader._state_dicts(), _state.PREFETCHED: []}
+
+    monkeypatch.setattr(_state, "positions", of_loaders)
+    full = train_one(DataJob(root=str(tmp_path), loader="stateful", saves=True, max_epochs=1))
+    monkeypatch.undo()
+    path = str(tmp_path / "step-000000002")
+    resumed = train_one(
+        DataJob(root=str(tmp_path / "new"), loader="stateful", seed=77, max_epochs=1, ckpt_path=path)
+    )
+    assert resumed.steps == full.steps[2:]
 
 
 @pytest.mark.distributed

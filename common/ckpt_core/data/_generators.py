@@ -18,14 +18,16 @@ def global_state() -> dict[str, Any]:
 
 
 def load_global_state(state: Mapping[str, Any]) -> None:
-    """Put back what `global_state` returned."""
+    """Put back what `global_state` returned, or a part of it."""
     torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
+    if "python" in state:
+        random.setstate(state["python"])
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Return whether two states of generators are the same, so that nothing was drawn in between."""
+    """Return whether two states of generators are the same."""
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
     if isinstance(one, torch.Tensor):

@@ -73,6 +73,9 @@ class LoaderPosition:
                 after a `StopIteration`.
             ahead: batches that were drawn, but not trained on yet.
         """
+        tracker = tracker_of(self._loader)
+        if tracker is not None and tracker.restored is not None:
+            return dict(tracker.restored)
         kind = self._kind()
         state: dict[str, Any] = {_MARK: _VERSION, "kind": kind}
         if self._tracked:
@@ -85,7 +88,7 @@ class LoaderPosition:
         return state
 
     def _data_ended(self) -> bool:
-        """Return whether the data set has ended, as a short last batch shows, and would begin again."""
+        """Return whether the data set has ended, as a short last batch shows."""
         epoch = track(self._loader).epoch
         return epoch is not None and epoch.data_ended
 
@@ -144,6 +147,7 @@ class LoaderPosition:
             return self._load_own(state)
         tracker = track(self._loader)
         tracker.replay = self._dealt = None
+        tracker.restored = state
         load_samplers_state(self._loader, state["samplers"])
         if state["ended"] or ("own" not in state and not state["begin"]):
             if state["kind"] == "dataset" == self._kind():
@@ -158,7 +162,7 @@ class LoaderPosition:
         return self._go_on(state, same_ranks=same_ranks)
 
     def _end(self, state: Mapping[str, Any]) -> list[str]:
-        """Let the next `iter` give nothing: the saved one had given everything, but not ended yet."""
+        """Let the next `iter` give nothing: the saved one had nothing left."""
         if state["kind"] == "dataset" == self._kind():
             self._loader.dataset.load_state_dict(state["dataset"])
         begin = state["begin"] or epoch_from(self._loader, starting_state(self._loader))
@@ -168,7 +172,8 @@ class LoaderPosition:
     def forget(self) -> None:
         """Let the next `iter` begin as usual, after a `restore` that shall not count."""
         if self._tracked:
-            track(self._loader).replay = None
+            tracker = track(self._loader)
+            tracker.replay = tracker.restored = None
 
     @property
     def dealt(self) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, final
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ckpt_core.data._generators import (
@@ -20,6 +20,7 @@ from ckpt_core.data._generators import (
 )
 
 _LONGEST = 8
+_KNOWN = {"builtins", "torch", "torchdata", "lightning", "lightning_fabric"}
 _TORCHDATA = "torchdata.stateful_dataloader.sampler"
 
 
@@ -149,7 +150,17 @@ def _own_state(each: Any) -> dict[str, Any]:
 
 def starting_state(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return everything that decides the order of an epoch that begins now."""
-    return {"global": global_state(), "samplers": samplers_state(loader)}
+    numbers = global_state()
+    if not isinstance(loader.dataset, IterableDataset) and all(
+        _draws_from_torch(e) for _, e in _parts(loader)
+    ):
+        numbers = {"torch": numbers["torch"]}
+    return {"global": numbers, "samplers": samplers_state(loader)}
+
+
+def _draws_from_torch(each: Any) -> bool:
+    """Return whether it is of those that draw from no other global generator."""
+    return isinstance(each, DataLoader) or type(each).__module__.partition(".")[0] in _KNOWN
 
 
 def load_starting_state(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
@@ -165,13 +176,14 @@ def recipe(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """
     samplers = Samplers.of(loader)
     base, shard = samplers.base, samplers.shard
-    if not hasattr(loader.dataset, "__len__") or (base is None and shard is None) or not samplers.orderly:
+    data: Any = loader.dataset
+    if not hasattr(data, "__len__") or (base is None and shard is None) or not samplers.orderly:
         return None
     own = getattr(base, "generator", None)
     return {
         "kind": _kind(base),
         "type": type(base or shard).__qualname__,
-        "length": len(loader.dataset),  # type: ignore[arg-type]
+        "length": len(data),
         "shuffled": bool(getattr(shard, "shuffle", False)),
         "lazy": type(base).__module__ != _TORCHDATA,
         # Whether the seed of the workers is drawn from the generator that makes the order, too.

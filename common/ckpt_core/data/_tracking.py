@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -113,16 +113,18 @@ class Tracker:
         epoch: the pass that began last; None before the first.
         replay: how the next one is to begin, if not as usual.
         created: what the iterator began from that persistent workers belong to.
+        restored: the position that was put back, until the next pass begins.
     """
 
     def __init__(self) -> None:
         self.epoch: Epoch | None = None
         self.replay: Replay | None = None
         self.created: Mapping[str, Any] | None = None
+        self.restored: Mapping[str, Any] | None = None
 
     def begin(self, loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
         """Make an iterator; note or replay what its order is made from."""
-        replay, self.replay = self.replay, None
+        replay, self.replay, self.restored = self.replay, None, None
         if replay is None:
             here = starting_state(loader)
             loaded = getattr(loader, "next_iter_state", None) is not None
@@ -152,13 +154,13 @@ class Tracker:
 
     def begin_again(self, loader: DataLoader[Any], iterator: Any, reset: Callable[[], None]) -> None:
         """Let an iterator with persistent workers begin another epoch."""
-        replay, self.replay = self.replay, None
+        replay, self.replay, self.restored = self.replay, None, None
         if replay is None or replay.fresh:
             here = starting_state(loader)
             reset()
             self._note(loader, here, again=True)
         else:
-            self._replayed(loader, replay, lambda: reset() or iterator, again=iterator)
+            self._replayed(loader, replay, reset, again=iterator)
         if self.epoch is not None:
             _watch(iterator, self.epoch)
 
@@ -192,7 +194,8 @@ class Tracker:
                 iter(indices.sampler)
                 draw_seed(loader.generator)
             let_draw_from(again, indices)
-            iterator = make()
+            make()
+            iterator = again
         if replay.batches and replay.begin["first"] is not None:
             load_starting_state(loader, replay.begin["first"])
         indices.hand_over(iterator)
@@ -280,7 +283,7 @@ class Indices:
 
 
 @contextmanager
-def _put(loader: DataLoader[Any], sampler: Any) -> Iterator[None]:
+def _put(loader: DataLoader[Any], sampler: Any) -> Generator[None]:
     """Give a loader another index sampler, which it would refuse."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     before = loader.__dict__[name]
@@ -366,7 +369,7 @@ def _subclass(stock: type[Any], overrides: Callable[[type[Any]], Mapping[str, An
 
 
 def _empty(kind: type[Any]) -> Any:
-    return kind.__new__(kind)
+    return object.__new__(kind)
 
 
 def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
@@ -378,7 +381,8 @@ def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Copy and pickle as the stock class, untracked."""
-        match stock.__reduce_ex__(self, protocol):
+        reduced: Any = super(type(self), self).__reduce_ex__(protocol)
+        match reduced:
             case (_, (kind,), dict() as state, *rest) if kind is type(self):
                 state = {name: value for name, value in state.items() if name != _TRACKER}
                 return _empty, (stock,), state, *rest

@@ -152,5 +152,6 @@ def test_a_batch_sampler_of_ones_own_keeps_its_batches():
     position = LoaderPosition(live)
     next(iter(live))
     again = make()
-    assert LoaderPosition(again).restore(position.state(), same_ranks=False) == []
+    (note,) = LoaderPosition(again).restore(position.state(), same_ranks=False)
+    assert "each rank goes on after its own 1 batches" in note
     assert [batch.tolist() for batch in again] == [[5, 6, 7, 8, 9], [10, 11]]

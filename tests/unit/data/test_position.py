@@ -168,6 +168,17 @@ def test_a_position_can_be_put_back_with_the_same_workers():
     assert [batch.tolist() for batch in live] == rest
 
 
+@pytest.mark.parametrize("place", [(2, False), (6, True)], ids=["mid-epoch", "edge"])
+def test_a_position_that_was_put_back_and_not_used_yet_is_saved_again(place):
+    full, saved = positions_of(lambda: loader("own generator"))
+    epoch, state, numbers = saved[place]
+    between = LoaderPosition(loader("own generator"))
+    between.restore(decode(json.loads(state)))
+    again = json.dumps(encode(between.state()))
+    steps, _ = resumed(lambda: loader("own generator"), (epoch, again, numbers))
+    assert steps == full[place[0] :]
+
+
 def test_a_loader_that_is_being_iterated_is_refused():
     live = loader("shuffled")
     begun = iter(live)
