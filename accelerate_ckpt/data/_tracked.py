@@ -68,10 +68,6 @@ class Epoch:
     at_edge: bool = False
     iterator: Callable[[], Any] = lambda: None
 
-    def fetched(self, fetches: int) -> int:
-        """Return the fetches until now, of which each batch of the user's needs so many."""
-        return self.skipped + self.count * fetches
-
 
 @final
 class TrackedLoader:
@@ -189,7 +185,7 @@ class TrackedLoader:
         if not within:
             start = self._prepared or start_here(self._loader, made=self._made)
         return {
-            "iteration": epoch.loader.iteration + 1 if ended else self._loader_in_epoch().iteration,
+            "iteration": (epoch.loader if epoch.active else self._loader).iteration + int(ended),
             "within": within,
             "start": dict(start),
             "state": epoch.loader.state_dict() if _is_stateful(epoch.loader) else None,
@@ -245,9 +241,6 @@ class TrackedLoader:
         """Return whether this loader goes on from a save between epochs."""
         reentry = self._reentry
         return reentry is not None and reentry.rng is not None and self in reentry.at_edge
-
-    def _loader_in_epoch(self) -> Any:
-        return self._epoch.loader if self._epoch.active else self._loader
 
     def _go_on(self, epoch: Epoch, saved: Saved) -> None:
         """Begin the epoch of a save behind what was seen of it."""

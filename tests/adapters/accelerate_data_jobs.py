@@ -18,7 +18,7 @@ from tests.adapters.accelerate_jobs import _without_goodbye, forget_accelerators
 
 SAMPLES = 26
 STREAMED = 24  # as long with two workers as with one
-EPOCHS = 3
+EPOCHS = 2
 
 
 class Items(torch.utils.data.Dataset[torch.Tensor]):

@@ -98,9 +98,8 @@ def test_a_resume_sees_the_same_data_and_random_numbers_with_workers(case: str, 
 def test_a_loop_that_was_left_early_goes_on_or_begins_again_as_the_script_says(
     skip: bool, tmp_path: Path
 ) -> None:
-    at = (5, 10)
     run = Run(leave_after=5, save_behind=True, skip=skip)
-    assert_exact(loops(with_resumes(run, tmp_path, at)), at)
+    assert_exact(loops(with_resumes(run, tmp_path, (5,))), (5,))
 
 
 def test_a_stateful_loader_of_which_a_script_skips_batches_is_whole_in_the_next_epoch(
@@ -192,9 +191,10 @@ class TestOnTwoRanks:
     """All in one pair of ranks, before and after which one process saves and loads."""
 
     @pytest.fixture(scope="class")
-    def results(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    @classmethod
+    def results(cls, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         root = tmp_path_factory.mktemp("ranks")
-        at = (2, 4, 6)
+        at = (4, 6)
         exact = [with_resumes(run, root / name, at) for name, run in TWO_RANKS.items()]
         first = {name: loops([lives(run, root / name, 0, last=False)]) for name, run in ELASTIC.items()}
         grown = [lives(run, root / name, 1, last=False) for name, run in ELASTIC.items()]
