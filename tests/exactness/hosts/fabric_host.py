@@ -90,9 +90,13 @@ def _step(state: dict[str, Any]) -> None:
     state["step"] += 1
 
 
+class _CPUFSDPStrategy(FSDPStrategy):
+    """FSDP on the CPU, which Fabric refuses by type."""
+
+
 def _strategy(place: Place) -> Any:
     if place.strategy == "fsdp1":
-        return FSDPStrategy(parallel_devices=[torch.device("cpu")] * place.world)
+        return _CPUFSDPStrategy(parallel_devices=[torch.device("cpu")] * place.world)
     if place.strategy in {"fsdp2", "tp", "fsdp2+tp"}:
         tensor = place.world // place.replicas
         return ModelParallelStrategy(_spread, data_parallel_size=place.replicas, tensor_parallel_size=tensor)
