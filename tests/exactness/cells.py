@@ -182,12 +182,10 @@ def impossible(values: Mapping[str, Any]) -> str:
 
 def limited(cell: Cell) -> str:
     """Why a cell cannot be exact, whoever saves it; "" if it can."""
-    if cell.place.replicas == cell.place_of_resume.replicas:
-        return ""
     shares_itself = cell.host not in {"accelerate", "trainer"}
-    if "stream" in cell.data and shares_itself:
+    if cell.ranks != "same" and "stream" in cell.data and shares_itself:
         return (
-            "the iterable data set shares its samples among the ranks by itself, "
-            "so that no other number of ranks can be given the rest"
+            "the iterable data set shares its samples among the ranks by itself, and nothing says which are "
+            "left for other ranks"
         )
     return ""

@@ -35,16 +35,20 @@ _AT_ONCE: Final = 20
 """Trainings of one set of processes, so that a rank that hangs costs no more than these."""
 
 
-def judged(cells: Sequence[Cell], root: Path, *, seconds_each: float = 5.0) -> Iterator[Verdict]:
+def judged(
+    cells: Sequence[Cell], root: Path, *, stock: bool = True, seconds_each: float = 5.0
+) -> Iterator[Verdict]:
     """Run every cell, first whatever saves and then whatever resumes; yield a verdict for each.
 
     Args:
         cells: to run.
         root: an empty directory.
+        stock: whether each is run without us, too, to see that saving changes nothing.
         seconds_each: how long a training may take, on average of some; then a rank counts as hanging.
     """
     folders = {cell: str(root / f"{number:04d}") for number, cell in enumerate(cells)}
-    jobs = [Job(cell=cell, root=folders[cell], role=role) for cell in cells for role in ("stock", "saving")]
+    roles = ("stock", "saving") if stock else ("saving",)
+    jobs = [Job(cell=cell, root=folders[cell], role=role) for cell in cells for role in roles]
     seen = dict(_run_all(jobs, seconds_each))
     # What a cell's save came to is known before it is resumed.
     saved = [job for job in jobs if job.saves and not any(each.error for each in seen[job])]

@@ -19,7 +19,10 @@ GOOD: Final = (EXACT, ELASTIC)
 
 
 class Runs(NamedTuple):
-    """A cell's trainings, each by rank; the last is empty if nothing could be saved."""
+    """A cell's trainings, each by rank.
+
+    The first is empty if it was left out, and the last if nothing could be saved.
+    """
 
     stock: list[Observed]
     saving: list[Observed]
@@ -71,12 +74,12 @@ def _judged(cell: Cell, runs: Runs) -> tuple[str, str]:
         return EXACT if same else ELASTIC, ""
     said = [text for each in runs.resumed for text in each.warnings]
     if said:
-        return TOLD, f"{differs}; said: {said[0]}"
+        return TOLD, f"{differs}; said: {'; '.join(dict.fromkeys(said))}"
     return WRONG, differs
 
 
 def _perturbed(runs: Runs) -> str:
-    for rank, (stock, saving) in enumerate(zip(runs.stock, runs.saving, strict=True)):
+    for rank, (stock, saving) in enumerate(zip(runs.stock, runs.saving, strict=bool(runs.stock))):
         if found := _first_difference(stock.rows, saving.rows, 0) or _final_differs(stock, saving):
             return f"rank {rank}: {found}"
     return ""
@@ -128,18 +131,27 @@ def _elastic_differs(cell: Cell, runs: Runs) -> str:
         for ids, *_ in each.rows[start : start + batches]
         for sample in ids
     )
-    at = 0
-    for number in range(epoch, EPOCHS):
+    at, number, most = 0, epoch, max(len(rows) for rows in after)
+    while at < most or number < EPOCHS:
         due = Counter(range(SAMPLES)) - seen
         count = -(-due.total() // (place.batch * place.replicas))
         given = Counter(s for rows in after for ids, *_ in rows[at : at + count] for s in ids)
         never, twice = (due - given).total(), (given - due).total()
         padding = -due.total() % (place.batch * place.replicas)
-        if never or twice > padding:
+        cut = _counts_steps(cell) and most < at + count
+        if (never and not cut) or twice > padding:
             return f"of epoch {number + 1}, {twice} samples twice and {never} never ({padding} are padding)"
-        at, seen = at + count, Counter()
-    most = max(len(rows) for rows in after)
-    return "" if most == at else f"{most} batches after the resume instead of {at}"
+        at, number, seen = at + count, number + 1, Counter()
+        if cut:
+            return ""
+    if number > EPOCHS and not _counts_steps(cell):
+        return f"{most} batches after the resume, which are {number - epoch} epochs"
+    return ""
+
+
+def _counts_steps(cell: Cell) -> bool:
+    """Whether training ends after a number of steps, maybe in the middle of an epoch."""
+    return cell.host == "trainer" and cell.data == "stream"
 
 
 def _sees_own_data(rank: int, world: int, replicas: int) -> bool:

@@ -280,7 +280,11 @@ class Override:
         for name in group.keys() & set(_RATES) - self.values.keys():
             _set(group, name, rate if before == 0 else float(group[name]) * (rate / before))
         for scheduler in schedulers:
-            for rates in (getattr(scheduler, "base_lrs", ()), getattr(scheduler, "_last_lr", ())):
+            of_scheduler: list[list[Any]] = [
+                getattr(scheduler, "base_lrs", []),
+                getattr(scheduler, "_last_lr", []),
+            ]
+            for rates in of_scheduler:
                 if number < len(rates):
                     new = rate if before == 0 else float(rates[number]) * (rate / before)
                     rates[number] = _of_kind(rates[number], new)

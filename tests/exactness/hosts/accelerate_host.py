@@ -76,7 +76,7 @@ def _where(job: Job) -> tuple[int, int]:
     """The epoch, and how many of its batches a script skips on the ranks that there are now."""
     cell, place = job.cell, job.place
     epoch, batches = cell.saves_after
-    if cell.point == "edge":
+    if cell.point == "edge" or (cell.point == "last batch" and cell.data.startswith("stateful")):
         return epoch + 1, 0
     samples = batches * cell.place.replicas * cell.place.batch
     return epoch, samples // (place.replicas * place.batch)

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_ckpt import setup_fabric
@@ -90,9 +90,16 @@ def _step(state: dict[str, Any]) -> None:
     state["step"] += 1
 
 
+class _CPUFSDPStrategy(FSDPStrategy):
+    """FSDP as Fabric builds it for GPUs, on the CPU, which Fabric refuses by type."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 def _strategy(place: Place) -> Any:
     if place.strategy == "fsdp1":
-        return FSDPStrategy(parallel_devices=[torch.device("cpu")] * place.world)
+        return _CPUFSDPStrategy()
     if place.strategy in {"fsdp2", "tp", "fsdp2+tp"}:
         tensor = place.world // place.replicas
         return ModelParallelStrategy(_spread, data_parallel_size=place.replicas, tensor_parallel_size=tensor)

@@ -93,7 +93,7 @@ def _data(job: Job, rank: int) -> tuple[Any, Any]:
         options["sampler"] = sampler
     else:
         options["shuffle"] = cell.shuffle
-        if place.world > 1:
+        if cell.place.world > 1:
             # Ranks that must see the same data do not draw equally many other random numbers.
             options["generator"] = torch.Generator().manual_seed(job.seed)
     return loader_of(cell, place, dataset, **options), sampler
