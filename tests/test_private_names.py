@@ -147,18 +147,26 @@ ACCELERATE = {
 }
 TRANSFORMERS = {
     "transformers:Trainer.create_accelerator_and_postprocess": "",
+    "transformers:Trainer.get_batch_samples": "epoch_iterator num_batches",
+    "transformers:Trainer.get_eval_dataloader": "eval_dataset",
     "transformers:Trainer.save_model": "output_dir _internal_call",
+    "transformers:Trainer.set_initial_training_values": "args dataloader",
     "transformers:Trainer.store_flos": "",
     "transformers:Trainer.train": "resume_from_checkpoint trial",
     "transformers:Trainer._get_output_dir": "trial",
+    "transformers:Trainer._init_training_state": "",
     "transformers:Trainer._load_best_model": "",
     "transformers:Trainer._load_from_checkpoint": "resume_from_checkpoint model",
     "transformers:Trainer._load_optimizer_and_scheduler": "checkpoint",
+    "transformers:Trainer._load_rng_state": "checkpoint",
     "transformers:Trainer._maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch",
+    "transformers:Trainer._run_epoch": "",
     "transformers:Trainer._save": "output_dir state_dict",
     "transformers:Trainer._save_checkpoint": "model trial",
     "transformers:Trainer._save_optimizer_and_scheduler": "output_dir",
 }
+# Set by `_inner_training_loop`, and by `_get_dataloader`.
+TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_eval_dataloaders")
 FSSPEC = {
     "fsspec.asyn:AsyncFileSystem": None,
     "fsspec.asyn:sync": "loop func args timeout",
@@ -262,6 +270,33 @@ def test_the_trainer_saves_through_the_methods_that_we_redirect():
     assert [each for each in replaced if f"self.{each}" not in source] == []
 
 
+def test_the_trainer_runs_epochs_as_we_follow_them():
+    """From the numbers that it computes first, with the arguments that we change."""
+    transformers = pytest.importorskip("transformers")
+    loop = inspect.getsource(transformers.Trainer._inner_training_loop)
+    loaders = inspect.getsource(transformers.Trainer._get_dataloader)
+    assert [name for name in TRAINER if f"self.{name} =" not in loop + loaders] == []
+    used = (
+        "epoch train_dataloader steps_in_epoch num_update_steps_per_epoch resume_from_checkpoint "
+        "epochs_trained steps_trained_in_current_epoch"
+    )
+    assert [name for name in used.split() if f"{name}={name}," not in loop] == []
+    assert "range(epochs_trained, num_train_epochs)" in loop
+    unpacked = "num_train_epochs, num_update_steps_per_epoch, num_examples, num_train_samples, "
+    unpacked += "total_train_batch_size, steps_in_epoch, max_steps, ) = self.set_initial_training_values("
+    assert unpacked in " ".join(loop.split())
+    epoch = inspect.getsource(transformers.Trainer._run_epoch)
+    skipping, loading, fetching = "skip_first_batches(", "_load_rng_state(resume", "get_batch_samples("
+    assert epoch.index(skipping) < epoch.index(fetching) < epoch.rindex(loading)
+
+
+def test_a_loader_keeps_dataset_and_sampler_where_we_replace_them():
+    torch = pytest.importorskip("torch")
+    loader = torch.utils.data.DataLoader(range(4), batch_size=2)
+    assert {"dataset"} <= vars(loader).keys()
+    assert {"sampler"} <= vars(loader.batch_sampler).keys()
+
+
 def test_what_we_set_on_arguments_and_state_of_a_trainer_is_there():
     transformers = pytest.importorskip("transformers")
     arguments = inspect.signature(transformers.TrainingArguments).parameters
@@ -291,7 +326,7 @@ def test_every_private_name_that_we_use_is_listed():
     listed = {name for table in tables for key in table for name in parts(key)}
     listed |= {
         name
-        for table in (LIGHTNING_TRAINER, LIGHTNING_MODULE, ACCELERATOR)
+        for table in (LIGHTNING_TRAINER, LIGHTNING_MODULE, ACCELERATOR, TRAINER)
         for key in table
         for name in parts(key)
     }

@@ -10,6 +10,8 @@ from transformers import Trainer
 
 from accelerate_ckpt._patch import ENDED
 from accelerate_ckpt._settings import Settings
+from accelerate_ckpt.trainer._data import SHADOWED as DATA_METHODS
+from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
 from accelerate_ckpt.trainer._loading import TrainerLoading
 from accelerate_ckpt.trainer._save_limit import metrics_at
@@ -20,6 +22,7 @@ from ckpt_core.cadence import SavePolicy
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import close_at_exit
 from ckpt_core.retention import RetentionPolicy
+from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 
 _logger = logger_of(__name__)
@@ -65,7 +68,8 @@ class TrainerCheckpoints:
         )
         self._session = TrainerSession(trainer, settings, sinks)
         self._loading = TrainerLoading(trainer, self._stock, self._session, stock_files=self._stock_files)
-        self.events = TrainerEvents(self._session, gated=settings.options.save is not None)
+        self._data = TrainerData(trainer)
+        self.events = TrainerEvents(self._session, self._data, gated=settings.options.save is not None)
         self.implicit = implicit
 
     def shadows(self) -> dict[str, Any]:
@@ -74,7 +78,7 @@ class TrainerCheckpoints:
         made = (
             self.train, self.save, loading.load_model, loading.load_rest, loading.load_best, self._after_step
         )  # fmt: skip
-        return dict(zip(_SHADOWED, made, strict=True))
+        return {**dict(zip(_SHADOWED, made, strict=True)), **self._data.shadows()}
 
     @property
     def manager(self) -> CheckpointManager:
@@ -102,7 +106,10 @@ class TrainerCheckpoints:
         with self._session.training() as manager:
             self.events.take_over(arguments, manager.options.keep)
             try:
-                with self._loading.chosen(resume_from_checkpoint) as checkpoint:
+                with (
+                    self._loading.chosen(resume_from_checkpoint) as checkpoint,
+                    self._data.training(self._loading.resumed),
+                ):
                     result = self._stock.train(checkpoint, *args, **kwargs)
             finally:
                 self.events.give_back(arguments)
@@ -135,10 +142,16 @@ class TrainerCheckpoints:
             self.manager.wait()  # back-pressure must not leave it out
         best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = os.path.join(self._trainer.args.output_dir, name)  # noqa: PTH118
+            state.best_model_checkpoint = self._session.path_of(name)
         handle = self.manager.save(
             state.global_step,
-            TrainingState(self._trainer, self._stock, self._session.pickles, stock_files=self._stock_files),
+            TrainingState(
+                self._trainer,
+                self._stock,
+                self._session.pickles,
+                stock_files=self._stock_files,
+                progress=self._data.progress(),
+            ),
             metrics=metrics_at(state.log_history, state.global_step),
             annotations={"framework": "transformers", "reason": self.events.reason},
             name=name,
@@ -190,6 +203,7 @@ class TrainerCheckpoints:
 
 def enable_trainer(
     trainer: Trainer,
+    root: str | os.PathLike[str] | Storage | None = None,
     *,
     save: SavePolicy | Mapping[str, Any] | Sequence[Any] | None = None,
     keep: RetentionPolicy | Mapping[str, Any] | Sequence[Any] | None = None,
@@ -203,7 +217,9 @@ def enable_trainer(
     Collective. `CKPT_SUITE_…` and the accelerate configuration are read as by `enable`.
 
     Args:
-        trainer: any Trainer whose output directory is local or shared.
+        trainer: any Trainer.
+        root: where its checkpoints go, such as a URL; its output directory, which must then be local to one
+            machine or shared, if None.
         save: when to save, in place of the Trainer's `save_strategy`; the Trainer decides if None.
         keep: which checkpoints stay; `save_total_limit`, and the best one, if None.
         sinks: receivers of telemetry events.
@@ -215,14 +231,10 @@ def enable_trainer(
         ConfigError: an option is wrong, or the Trainer is set up for something that cannot work.
     """
     _check_is_trainer(trainer)
-    if "root" in options:
-        raise ConfigError(
-            f"checkpoints go to the Trainer's output_dir ({trainer.args.output_dir}); leave root= out"
-        )
     attached = attached_to(trainer)
     if attached is not None and not attached.implicit:
         raise ConfigError("this Trainer is enabled already; call disable_trainer() first")
-    settings = Settings.resolve({"save": save, "keep": keep, **options})
+    settings = Settings.resolve({"root": root, "save": save, "keep": keep, **options})
     _check_supported(trainer)  # before the present one is disabled
     disable_trainer(trainer)
     attach(trainer, settings, sinks)
@@ -277,7 +289,7 @@ def disable_trainer(trainer: Trainer) -> Trainer:
     attached = attached_to(trainer)
     if attached is None:
         return trainer
-    for name in (*_SHADOWED, _ATTACHED):
+    for name in (*_SHADOWED, *DATA_METHODS, _ATTACHED):
         trainer.__dict__.pop(name, None)
     trainer.remove_callback(attached.events)
     attached.close()

@@ -7,6 +7,7 @@ from typing import Any, final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._save_limit import is_new_best, wanted_best
 from accelerate_ckpt.trainer._session import TrainerSession
 from ckpt_core import KeepBest
@@ -33,8 +34,9 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         own_evaluation: whether the evaluation that runs is one of the training's own.
     """
 
-    def __init__(self, session: TrainerSession, *, gated: bool) -> None:
+    def __init__(self, session: TrainerSession, data: TrainerData, *, gated: bool) -> None:
         self._session = session
+        self._data = data
         self._arguments: dict[str, Any] = {}
         self._wanted: list[KeepBest] = []
         self.gated = gated
@@ -63,7 +65,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         del args, control, kwargs
         self._session.begin(state.global_step)
         # Each rank has looked for it on its own disk, and all of them or none must load it at the end.
-        state.best_model_checkpoint = self._session.coordinator.broadcast(state.best_model_checkpoint)
+        state.best_model_checkpoint = self._session.best_left(state.best_model_checkpoint)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -130,6 +132,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Cancel the Trainer's save: the policy has decided at the epoch's last step."""
         del args, state, kwargs
+        self._data.end_epoch(stopped=control.should_training_stop)
         if self.gated:
             control.should_save = False
             self._stop(control)

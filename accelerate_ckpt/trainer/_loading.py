@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -13,10 +13,19 @@ from typing import Any, final
 
 from transformers import TrainerState
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import get_last_checkpoint
 
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
 from accelerate_ckpt.trainer._choice import newest_to_resume
+from accelerate_ckpt.trainer._data import Resumed
+from accelerate_ckpt.trainer._rank_files import (
+    generators_file,
+    of_rank,
+    progress_file,
+    progress_in,
+    with_own_generators,
+)
 from accelerate_ckpt.trainer._session import TrainerSession
 from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
@@ -27,18 +36,19 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
-from ckpt_core.storage import LocalStorage, Storage, open_storage
+from ckpt_core.storage import LocalStorage, Storage
 
 _logger = logger_of(__name__)
 
 _OURS = ("*.distcp", "rank-*.json", "local-*.json", "chunks-*.json")
 _NOT_READ = (
     *_OURS, "*/*", "model*.safetensors", "pytorch_model*.bin", "adapter_model*", "optimizer.pt",
-    "rng_state_*.pth",
+    generators_file("*", 2), progress_file("*"),
 )  # fmt: skip
 """What is verified when it is loaded, or is not read at all: single files for others, other ranks' files."""
 _TORCH_FILES = (SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
 """What the Trainer reads by `torch.load`; the scheduler we do."""
+_newest_in: Callable[[str], str | None] = get_last_checkpoint
 
 
 @final
@@ -49,6 +59,7 @@ class _Lent:
     view: str
     checkpoint: str
     scheduler: bytes | None
+    resumed: Resumed | None
 
 
 @final
@@ -63,6 +74,11 @@ class TrainerLoading:
         self._session = session
         self._stock_files = stock_files
         self._lent: _Lent | None = None
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """The progress in the checkpoint that was chosen, if it holds any."""
+        return None if self._lent is None else self._lent.resumed
 
     @contextmanager
     def chosen(self, wanted: str | os.PathLike[str] | bool | None) -> Generator[Any]:  # noqa: FBT001 - as in stock
@@ -82,8 +98,9 @@ class TrainerLoading:
             checkpoint = self._session.coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
             if checkpoint is None:
                 _logger.warning(
-                    "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0",
+                    "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0%s",
                     manager.storage.url,
+                    self._elsewhere(),
                 )
         if checkpoint is None or isinstance(checkpoint, bool):
             yield checkpoint
@@ -146,7 +163,8 @@ class TrainerLoading:
                 self._session.saved_step = None
             return
         options = replace(manager.options, save=None, keep=None)
-        with CheckpointManager(place.root, coordinator=self._session.coordinator, options=options) as other:
+        storage = self._session.storage_at(place.root)
+        with CheckpointManager(storage, coordinator=self._session.coordinator, options=options) as other:
             other.load(state, name=place.name, items=items)
 
     def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -154,16 +172,16 @@ class TrainerLoading:
         verify = self._session.manager.options.manifest_verifier
         place = CheckpointPath.of(checkpoint)
         if verify is not None:
-            storage = open_storage(place.root)
+            storage = self._session.storage_at(place.root)
             self._session.coordinator.run_on_coordinator(lambda: require_trusted(storage, place.name, verify))
 
     def _is_ours(self, checkpoint: str | os.PathLike[str]) -> bool:
         if self._lent is not None and self._lent.view == checkpoint:
             return True
         place = CheckpointPath.of(checkpoint)
-        storage = open_storage(place.root)
+        storage = self._session.storage_at(place.root)
         kind, inside = self._session.coordinator.run_on_coordinator(
-            lambda: (kind_of(storage, place.name), _checkpoints_in(checkpoint))
+            lambda: (kind_of(storage, place.name), self._checkpoints_in(checkpoint))
         )
         if kind is Kind.TORN:
             raise CorruptCheckpointError(
@@ -181,10 +199,11 @@ class TrainerLoading:
     def _committed(self, checkpoint: str | os.PathLike[str]) -> Generator[Path]:
         """Yield a directory for the Trainer to read: small files verified, others linked."""
         place, coordinator = CheckpointPath.of(checkpoint), self._session.coordinator
-        storage = open_storage(place.root)
+        storage = self._session.storage_at(place.root)
         untouched = f"{checkpoint} could not be read, and nothing was loaded"
         with collective_phase(coordinator, untouched, what="verifying small files"):
             small, others = self._read(storage, place.name)
+            progress = progress_in(small, place.name, self._trainer.args.process_index)
         with private_directory() as directory:
             view = directory / place.name
             view.mkdir()
@@ -192,14 +211,17 @@ class TrainerLoading:
             if isinstance(storage, LocalStorage):
                 link_files(others, storage.local_path(place.name), view)
             self._lent = _Lent(
-                view=str(view), checkpoint=os.fspath(checkpoint), scheduler=small.get(SCHEDULER_NAME)
+                view=str(view),
+                checkpoint=os.fspath(checkpoint),
+                scheduler=small.get(SCHEDULER_NAME),
+                resumed=None if progress is None else Resumed(str(view), *progress),
             )
             try:
                 yield view
             finally:
                 self._lent = None
 
-    def _read(self, storage: Storage, name: str) -> tuple[Mapping[str, bytes], list[str]]:
+    def _read(self, storage: Storage, name: str) -> tuple[dict[str, bytes], list[str]]:
         """Return the files that the Trainer reads, and paths that others may look for."""
         small = verified_files(storage, name, self._is_read)
         for path, content in small.items():
@@ -207,8 +229,10 @@ class TrainerLoading:
             if not self._session.pickles.allowed and any(fnmatchcase(path, each) for each in _TORCH_FILES):
                 self._session.pickles.load(content, f"{storage.url}/{name}/{path}")
         if TRAINER_STATE_NAME in small:
-            _check_state(small[TRAINER_STATE_NAME], f"{storage.url}/{name}/{TRAINER_STATE_NAME}")
-        paths = [entry.path for entry in Catalog(storage).manifest(name).files]
+            state = _state_in(small[TRAINER_STATE_NAME], f"{storage.url}/{name}/{TRAINER_STATE_NAME}")
+            self._session.best = state.best_model_checkpoint
+        manifest = Catalog(storage).manifest(name)
+        paths = [entry.path for entry in manifest.files]
         parts = {path.rpartition("/")[0] for path in paths if path.endswith(f"/{METADATA}")}
         others = [
             path
@@ -217,7 +241,22 @@ class TrainerLoading:
             and path.rpartition("/")[0] not in parts
             and not any(fnmatchcase(path, each) for each in _OURS)
         ]
-        return {path: small[path] for path in small if path != TRAINING_ARGS_NAME}, others
+        small.pop(TRAINING_ARGS_NAME, None)
+        return with_own_generators(
+            small, manifest.world_size, self._trainer.args, self._session.pickles
+        ), others
+
+    def _checkpoints_in(self, directory: str | os.PathLike[str]) -> list[str]:
+        if "://" not in os.fspath(directory) and not Path(directory).is_dir():
+            return []
+        storage = self._session.storage_at(root_of(directory))
+        return [info.name for info in Catalog(storage).committed()]
+
+    def _elsewhere(self) -> str:
+        """Return a hint at checkpoints in the output directory, if none are saved there."""
+        output = self._session.output
+        last = _newest_in(output) if output is not None and Path(output).is_dir() else None
+        return "" if last is None else f". {output} holds checkpoints: resume_from_checkpoint={last!r}"
 
     def _check_stock(self, checkpoint: str | os.PathLike[str]) -> None:
         """Refuse what stock DCP would unpickle there; collective."""
@@ -236,21 +275,15 @@ class TrainerLoading:
         return nullcontext() if self._session.pickles.allowed else without_pickle()
 
     def _is_read(self, path: str) -> bool:
-        if path == f"rng_state_{self._trainer.args.process_index}.pth":
+        if path in of_rank(self._trainer.args.process_index):
             return True
         return not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
 
 
-def _check_state(content: bytes, path: str) -> None:
+def _state_in(content: bytes, path: str) -> TrainerState:
     try:
-        TrainerState(**json.loads(content))
+        return TrainerState(**json.loads(content))
     except Exception as error:  # transformers' own code over any content; the caller raises on every rank
         problem = f"this version of transformers cannot read it ({error!r:.200})"
         failure = FileFailure(path=path, problem=problem)
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
-
-
-def _checkpoints_in(directory: str | os.PathLike[str]) -> list[str]:
-    if not Path(directory).is_dir():
-        return []
-    return [info.name for info in Catalog(open_storage(directory)).committed()]

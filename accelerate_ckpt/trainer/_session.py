@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +15,8 @@ from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt.trainer._save_limit import retention
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError
 from ckpt_core.coordination import coordinator_for_job
-from ckpt_core.hosting import root_of
-from ckpt_core.storage import open_storage
+from ckpt_core.hosting import CheckpointPath, Kind, RunRoot, kind_of, root_of
+from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
 
 
@@ -29,6 +30,8 @@ class TrainerSession:
     Attributes:
         coordinator: how ranks agree.
         manager: of the training that runs, or one to look with.
+        output: the output directory, if checkpoints do not go there.
+        best: the best checkpoint, as the one resumed from names it.
         pickles: reads small files, and warns of those that need pickle.
         preempted: whether the last training was stopped for a preemption.
         saved_step: the last step saved, if the live state continues from it.
@@ -42,8 +45,11 @@ class TrainerSession:
         self.pickles = Pickles(allowed=settings.options.allow_pickle)
         deadline = settings.options.deadline_seconds
         self.coordinator = coordinator_for_job(deadline_seconds=deadline)
-        root = root_of(trainer.args.output_dir or ".")
-        self._storage = open_storage(root, settings.options.storage_options, deadline_seconds=deadline)
+        output = trainer.args.output_dir or "."
+        self.output = None if settings.root is None else output
+        root = RunRoot.of(output if settings.root is None else settings.root)
+        self._storage = root.storage or self._opened(root.path)
+        self.best: str | None = None
         self._options = self._at_rest()
         self.manager = self._manager(self._options)
         self.preempted = False
@@ -58,7 +64,7 @@ class TrainerSession:
         """
         if self._closed:
             raise ConfigError("the checkpoints of this Trainer are closed: call enable_trainer() again")
-        self.preempted = False
+        self.preempted, self.best = False, None
         self._options = self._in_training()
         self._replace()
         try:
@@ -72,6 +78,33 @@ class TrainerSession:
         self.preempted = self.manager.preempted
         self._options = self._at_rest()
         self._replace()
+
+    def storage_at(self, root: str) -> Storage:
+        """Return the storage of a root, spelled as by `root_of`."""
+        return self._storage if root == root_of(self._storage.url) else self._opened(root)
+
+    def path_of(self, name: str) -> str:
+        """Return the path of a checkpoint as the Trainer itself would write it."""
+        if self.output is None:
+            return os.path.join(self._trainer.args.output_dir or ".", name)  # noqa: PTH118 - may be a URL
+        return f"{self._storage.url}/{name}"
+
+    def best_left(self, found: str | None) -> str | None:
+        """Return the best checkpoint, if it is still there.
+
+        Args:
+            found: what the Trainer has found, which looks on this machine only.
+        """
+        best = self.best
+
+        def look() -> str | None:
+            if found is not None or best is None:
+                return found
+            place = CheckpointPath.of(best)
+            there = kind_of(self.storage_at(place.root), place.name) is Kind.COMMITTED
+            return best if there else None
+
+        return self.coordinator.run_on_coordinator(look)
 
     def begin(self, step: int) -> None:
         """Begin, or begin again; from an earlier step than was saved, on a new lineage."""
@@ -92,6 +125,10 @@ class TrainerSession:
             self.manager.close()
         finally:
             self.coordinator.close()
+
+    def _opened(self, root: str) -> Storage:
+        options = self._settings.options
+        return open_storage(root, options.storage_options, deadline_seconds=options.deadline_seconds)
 
     def _replace(self) -> None:
         self.manager.close()

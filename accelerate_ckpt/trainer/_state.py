@@ -26,6 +26,8 @@ from accelerate_ckpt._host_calls import files_in
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
+from accelerate_ckpt.trainer._position import DataProgress, encoded
+from accelerate_ckpt.trainer._rank_files import progress_file
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
     check_groups,
@@ -71,9 +73,11 @@ class TrainingState:
         *,
         stock_files: bool,
         with_optimizer: bool = True,
+        progress: DataProgress | None = None,
     ) -> None:
         self._trainer: Any = trainer  # its own annotations allow None where there is none while it trains
         self._stock = stock
+        self._progress = progress
         self._pickles = pickles
         self._stock_files = stock_files
         self._with_optimizer = with_optimizer and not trainer.args.save_only_model
@@ -148,6 +152,8 @@ class TrainingState:
                 trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
             remove_empty_weights(folder)
             files = files_in(folder)
+        if self._progress is not None and not trainer.args.save_only_model:
+            files[progress_file(trainer.args.process_index)] = encoded(self._progress)
         kind = type(trainer.lr_scheduler).__name__
         self._pickles.warn(files, {SCHEDULER_NAME: f"the scheduler, a {kind}"})
         return files

@@ -344,8 +344,8 @@ def test_wrong_arguments_are_refused_with_what_to_do(tmp_path: Path) -> None:
         enable(Accelerator(cpu=True))
     with pytest.raises(ConfigError, match="is a class"):
         enable(Trainer)
-    with pytest.raises(ConfigError, match="output_dir"):
-        enable(made, root="elsewhere")
+    with pytest.raises(ConfigError, match="root must be"):
+        enable(made, root=7)
     with pytest.raises(ConfigError, match="did you mean keep"):
         enable(made, kep=KeepLatest(1))
     enable(made)

@@ -1,0 +1,383 @@
+"""The data of a Trainer's training: where it is, and where a resumed one goes on.
+
+The stock Trainer divides the number of steps by those of an epoch as it would be now: wrong for a stream
+without a length, and for any other number of ranks, size of batches or accumulation. It draws the order of
+the resumed epoch from wherever the generators are. So that a resumed run sees the data it would have seen:
+
+    at the start of every epoch      remember the generators that its order is drawn from
+    every fetch                      count batches
+    save                             epoch, batches and samples trained on, that start
+    a resume, before the first step  epochs and steps to come, from samples
+    the first epoch                  begins from the remembered start, behind those samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate_ckpt.trainer._order import (
+    Intake,
+    RestOfOrder,
+    can_leave_out,
+    generators_of,
+    leave_out,
+    sampler_of,
+)
+from accelerate_ckpt.trainer._position import Continuation, DataProgress, Position, Steps, continuation, note
+from ckpt_core.disclosure import logger_of
+from ckpt_core.state import load_rng_state, rng_state
+
+_logger = logger_of(__name__)
+
+SHADOWED = (
+    "set_initial_training_values",
+    "_init_training_state",
+    "_run_epoch",
+    "get_batch_samples",
+    "get_eval_dataloader",
+)
+_OF_SAMPLERS = ("initial_seed", "batch_size")
+"""What the orders of Accelerate's and the Trainer's own samplers follow from, besides generators."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The progress that a training is resumed from.
+
+    Attributes:
+        checkpoint: the directory that the Trainer resumes from.
+        first: the first rank's.
+        own: this rank's; None if it was not among those that saved.
+    """
+
+    checkpoint: str
+    first: DataProgress
+    own: DataProgress | None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """The first epoch of a resumed training.
+
+    Attributes:
+        chosen: how it goes on.
+        steps: of that epoch alone.
+        progress: what its order is drawn from.
+        undo: puts the loader back to whole epochs.
+    """
+
+    chosen: Continuation
+    steps: Steps
+    progress: DataProgress
+    undo: ExitStack = field(repr=False)
+
+
+@final
+class TrainerData:
+    """Follows the data of one Trainer, and leads a resumed training to its place.
+
+    Main thread only; nothing is collective.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._stock: dict[str, Callable[..., Any]] = {
+            name: getattr(trainer, name) for name in SHADOWED if hasattr(trainer, name)
+        }
+        self._resumed: Resumed | None = None
+        self._entry: _Entry | None = None
+        self._progress: DataProgress | None = None
+        self._loader: Any = None
+        self._exhausted = False
+        self._again: str | None = None
+
+    def shadows(self) -> dict[str, Callable[..., Any]]:
+        """Return the methods that replace the Trainer's own, by name."""
+        if self._stock.keys() != set(SHADOWED):
+            _logger.warning(
+                "this version of transformers runs its epochs in another way: a resumed run finds its place "
+                "in the data as the stock Trainer does. transformers 5.23 is known to work"
+            )
+            return {}
+        made = (
+            self._initial_values,
+            self._training_state,
+            self._run_epoch,
+            self._batch_samples,
+            self._eval_loader,
+        )
+        return dict(zip(SHADOWED, made, strict=True))
+
+    @contextmanager
+    def training(self, resumed: Resumed | None) -> Generator[None]:
+        """Follow one training, from a checkpoint or from the start."""
+        self._resumed, self._progress = resumed, None
+        try:
+            yield
+        finally:
+            self._resumed = self._entry = self._loader = None
+
+    def progress(self) -> DataProgress | None:
+        """Return this rank's progress, for a save; None if no epoch has begun."""
+        found, trainer = self._progress, self._trainer
+        if found is None:
+            return None
+        position = replace(found.position, step=trainer.state.global_step)
+        if position.batches == 0:  # between epochs
+            found = replace(found, start=rng_state(), **_order_of(self._loader, "initial_seed"))
+        alive = getattr(trainer, "_eval_dataloaders", {}) if trainer.args.dataloader_num_workers else {}
+        loss = (trainer._tr_loss.detach().cpu(), trainer._globalstep_last_logged)
+        return replace(found, position=position, evaluated=sorted(alive), loss=loss)
+
+    def end_epoch(self, *, stopped: bool) -> None:
+        """Note that an epoch has ended, or that training is stopped within it."""
+        found = self._progress
+        if found is None:
+            return
+        position = found.position
+        if position.complete or (self._exhausted and position.length is None) or not stopped:
+            after = replace(position, epoch=position.epoch + 1, batches=0, cuts=())
+            self._progress = replace(found, position=after)
+
+    def _initial_values(self, args: Any, dataloader: Any, *rest: Any) -> tuple[Any, ...]:
+        """Compute epochs and steps; those to come follow from the samples to come."""
+        stock = self._stock["set_initial_training_values"]
+        values: tuple[Any, ...] = stock(args, dataloader, *rest)
+        self._loader = dataloader
+        if self._entry is not None:  # a second try, as of `auto_find_batch_size`
+            self._entry.undo.close()
+        self._entry = None
+        if self._resumed is None or not _can_follow(dataloader) or self._trainer.get_sp_size() > 1:
+            return values
+        position, own = self._resumed.first.position, self._resumed.own
+        chosen = found = _continuation(position, dataloader, args)
+        if args.ignore_data_skip:
+            chosen = Continuation(epoch=found.epoch)
+        undo = ExitStack()
+        if chosen.cuts:
+            undo.callback(leave_out(dataloader, chosen.cuts))
+        first = _steps_in(stock(args, dataloader, *rest))
+        # Ranks that share one order in another way must draw it from the same state.
+        alike = position.ranks == args.world_size and position.intake == Intake.of(dataloader)
+        progress = own if own is not None and alike else self._resumed.first
+        self._entry = _Entry(chosen=chosen, steps=first, progress=progress, undo=undo)
+        accumulation, fixed = args.gradient_accumulation_steps, args.max_steps > 0
+        steps = _steps_in(values)
+        if _length(dataloader) is not None:
+            steps = steps.after(position, found, first, accumulation, fixed=fixed)
+        self._say(position, chosen, steps, dataloader)
+        return (steps.epochs, *values[1:6], steps.total)
+
+    def _say(self, position: Position, chosen: Continuation, steps: Steps, loader: Any) -> None:
+        """Log what a change of ranks, batches or accumulation comes to."""
+        args, sampler = self._trainer.args, sampler_of(loader)
+        now = replace(
+            position,
+            intake=Intake.of(loader),
+            accumulation=args.gradient_accumulation_steps,
+            ranks=args.world_size,
+        )
+        if args.process_index == 0 and now != position:
+            whole = sampler.whole if isinstance(sampler, RestOfOrder) else sampler
+            size = None if whole is None else len(whole)
+            _logger.warning(
+                "%s", note(position, now, chosen, steps, samples=size, dropping=args.dataloader_drop_last)
+            )
+        if args.process_index == 0 and chosen.skip and now.intake.iterable:
+            _logger.warning(
+                "the dataset is iterable: its first %d samples of epoch %d are read again and dropped",
+                chosen.done,
+                chosen.epoch,
+            )
+
+    def _training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the first epoch, and the batches to skip in it."""
+        epoch, skip = self._stock["_init_training_state"](*args, **kwargs)
+        return (epoch, skip) if self._entry is None else (self._entry.chosen.epoch, self._entry.chosen.skip)
+
+    def _run_epoch(self, **call: Any) -> Any:
+        """Run an epoch, the first one after a resume from where it was left."""
+        loader, epoch = call["train_dataloader"], call["epoch"]
+        entry, self._entry = self._entry, None
+        if self._resumed is not None and epoch > 0:
+            _draw_no_seed(loader)
+        with ExitStack() as undo:
+            if entry is not None:
+                undo.push(entry.undo)
+                self._enter(entry, loader, undo)
+                if _length(loader) is not None:
+                    call |= {
+                        "steps_in_epoch": entry.steps.batches,
+                        "num_update_steps_per_epoch": entry.steps.per_epoch,
+                    }
+            self._progress = self._begin(call, entry) if _can_follow(loader) else None
+            return self._stock["_run_epoch"](**call)
+
+    def _begin(self, call: dict[str, Any], entry: _Entry | None) -> DataProgress:
+        """Return the progress at the start of an epoch, or of the rest of one."""
+        loader, args, checkpoint = (
+            call["train_dataloader"],
+            self._trainer.args,
+            call["resume_from_checkpoint"],
+        )
+        resumed = checkpoint is not None and call["epoch"] == call["epochs_trained"]
+        skipped = call["steps_trained_in_current_epoch"] if resumed and not args.ignore_data_skip else 0
+        if resumed and not skipped:
+            self._trainer._load_rng_state(checkpoint)  # as the Trainer is about to
+        self._exhausted = False
+        position = Position(
+            step=self._trainer.state.global_step,
+            epoch=call["epoch"],
+            batches=skipped,
+            length=None if _length(loader) is None else call["steps_in_epoch"],
+            cuts=() if entry is None else entry.chosen.cuts,
+            intake=Intake.of(loader),
+            accumulation=args.gradient_accumulation_steps,
+            ranks=args.world_size,
+        )
+        if entry is not None and entry.chosen.done:
+            return replace(entry.progress, position=position)
+        nothing = (torch.zeros(()), 0)
+        return DataProgress(
+            position=position, start=rng_state(), evaluated=(), loss=nothing, **_order_of(loader)
+        )
+
+    def _enter(self, entry: _Entry, loader: Any, undo: ExitStack) -> None:
+        """Put everything that the order of the first epoch follows from back."""
+        trainer, saved, chosen = self._trainer, entry.progress, entry.chosen
+        assert self._resumed is not None
+        self._resume_loss()
+        if trainer.args.ignore_data_skip:
+            return
+        checkpoint = self._resumed.checkpoint
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(chosen.epoch)
+        sampler = sampler_of(loader)
+        _put_back(loader, saved, undo)
+        if not chosen.done:
+            return
+        if chosen.skip >= entry.steps.batches:
+            trainer._load_rng_state(checkpoint)  # there may be no batch after which the Trainer would
+            return
+        load_rng_state(saved.start)
+        if isinstance(sampler, RestOfOrder):
+            _draw_seed(loader)  # making an iterator does, before it draws the order
+            sampler.fix()
+            load_rng_state(saved.start)
+        intake = Intake.of(loader)
+        if sampler is not None and intake.fetches > 1:
+            # Of a dispatching loader the Trainer skips fetches, not batches.
+            taken = (chosen.skip * intake.unit, chosen.skip * intake.batch)
+            undo.callback(leave_out(loader, [taken]))
+        self._again = None if chosen.skip else checkpoint
+
+    def _resume_loss(self) -> None:
+        """Go on with the sum of the losses that were not logged yet."""
+        assert self._resumed is not None
+        loss, logged = (self._resumed.own or self._resumed.first).loss
+        trainer = self._trainer
+        trainer._tr_loss += loss.to(trainer._tr_loss.device)
+        trainer._total_loss_scalar -= loss.item()  # its mean is over the steps of this training only
+        trainer._globalstep_last_logged = logged
+
+    def _batch_samples(self, iterator: Any, count: int, *args: Any, **kwargs: Any) -> Any:
+        """Fetch the batches of one optimizer step, and count them."""
+        checkpoint, self._again = self._again, None
+        found = self._progress
+        if checkpoint is not None and found is not None:
+            load_rng_state(found.start)  # where nothing is skipped, the Trainer loads the later ones first
+        result = self._stock["get_batch_samples"](iterator, count, *args, **kwargs)
+        if checkpoint is not None:
+            self._trainer._load_rng_state(checkpoint)
+        self._exhausted = len(result[0]) < count
+        if found is not None:
+            position = replace(found.position, batches=found.position.batches + len(result[0]))
+            self._progress = replace(found, position=position)
+        return result
+
+    def _eval_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a loader for evaluation; its workers may have lived before the resume."""
+        loader = self._stock["get_eval_dataloader"](*args, **kwargs)
+        if self._resumed is not None:
+            alive = getattr(self._trainer, "_eval_dataloaders", {})
+            for name in set(self._resumed.first.evaluated) & alive.keys():
+                _draw_no_seed(alive[name])
+        return loader
+
+
+def _continuation(position: Position, loader: Any, args: Any) -> Continuation:
+    sampler = sampler_of(loader)
+    samples = len(sampler) if sampler is not None else None
+    return continuation(
+        position,
+        Intake.of(loader),
+        args.gradient_accumulation_steps,
+        samples=samples,
+        divisible=can_leave_out(loader),
+    )
+
+
+def _can_follow(loader: Any) -> bool:
+    """Return whether it is a loader as torch has them, prepared or not."""
+    return isinstance(loader, DataLoader)
+
+
+def _steps_in(values: tuple[Any, ...]) -> Steps:
+    epochs, per_epoch, *_, batches, total = values
+    return Steps(epochs=epochs, per_epoch=per_epoch, batches=batches, total=total)
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _order_of(loader: Any, *names: str) -> dict[str, Any]:
+    """Return what the order of an epoch follows from, but the global generators."""
+    found = {name: getattr(sampler_of(loader), name, None) for name in names or _OF_SAMPLERS}
+    return {
+        "generators": [None if each is None else each.get_state() for each in generators_of(loader)],
+        "sampler": {name: value for name, value in found.items() if type(value) is int},
+    }
+
+
+def _put_back(loader: Any, saved: DataProgress, undo: ExitStack) -> None:
+    """Give a loader what its order follows from: seeds for good, others for an epoch."""
+    sampler = sampler_of(loader)
+    if isinstance(sampler, RestOfOrder):
+        sampler = sampler.whole
+    for name, value in saved.sampler.items():
+        if type(now := getattr(sampler, name, None)) is int:
+            if name != "initial_seed":
+                undo.callback(setattr, sampler, name, now)
+            setattr(sampler, name, value)
+    for generator, state in zip(generators_of(loader), saved.generators, strict=True):
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
+
+def _draw_seed(loader: Any) -> None:
+    """Draw from the global generator what making an iterator draws."""
+    if getattr(loader, "base_dataloader", loader).generator is None:
+        torch.empty((), dtype=torch.int64).random_()
+
+
+def _draw_no_seed(loader: Any) -> None:
+    """Let making an iterator draw nothing from the global generator.
+
+    For workers that persist, which the run that was saved had made before.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    if base.persistent_workers and base.num_workers > 0 and base.generator is None:
+        base.generator = torch.Generator()
+        base.generator.set_state(torch.get_rng_state())
