@@ -29,7 +29,7 @@ from accelerate_ckpt.trainer._order import (
     leave_out,
     sampler_of,
 )
-from accelerate_ckpt.trainer._position import DataProgress, Plan, Position, Steps, note, plan
+from accelerate_ckpt.trainer._position import Continuation, DataProgress, Position, Steps, continuation, note
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -68,13 +68,13 @@ class _Entry:
     """The first epoch of a resumed training.
 
     Attributes:
-        plan: how it goes on.
+        chosen: how it goes on.
         steps: of that epoch alone.
         progress: what its order is drawn from.
         undo: puts the loader back to whole epochs.
     """
 
-    plan: Plan
+    chosen: Continuation
     steps: Steps
     progress: DataProgress
     undo: ExitStack = field(repr=False)
@@ -158,9 +158,9 @@ class TrainerData:
         if self._resumed is None or not _can_follow(dataloader) or self._trainer.get_sp_size() > 1:
             return values
         position, own = self._resumed.first.position, self._resumed.own
-        chosen = found = _plan(position, dataloader, args)
+        chosen = found = _continuation(position, dataloader, args)
         if args.ignore_data_skip:
-            chosen = Plan(epoch=found.epoch)
+            chosen = Continuation(epoch=found.epoch)
         undo = ExitStack()
         if chosen.cuts:
             undo.callback(leave_out(dataloader, chosen.cuts))
@@ -168,7 +168,7 @@ class TrainerData:
         # Ranks that share one order in another way must draw it from the same state.
         alike = position.ranks == args.world_size and position.intake == Intake.of(dataloader)
         progress = own if own is not None and alike else self._resumed.first
-        self._entry = _Entry(plan=chosen, steps=first, progress=progress, undo=undo)
+        self._entry = _Entry(chosen=chosen, steps=first, progress=progress, undo=undo)
         accumulation, fixed = args.gradient_accumulation_steps, args.max_steps > 0
         steps = _steps_in(values)
         if _length(dataloader) is not None:
@@ -176,7 +176,7 @@ class TrainerData:
         self._say(position, chosen, steps, dataloader)
         return (steps.epochs, *values[1:6], steps.total)
 
-    def _say(self, position: Position, chosen: Plan, steps: Steps, loader: Any) -> None:
+    def _say(self, position: Position, chosen: Continuation, steps: Steps, loader: Any) -> None:
         """Log what a change of ranks, batches or accumulation comes to."""
         args, sampler = self._trainer.args, sampler_of(loader)
         now = replace(
@@ -201,7 +201,7 @@ class TrainerData:
     def _training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the first epoch, and the batches to skip in it."""
         epoch, skip = self._stock["_init_training_state"](*args, **kwargs)
-        return (epoch, skip) if self._entry is None else (self._entry.plan.epoch, self._entry.plan.skip)
+        return (epoch, skip) if self._entry is None else (self._entry.chosen.epoch, self._entry.chosen.skip)
 
     def _run_epoch(self, **call: Any) -> Any:
         """Run an epoch, the first one after a resume from where it was left."""
@@ -238,12 +238,12 @@ class TrainerData:
             epoch=call["epoch"],
             batches=skipped,
             length=None if _length(loader) is None else call["steps_in_epoch"],
-            cuts=() if entry is None else entry.plan.cuts,
+            cuts=() if entry is None else entry.chosen.cuts,
             intake=Intake.of(loader),
             accumulation=args.gradient_accumulation_steps,
             ranks=args.world_size,
         )
-        if entry is not None and entry.plan.done:
+        if entry is not None and entry.chosen.done:
             return replace(entry.progress, position=position)
         nothing = (torch.zeros(()), 0)
         return DataProgress(
@@ -252,7 +252,7 @@ class TrainerData:
 
     def _enter(self, entry: _Entry, loader: Any, undo: ExitStack) -> None:
         """Put everything that the order of the first epoch follows from back."""
-        trainer, saved, chosen = self._trainer, entry.progress, entry.plan
+        trainer, saved, chosen = self._trainer, entry.progress, entry.chosen
         assert self._resumed is not None
         self._resume_loss()
         if trainer.args.ignore_data_skip:
@@ -313,10 +313,10 @@ class TrainerData:
         return loader
 
 
-def _plan(position: Position, loader: Any, args: Any) -> Plan:
+def _continuation(position: Position, loader: Any, args: Any) -> Continuation:
     sampler = sampler_of(loader)
     samples = len(sampler) if sampler is not None else None
-    return plan(
+    return continuation(
         position,
         Intake.of(loader),
         args.gradient_accumulation_steps,

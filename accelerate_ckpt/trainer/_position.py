@@ -95,7 +95,7 @@ class DataProgress:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Continuation:
     """How a resumed training goes on in its data.
 
     Attributes:
@@ -113,7 +113,9 @@ class Plan:
     twice: int = 0
 
 
-def plan(position: Position, now: Intake, accumulation: int, *, samples: int | None, divisible: bool) -> Plan:
+def continuation(
+    position: Position, now: Intake, accumulation: int, *, samples: int | None, divisible: bool
+) -> Continuation:
     """Return how to go on from a position.
 
     Args:
@@ -124,18 +126,20 @@ def plan(position: Position, now: Intake, accumulation: int, *, samples: int | N
         divisible: whether the loader can begin at any sample.
     """
     if position.batches == 0:
-        return Plan(epoch=position.epoch)
+        return Continuation(epoch=position.epoch)
     done = position.done(samples)
     if (now, accumulation) == (position.intake, position.accumulation):
-        return Plan(epoch=position.epoch, skip=position.batches, cuts=position.cuts, done=sum(done))
+        return Continuation(epoch=position.epoch, skip=position.batches, cuts=position.cuts, done=sum(done))
     skip = sum(done) // (now.batch * accumulation) * accumulation
     if not divisible or now.streams != len(done):
-        return Plan(epoch=position.epoch, skip=skip, done=sum(done), twice=sum(done) - skip * now.batch)
+        return Continuation(
+            epoch=position.epoch, skip=skip, done=sum(done), twice=sum(done) - skip * now.batch
+        )
     while any(head > tail for head, tail in zip(now.taken(skip), done, strict=True)):
         skip -= accumulation
     if skip == 0 and position.complete:
-        return Plan(epoch=position.epoch + 1)  # too few samples for a single step
-    return Plan(
+        return Continuation(epoch=position.epoch + 1)  # too few samples for a single step
+    return Continuation(
         epoch=position.epoch,
         skip=skip,
         cuts=list(zip(now.taken(skip), done, strict=True)),
@@ -160,27 +164,35 @@ class Steps:
     batches: int
     total: int
 
-    def after(self, position: Position, plan: Plan, first: Steps, accumulation: int, *, fixed: bool) -> Steps:
+    def after(
+        self, position: Position, chosen: Continuation, first: Steps, accumulation: int, *, fixed: bool
+    ) -> Steps:
         """Return the numbers for a training that was resumed.
 
         Args:
             position: as it was saved.
-            plan: how it goes on.
+            chosen: how it goes on.
             first: the numbers for a training of nothing but epochs like the resumed one.
             accumulation: batches for one optimizer step.
             fixed: whether the number of steps is given; else it follows from that of epochs.
         """
-        left = 0 if plan.skip >= first.batches else first.per_epoch - plan.skip // accumulation
+        left = 0 if chosen.skip >= first.batches else first.per_epoch - chosen.skip // accumulation
         if fixed and left and position.step >= self.total:  # the stock Trainer makes one step more
-            return replace(self, epochs=plan.epoch)
+            return replace(self, epochs=chosen.epoch)
         if fixed:
             more = math.ceil((self.total - position.step - left) / self.per_epoch)
-            return replace(self, epochs=plan.epoch + 1 + more)
-        return replace(self, total=position.step + left + self.total - (plan.epoch + 1) * self.per_epoch)
+            return replace(self, epochs=chosen.epoch + 1 + more)
+        return replace(self, total=position.step + left + self.total - (chosen.epoch + 1) * self.per_epoch)
 
 
 def note(
-    before: Position, now: Position, chosen: Plan, steps: Steps, *, samples: int | None, dropping: bool
+    before: Position,
+    now: Position,
+    chosen: Continuation,
+    steps: Steps,
+    *,
+    samples: int | None,
+    dropping: bool,
 ) -> str:
     """Return what a change of ranks, batches or accumulation comes to.
 

@@ -261,6 +261,7 @@ def of_trainer(root: Path, **changes: Any) -> Any:
     """A Trainer that has saved one checkpoint, and does nothing but resume from now on."""
     made = trainer(TrainerJob(root=str(root), steps=1, save_steps=1).but(**changes))
     made.train()
+    made.args.max_steps = 2  # one is still to come
     made.add_callback(Stop())
     return made
 

@@ -13,7 +13,7 @@ import pytest
 
 import accelerate_ckpt
 from accelerate_ckpt.trainer._order import Intake
-from accelerate_ckpt.trainer._position import Plan, Position, Steps, decoded, note, plan
+from accelerate_ckpt.trainer._position import Continuation, Position, Steps, continuation, decoded, note
 from ckpt_core import CheckpointManager, CorruptCheckpointError
 from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators
@@ -228,8 +228,8 @@ def position(**values: Any) -> Position:
     )
 
 
-def taken_by(chosen: Plan, intake: Intake, streams: list[list[int]], batches: int) -> list[int]:
-    """What a loader gives that leaves out what the plan says, after the batches that are skipped."""
+def taken_by(chosen: Continuation, intake: Intake, streams: list[list[int]], batches: int) -> list[int]:
+    """What a loader gives without what is left out, after the batches that are skipped."""
     cuts = chosen.cuts or [(0, 0)] * len(streams)
     left = [
         [each for index, each in enumerate(stream) if not head <= index < tail]
@@ -253,7 +253,7 @@ def test_any_chain_of_resumes_gives_every_sample_of_an_epoch_once(seed: int) -> 
         intake = Intake(batch=unit * fetches, unit=unit, fetches=fetches, streams=count)
         accumulation = chance.randint(1, 4)
         samples = size if count == 1 else None
-        chosen = plan(found, intake, accumulation, samples=samples, divisible=True)
+        chosen = continuation(found, intake, accumulation, samples=samples, divisible=True)
         assert chosen.done == len(seen)
         assert chosen.skip % accumulation == 0
         batches = chance.randint(1, 5) * accumulation
@@ -267,14 +267,14 @@ def test_any_chain_of_resumes_gives_every_sample_of_an_epoch_once(seed: int) -> 
         found = position(
             batches=chosen.skip + batches, cuts=chosen.cuts, intake=intake, accumulation=accumulation
         )
-        exact = plan(found, intake, accumulation, samples=samples, divisible=True)
+        exact = continuation(found, intake, accumulation, samples=samples, divisible=True)
         assert (exact.skip, exact.cuts) == (chosen.skip + batches, chosen.cuts), "unchanged: as it was"
     assert set(Counter(seen).values()) <= {1}
 
 
 def test_a_loader_that_can_only_skip_batches_repeats_less_than_a_step() -> None:
     found = position(batches=5, intake=Intake(batch=6, unit=6))
-    chosen = plan(found, Intake(batch=4, unit=4), 2, samples=None, divisible=False)
+    chosen = continuation(found, Intake(batch=4, unit=4), 2, samples=None, divisible=False)
     assert (chosen.skip, chosen.done, chosen.twice) == (6, 30, 6)
 
 
@@ -284,7 +284,7 @@ def test_a_change_is_said_with_numbers() -> None:
 
     def said(intake: Intake, ranks: int, *, dropping: bool = False, samples: int | None = 26) -> str:
         now = replace(found, intake=intake, ranks=ranks)
-        chosen = plan(found, intake, 1, samples=samples, divisible=intake.unit != 7)
+        chosen = continuation(found, intake, 1, samples=samples, divisible=intake.unit != 7)
         return note(found, now, chosen, steps, samples=samples, dropping=dropping)
 
     text = said(Intake(batch=4, unit=4), 1)
@@ -305,11 +305,18 @@ def test_steps_are_those_of_the_stock_trainer_where_nothing_has_changed() -> Non
         epoch, step = divmod(done, per_epoch)
         batches = step * accumulation
         found = position(step=done, epoch=epoch, batches=batches, length=length, accumulation=accumulation)
-        chosen = plan(found, found.intake, accumulation, samples=length, divisible=True)
+        chosen = continuation(found, found.intake, accumulation, samples=length, divisible=True)
         for total in (done + 1, done + 2 * per_epoch, 100):
             stock = Steps(epochs=-(-total // per_epoch), per_epoch=per_epoch, batches=length, total=total)
             for fixed in (True, False):
                 assert stock.after(found, chosen, stock, accumulation, fixed=fixed) == stock
+
+
+def test_a_training_that_has_ended_makes_no_further_step() -> None:
+    found = position(step=8, epoch=1, batches=2, length=6)
+    chosen = continuation(found, found.intake, 1, samples=6, divisible=True)
+    stock = Steps(epochs=2, per_epoch=6, batches=6, total=8)
+    assert stock.after(found, chosen, stock, 1, fixed=True).epochs == chosen.epoch, "no epoch is run"
 
 
 def test_progress_that_is_none_is_damage() -> None:
