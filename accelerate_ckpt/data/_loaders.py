@@ -16,7 +16,7 @@ On another number of ranks, or with another batch size, that first epoch is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 from weakref import WeakSet
 
 from accelerate import Accelerator
@@ -142,23 +142,23 @@ class Loaders:
         return next((each for each in self._tracked.values() if loader in each.copies), None)
 
 
-def _follow(state: GradientState) -> None:
+def _follow(state: Any) -> None:
     """Hear of every loader that begins or ends an epoch.
 
     All instances share their attributes, and every loader calls these methods, also a copy by the function
     `accelerate.skip_first_batches`, of which nothing else tells.
     """
-    shared = vars(state)
+    shared, kind = vars(state), cast("Any", GradientState)
     if _BEGIN in shared:
         return
 
     def begun(loader: Any) -> None:
-        GradientState._add_dataloader(state, loader)
+        kind._add_dataloader(state, loader)
         for each in tuple(_followers):
             each.begun(loader)
 
     def ended(loader: Any) -> None:
-        GradientState._remove_dataloader(state, loader)
+        kind._remove_dataloader(state, loader)
         for each in tuple(_followers):
             each.ended(loader)
 

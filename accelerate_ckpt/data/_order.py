@@ -51,7 +51,7 @@ class Layout:
         """Return the layout of a prepared loader."""
         fetches = 1
         if isinstance(loader, DataLoaderDispatcher) and not loader.split_batches:
-            fetches = 1 if loader.submesh_tp is not None else loader.state.num_processes
+            fetches = 1 if loader.submesh_tp is not None else _ranks_of(loader)
         if isinstance(loader.dataset, IterableDataset):
             return cls(
                 unit="" if _is_split_by_files(loader) else SAMPLES,
@@ -61,14 +61,8 @@ class Layout:
                 streams=max(1, loader.num_workers),
             )
         chain = _batch_samplers(loader)
-        ranks = next(
-            (
-                each.num_processes
-                for each in chain
-                if isinstance(each, BatchSamplerShard) and not each.split_batches
-            ),
-            1,
-        )
+        shard = _shard_in(chain)
+        ranks = 1 if shard is None or shard.split_batches else shard.num_processes
         if _makes_plain_batches(chain[-1]):
             size = chain[-1].batch_size
             return cls(unit=SAMPLES, fetches=fetches, per_fetch=size * ranks, batch_size=size)
@@ -86,6 +80,10 @@ class Layout:
         ]
 
 
+def _ranks_of(dispatcher: Any) -> int:
+    return int(dispatcher.state.num_processes)
+
+
 def _is_split_by_files(loader: Any) -> bool:
     """Return whether every rank reads files of its own, as with `datasets.IterableDataset`."""
     datasets = sys.modules.get("datasets")
@@ -96,9 +94,14 @@ def _is_split_by_files(loader: Any) -> bool:
     )
 
 
+def _stream_of(loader: Any) -> Any:
+    """Return the data set of the user's."""
+    return loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
+
+
 def _per_fetch(loader: Any) -> int:
-    shard = loader.dataset
-    if not isinstance(shard, IterableDatasetShard):
+    shard: Any = loader.dataset
+    if not isinstance(loader.dataset, IterableDatasetShard):
         return loader.batch_size or 1
     return int(shard.batch_size * (1 if shard.split_batches else shard.num_processes))
 
@@ -117,6 +120,11 @@ def _batch_samplers(loader: Any) -> list[Any]:
     while isinstance(chain[-1], (SkipBatchSampler, BatchSamplerShard)):
         chain.append(chain[-1].batch_sampler)
     return chain
+
+
+def _shard_in(chain: Sequence[Any]) -> Any:
+    """Return what deals batches out to the ranks, if there is such a part."""
+    return next((each for each in chain if isinstance(each, BatchSamplerShard)), None)
 
 
 def _place(loader: Any) -> str:
@@ -154,8 +162,7 @@ def length(loader: Any) -> int | None:
     """Return the length of the whole order, in the units of the layout; None if unknown."""
     try:
         if isinstance(loader.dataset, IterableDataset):
-            dataset = loader.dataset
-            return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+            return len(_stream_of(loader))
         last = _batch_samplers(loader)[-1]
         return len(last.sampler) if _makes_plain_batches(last) else len(last)
     except TypeError:
@@ -167,15 +174,12 @@ def padding(loader: Any, remaining: int) -> int:
     if loader._drop_last:
         return 0
     if isinstance(loader, DataLoaderDispatcher):
-        return -remaining % int(loader.state.num_processes)
+        return -remaining % _ranks_of(loader)
     if isinstance(loader.dataset, IterableDataset):
-        shard = loader.dataset
-        return -remaining % _per_fetch(loader) if isinstance(shard, IterableDatasetShard) else 0
-    shard = next((each for each in _batch_samplers(loader) if isinstance(each, BatchSamplerShard)), None)
-    layout = Layout.of(loader)
-    if shard is None or not shard.even_batches or layout.unit != SAMPLES:
-        return 0
-    return -remaining % layout.per_fetch
+        return -remaining % _per_fetch(loader) if isinstance(loader.dataset, IterableDatasetShard) else 0
+    shard, layout = _shard_in(_batch_samplers(loader)), Layout.of(loader)
+    even = shard is not None and shard.even_batches
+    return -remaining % layout.per_fetch if even and layout.unit == SAMPLES else 0
 
 
 def place_rest(loader: Any, taken: Sequence[int], *, sampler: Any = None) -> Callable[[], None]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
 import torch
-from accelerate.data_loader import IterableDatasetShard, get_sampler
+from accelerate import data_loader
+from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accelerate_ckpt.data._order import sampler_of
@@ -96,7 +97,7 @@ class Prepared:
         """Note the state before a loader is prepared."""
         if not isinstance(loader, DataLoader):
             return None
-        sampler = get_sampler(loader)
+        sampler = _sampler_of_unprepared(loader)
         generator = getattr(sampler, "generator", None)
         state = generator.get_state() if isinstance(generator, torch.Generator) else None
         return cls(sampler=sampler, rng=rng_state(), generator=state)
@@ -154,3 +155,6 @@ def _state_for_generator(loader: Any, start: Mapping[str, Any]) -> torch.Tensor 
 def _draw_seed(generator: torch.Generator) -> int:
     """Draw what torch draws to seed an iterator or a sampler."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+_sampler_of_unprepared: Callable[[Any], Any] = data_loader.get_sampler
