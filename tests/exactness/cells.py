@@ -143,21 +143,21 @@ class Cell:
 
 
 _NO_STRATEGY: Final = {
-    ("lightning", "hsdp"): "Lightning has it for GPUs only",
+    ("lightning", "hsdp"): "Lightning has it for GPUs only; not tried",
     ("lightning", "pp"): "Lightning has no such strategy",
     ("lightning", "ep"): "Lightning has no such strategy",
-    ("fabric", "hsdp"): "Fabric has it for GPUs only",
+    ("fabric", "hsdp"): "Fabric has it for GPUs only; not tried",
     ("fabric", "pp"): "Fabric has no such strategy",
     ("fabric", "ep"): "Fabric has no such strategy",
-    ("accelerate", "hsdp"): "Accelerate has it for GPUs only",
-    ("accelerate", "tp"): "Accelerate has it for GPUs only",
-    ("accelerate", "fsdp2+tp"): "Accelerate has it for GPUs only",
+    ("accelerate", "hsdp"): "Accelerate has it for GPUs only; not tried",
+    ("accelerate", "tp"): "Accelerate has it for GPUs only; not tried",
+    ("accelerate", "fsdp2+tp"): "Accelerate has it for GPUs only; not tried",
     ("accelerate", "pp"): "Accelerate has it for inference only",
     ("accelerate", "ep"): "Accelerate has no such strategy",
-    ("trainer", "fsdp1"): "the Trainer selects it on GPUs only",
-    ("trainer", "hsdp"): "the Trainer selects it on GPUs only",
-    ("trainer", "tp"): "the Trainer selects it on GPUs only",
-    ("trainer", "fsdp2+tp"): "the Trainer selects it on GPUs only",
+    ("trainer", "fsdp1"): "the Trainer selects it on GPUs only; not tried",
+    ("trainer", "hsdp"): "the Trainer selects it on GPUs only; not tried",
+    ("trainer", "tp"): "the Trainer selects it on GPUs only; not tried",
+    ("trainer", "fsdp2+tp"): "the Trainer selects it on GPUs only; not tried",
     ("trainer", "pp"): "the Trainer has no such strategy",
     ("trainer", "ep"): "the Trainer has no such strategy",
 }
@@ -182,8 +182,15 @@ def impossible(values: Mapping[str, Any]) -> str:
 
 def limited(cell: Cell) -> str:
     """Why a cell cannot be exact, whoever saves it; "" if it can."""
-    shares_itself = cell.host not in {"accelerate", "trainer"}
-    if cell.ranks != "same" and "stream" in cell.data and shares_itself:
+    if cell.ranks == "same":
+        return ""
+    replicas = max(cell.place.replicas, cell.place_of_resume.replicas)
+    if cell.host in {"lightning", "fabric"} and cell.data == "stateful map" and cell.shuffle and replicas > 1:
+        return (
+            "the host deals each rank a part of a shuffle of the rank's own, so that ranks see the same "
+            "samples even in a run that never resumes; give the loader a `StatefulDistributedSampler`"
+        )
+    if "stream" in cell.data and cell.host not in {"accelerate", "trainer"}:
         return (
             "the iterable data set shares its samples among the ranks by itself, and nothing says which are "
             "left for other ranks"

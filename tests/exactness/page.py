@@ -99,7 +99,7 @@ def _of_host(host: str, verdicts: Sequence[Verdict]) -> Iterator[str]:
     for axis in _BESIDE:
         for value in AXES[axis]:
             entries = [_entry(host, strategy, axis, value, verdicts) for strategy in strategies]
-            if set(entries) - {"", "–"}:
+            if set(entries) - {"", "-"}:
                 yield _row(_named(axis, value), *entries)
 
 
@@ -108,7 +108,7 @@ def _entry(host: str, strategy: str, axis: str, value: object, verdicts: Sequenc
         return ""
     of = [each for each in verdicts if each.cell.strategy == strategy and each.cell.values[axis] == value]
     if not of:
-        return "–"
+        return "-"
     good = sum(each.word in GOOD for each in of)
     others = Counter(each.word for each in of if each.word not in GOOD)
     return ", ".join([f"{good} of {len(of)}", *(f"{count} {word}" for word, count in others.items())])
