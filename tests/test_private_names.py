@@ -218,7 +218,6 @@ ELSEWHERE = {
     "_num_yielded": "a loader's iterator: the same",
     "_sampler_iter": "the same",
     "_consumed": "lightning's CombinedLoader: see tests/adapters/test_lightning_data.py",
-    "_mode": "the same",
     "_sampler_iter_yielded": "torchdata's iterator: the same",
     "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",

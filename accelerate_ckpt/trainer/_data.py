@@ -107,7 +107,7 @@ class TrainerData:
                 "in the data as the stock Trainer does. transformers 5.23 is known to work"
             )
             return {}
-        made = (
+        made: tuple[Callable[..., Any], ...] = (
             self._initial_values,
             self._training_state,
             self._run_epoch,
