@@ -398,3 +398,15 @@ def test_the_stall_of_save_state_is_measured_beside_the_cores(tmp_path, monkeypa
     assert set(json.loads(out.read_text())) == {
         "core", "save_state", "save_state, stock_files=True", "stock",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_step_is_measured_in_every_host(tmp_path, monkeypatch):
+    from benchmarks import overhead
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    out = tmp_path / "out.json"
+    assert overhead.main(["--steps", "3", "--rounds", "1", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert set(found) == {"Lightning", "Accelerate", "Trainer"}
+    assert all(set(each) == {"stock", "ours", "more"} for each in found.values())
