@@ -69,7 +69,7 @@ class Loaders:
             tracked.adopt(copy)
 
     def note_step(self) -> None:
-        """Note that an optimizer has made a step, with batches of the loaders that iterate."""
+        """Note that the loaders that iterate had batches for an optimizer step."""
         for loader in self._accelerator.gradient_state.dataloader_references:
             tracked = None if loader is None else self._tracked.get(id(loader)) or self._of_copy(loader)
             if tracked is not None:
@@ -113,7 +113,7 @@ class Loaders:
         return notes
 
     def begun(self, loader: Any) -> None:
-        """Note that a loader begins an epoch: one of ours, a copy, or another accelerator's."""
+        """Note that a loader, perhaps a copy or another's, begins an epoch."""
         tracked = self._tracked.get(id(loader)) or self._of_copy(loader)
         if tracked is None:
             tracked = next((each for each in self._tracked.values() if each.is_origin_of(loader)), None)

@@ -1,4 +1,4 @@
-"""The order of an epoch's samples, and the rest of an epoch for any number of ranks.
+"""The order of an epoch's samples, and the rest of it for any number of ranks.
 
 Accelerate gives the ranks batches of one batch sampler in turn, or blocks of one stream. What all ranks have
 seen together is therefore always a beginning of one order: a number of samples, which has the same meaning
@@ -28,7 +28,7 @@ BATCHES = "batches"
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class LoaderLayout:
     """How a prepared loader deals out the order of an epoch.
 
     Attributes:
@@ -85,7 +85,7 @@ def _ranks_of(dispatcher: Any) -> int:
 
 
 def _is_split_by_files(loader: Any) -> bool:
-    """Return whether every rank reads files of its own, as with `datasets.IterableDataset`."""
+    """Return whether every rank reads files of its own, as with `datasets`."""
     datasets = sys.modules.get("datasets")
     return (
         datasets is not None
@@ -159,7 +159,7 @@ def is_copy(loader: Any, original: Any) -> bool:
 
 
 def length(loader: Any) -> int | None:
-    """Return the length of the whole order, in the units of the layout; None if unknown."""
+    """Return the length of the whole order, in its unit; None if unknown."""
     try:
         if isinstance(loader.dataset, IterableDataset):
             return len(_stream_of(loader))
@@ -177,7 +177,7 @@ def padding(loader: Any, remaining: int) -> int:
         return -remaining % _ranks_of(loader)
     if isinstance(loader.dataset, IterableDataset):
         return -remaining % _per_fetch(loader) if isinstance(loader.dataset, IterableDatasetShard) else 0
-    shard, layout = _shard_in(_batch_samplers(loader)), Layout.of(loader)
+    shard, layout = _shard_in(_batch_samplers(loader)), LoaderLayout.of(loader)
     even = shard is not None and shard.even_batches
     return -remaining % layout.per_fetch if even and layout.unit == SAMPLES else 0
 
@@ -189,7 +189,7 @@ def place_rest(loader: Any, taken: Sequence[int], *, sampler: Any = None) -> Cal
 
     Args:
         loader: a prepared loader, or a copy of one.
-        taken: of `Layout.taken`.
+        taken: of `LoaderLayout.taken`.
         sampler: the sampler to order the samples, if not the loader's own.
     """
     base, place = vars(loader.base_dataloader), _place(loader)
@@ -293,7 +293,7 @@ def skip_batches_of_the_users(copy: Any, original: Any, *, fetched: int | None) 
         fetched: what was fetched at the save, if within an epoch. A script that counts as stock does skips as
             many, and is right.
     """
-    skips, fetches = skip_samplers(copy), Layout.of(original).fetches
+    skips, fetches = skip_samplers(copy), LoaderLayout.of(original).fetches
     if not skips or not isinstance(copy, DataLoaderDispatcher) or skips[0].skip_batches == fetched:
         return
     if skips[0].skip_batches < len(original):

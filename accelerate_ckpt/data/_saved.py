@@ -1,4 +1,4 @@
-"""What a checkpoint says of a data loader, and what follows for the epoch that goes on."""
+"""The saved position of a data loader, and what follows for its epoch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from accelerate_ckpt.data._order import SAMPLES, Layout, length, padding
+from accelerate_ckpt.data._order import SAMPLES, LoaderLayout, length, padding
 from ckpt_core.state import rng_state
 
 
@@ -44,7 +44,7 @@ class Saved:
 
     index: int
     position: Mapping[str, Any]
-    layout: Layout
+    layout: LoaderLayout
     same_ranks: bool
     sampler: Any = None
 
@@ -75,7 +75,7 @@ class Saved:
         return (
             self.same_ranks
             and not self.position.get("rest")
-            and (before is None or Layout(**before) == self.layout)
+            and (before is None or LoaderLayout(**before) == self.layout)
         )
 
     @property
@@ -98,7 +98,7 @@ class Saved:
         return wanted and self.can_be_rest
 
     def set_remainder(self, loader: Any, original: Any) -> None:
-        """Tell a loader how many samples its last step will have, as stock does for a whole epoch."""
+        """Set the number of samples in the last step, as stock does for a whole epoch."""
         whole = length(original)
         if loader.remainder >= 0 and whole is not None and self.layout.unit == SAMPLES:
             loader.remainder = (whole - sum(self.taken)) % self.layout.per_step

@@ -1,4 +1,4 @@
-"""What the order of an epoch is drawn from: generators, their states, and the way back to them."""
+"""The start of an epoch: what its order is drawn from, and the way back there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rewind(loader: Any, start: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_generator(loader: Any, start: Mapping[str, Any]) -> dict[str, Any]:
-    """Go back to a start with the generator of the loader's own only; return that start."""
+    """Put only the loader's own generator back to a start; return that start."""
     generator, state = _generator(loader), start.get("generator")
     if generator is not None and state is None:
         state = _state_for_generator(loader, start)
@@ -66,7 +66,7 @@ def generator_state(loader: Any) -> torch.Tensor | None:
 
 
 def lend_generator(base: Any) -> Callable[[], None]:
-    """Let a base loader draw the seed of its iterator elsewhere; return the function that undoes it."""
+    """Lend a generator to draw the base seed from; return what takes it back."""
     own = base.generator
     base.generator = torch.Generator()
     base.generator.set_state(torch.get_rng_state())
@@ -80,7 +80,7 @@ def lend_generator(base: Any) -> Callable[[], None]:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The state from which stock draws an order while it prepares a stateful loader with workers.
+    """The state from which `prepare` draws the order of a stateful loader.
 
     Attributes:
         sampler: the one that the order is drawn from.
@@ -140,7 +140,7 @@ def _order_state(loader: Any) -> torch.Tensor | None:
 
 
 def _state_for_generator(loader: Any, start: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return what a sampler without a generator, on one rank, would draw its order from."""
+    """Return the state from which one rank, without a generator, would draw."""
     if start.get("torch") is None:
         return None
     source = torch.Generator()

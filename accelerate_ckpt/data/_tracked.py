@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from accelerate.data_loader import DataLoaderDispatcher
 
 from accelerate_ckpt.data._order import (
-    Layout,
+    LoaderLayout,
     is_copy,
     place_rest,
     sampler_of,
@@ -82,7 +82,7 @@ class TrackedLoader:
         self.trains = False
         self.copies: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._loader = loader
-        self._layout = Layout.of(loader)
+        self._layout = LoaderLayout.of(loader)
         self._epoch = Epoch(loader=loader)
         self._interrupted: Epoch | None = None
         self._saved: Saved | None = None
@@ -225,7 +225,7 @@ class TrackedLoader:
         if start.get("seed") is not None and hasattr(sampler, "initial_seed"):
             sampler.initial_seed = start["seed"]
         if _is_stateful(self._loader):
-            self._restore_state(saved)
+            self._load_own_state(saved)
         if not within:
             set_generator(self._loader, start)
         return [] if self._saved is None else saved.notes(self._loader)
@@ -268,7 +268,7 @@ class TrackedLoader:
         else:
             self._tell_of_another_position(epoch, saved)
 
-    def _restore_state(self, saved: Saved) -> None:
+    def _load_own_state(self, saved: Saved) -> None:
         """Load a stateful loader's own state, if it is of this rank and layout."""
         loader, base = self._loader, self._loader.base_dataloader
         _forget_state(base)
