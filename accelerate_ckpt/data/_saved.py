@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from accelerate_ckpt.data._order import SAMPLES, LoaderLayout, length, padding
+from accelerate_ckpt.data._layout import SAMPLES, LoaderLayout, length, padding
 from ckpt_core.state import rng_state
 
 

@@ -11,7 +11,7 @@ from accelerate import data_loader
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from accelerate_ckpt.data._order import sampler_of
+from accelerate_ckpt.data._layout import sampler_of
 from ckpt_core.state import load_rng_state, rng_state
 
 _GENERATORS = ("python", "numpy", "torch")

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from accelerate.data_loader import DataLoaderDispatcher
 
-from accelerate_ckpt.data._order import (
+from accelerate_ckpt.data._layout import (
     LoaderLayout,
     is_copy,
     place_rest,
@@ -43,7 +43,7 @@ _ITERATOR = "__iter__"
 
 @final
 @dataclass(kw_only=True, slots=True)
-class Epoch:
+class LoaderEpoch:
     """An epoch that a loader, or a copy of it, is in.
 
     Attributes:
@@ -83,8 +83,8 @@ class TrackedLoader:
         self.copies: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._loader = loader
         self._layout = LoaderLayout.of(loader)
-        self._epoch = Epoch(loader=loader)
-        self._interrupted: Epoch | None = None
+        self._epoch = LoaderEpoch(loader=loader)
+        self._interrupted: LoaderEpoch | None = None
         self._saved: Saved | None = None
         self._reentry: Reentry | None = None
         # Whether the next iterator is made already, and draws no base seed from the global generator.
@@ -135,7 +135,7 @@ class TrackedLoader:
         skipped = sum(each.skip_batches for each in skip_samplers(loader))
         # A dispatcher cuts the first batch once more, to fill up the last one.
         cuts = int(isinstance(loader, DataLoaderDispatcher) and not loader._drop_last)
-        self._epoch = epoch = Epoch(loader=loader, active=True, skipped=skipped, count=-cuts)
+        self._epoch = epoch = LoaderEpoch(loader=loader, active=True, skipped=skipped, count=-cuts)
         original = loader is self._loader
         saved, self._saved = self._saved, None
         left = saved is not None and saved.left and original and not _is_stateful(loader)
@@ -205,7 +205,7 @@ class TrackedLoader:
         """Go back to a position, but for values that belong to another rank; return notes."""
         self._undo_all()
         self._interrupted = self._epoch if self._epoch.active else None
-        self._epoch = Epoch(loader=self._loader)
+        self._epoch = LoaderEpoch(loader=self._loader)
         self._reentry = reentry
         self._loader.iteration = position["iteration"]
         self.trains = position.get("trains", False)
@@ -242,7 +242,7 @@ class TrackedLoader:
         reentry = self._reentry
         return reentry is not None and reentry.rng is not None and self in reentry.at_edge
 
-    def _go_on(self, epoch: Epoch, saved: Saved) -> None:
+    def _go_on(self, epoch: LoaderEpoch, saved: Saved) -> None:
         """Begin the epoch of a save behind what was seen of it."""
         loader, original = epoch.loader, epoch.loader is self._loader
         stateful = _is_stateful(self._loader)
@@ -291,7 +291,7 @@ class TrackedLoader:
         self._undo_all()
         load_rng_state(now)
 
-    def _tell_of_another_position(self, epoch: Epoch, saved: Saved) -> None:
+    def _tell_of_another_position(self, epoch: LoaderEpoch, saved: Saved) -> None:
         skipped = epoch.skipped // self._layout.fetches or epoch.loader.skip_batches
         if "batches" not in saved.position or (saved.as_saved and (saved.left or skipped == saved.batches)):
             return

@@ -21,15 +21,22 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate_ckpt.trainer._order import (
+from accelerate_ckpt.trainer._continuation import (
+    Continuation,
+    DataProgress,
+    Position,
+    Steps,
+    continuation,
+    note,
+)
+from accelerate_ckpt.trainer._cuts import (
     Intake,
-    RestOfOrder,
+    OrderWithCut,
     can_leave_out,
     generators_of,
     leave_out,
     sampler_of,
 )
-from accelerate_ckpt.trainer._position import Continuation, DataProgress, Position, Steps, continuation, note
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -186,7 +193,7 @@ class TrainerData:
             ranks=args.world_size,
         )
         if args.process_index == 0 and now != position:
-            whole = sampler.whole if isinstance(sampler, RestOfOrder) else sampler
+            whole = sampler.whole if isinstance(sampler, OrderWithCut) else sampler
             size = None if whole is None else len(whole)
             _logger.warning(
                 "%s", note(position, now, chosen, steps, samples=size, dropping=args.dataloader_drop_last)
@@ -268,7 +275,7 @@ class TrainerData:
             trainer._load_rng_state(checkpoint)  # there may be no batch after which the Trainer would
             return
         load_rng_state(saved.start)
-        if isinstance(sampler, RestOfOrder):
+        if isinstance(sampler, OrderWithCut):
             _draw_seed(loader)  # making an iterator does, before it draws the order
             sampler.fix()
             load_rng_state(saved.start)
@@ -354,7 +361,7 @@ def _order_of(loader: Any, *names: str) -> dict[str, Any]:
 def _put_back(loader: Any, saved: DataProgress, undo: ExitStack) -> None:
     """Give a loader what its order follows from: seeds for good, others for an epoch."""
     sampler = sampler_of(loader)
-    if isinstance(sampler, RestOfOrder):
+    if isinstance(sampler, OrderWithCut):
         sampler = sampler.whole
     for name, value in saved.sampler.items():
         if type(now := getattr(sampler, name, None)) is int:

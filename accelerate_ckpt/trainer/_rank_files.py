@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate_ckpt._host_calls import torch_bytes
 from accelerate_ckpt._small_files import Pickles
-from accelerate_ckpt.trainer._position import DataProgress, decoded
+from accelerate_ckpt.trainer._continuation import DataProgress, decoded
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import derive_rng, load_rng_state, rng_seed, rng_state
 

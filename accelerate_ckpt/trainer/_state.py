@@ -26,7 +26,7 @@ from accelerate_ckpt._host_calls import files_in
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
-from accelerate_ckpt.trainer._position import DataProgress, encoded
+from accelerate_ckpt.trainer._continuation import DataProgress, encoded
 from accelerate_ckpt.trainer._rank_files import progress_file
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import accelerate_ckpt
-from accelerate_ckpt.trainer._order import Intake
-from accelerate_ckpt.trainer._position import Continuation, Position, Steps, continuation, decoded, note
+from accelerate_ckpt.trainer._continuation import Continuation, Position, Steps, continuation, decoded, note
+from accelerate_ckpt.trainer._cuts import Intake
 from ckpt_core import CheckpointManager, CorruptCheckpointError
 from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators

@@ -10,7 +10,7 @@ from typing import Any, Self, final
 
 import torch
 
-from accelerate_ckpt.trainer._order import Cut, Intake
+from accelerate_ckpt.trainer._cuts import Cut, Intake
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure
 from ckpt_core.state import decode, encode
 

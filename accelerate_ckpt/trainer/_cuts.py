@@ -111,7 +111,7 @@ def leave_out(loader: Any, cuts: Sequence[Cut]) -> Callable[[], None]:
     else:
         holder, name = vars(_batch_samplers(loader)[1]), "sampler"
     whole = holder[name]
-    holder[name] = RestOfStream(whole, cuts) if name == "dataset" else RestOfOrder(whole, cuts[0])
+    holder[name] = StreamWithCuts(whole, cuts) if name == "dataset" else OrderWithCut(whole, cuts[0])
 
     def undo() -> None:
         holder[name] = whole
@@ -119,7 +119,7 @@ def leave_out(loader: Any, cuts: Sequence[Cut]) -> Callable[[], None]:
     return undo
 
 
-class _Rest:
+class _WithCuts:
     """The rest of what is iterated over; in all else as the whole."""
 
     def __init__(self, whole: Any) -> None:
@@ -132,7 +132,7 @@ class _Rest:
 
 
 @final
-class RestOfOrder(_Rest, Sampler[Any]):
+class OrderWithCut(_WithCuts, Sampler[Any]):
     """A sampler whose order has some positions left out."""
 
     def __init__(self, whole: Any, cut: Cut) -> None:
@@ -154,7 +154,7 @@ class RestOfOrder(_Rest, Sampler[Any]):
 
 
 @final
-class RestOfStream(_Rest, IterableDataset[Any]):
+class StreamWithCuts(_WithCuts, IterableDataset[Any]):
     """A stream of which each worker leaves some samples out, in its first pass."""
 
     def __init__(self, whole: Any, cuts: Sequence[Cut]) -> None:
