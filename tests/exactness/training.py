@@ -87,13 +87,18 @@ class Samples(Dataset[Batch]):
 
 
 class Stream(IterableDataset[Batch]):
-    """Samples of one replica, shared among the workers of its loader."""
+    """Samples of one replica, shared among the workers of its loader.
+
+    All replicas have as many, for gloo aborts a process whose message is longer than its peer's; so the first
+    samples come a second time where the shares would be unequal.
+    """
 
     def __init__(self, replica: int = 0, replicas: int = 1) -> None:
-        self.own = range(replica, SAMPLES, replicas)
+        share = -(-SAMPLES // replicas)
+        self.own = [number % SAMPLES for number in range(replica, share * replicas, replicas)]
         self.done = 0
 
-    def _of_worker(self) -> range:
+    def _of_worker(self) -> list[int]:
         worker = get_worker_info()
         return self.own if worker is None else self.own[worker.id :: worker.num_workers]
 
