@@ -59,7 +59,7 @@ ELASTIC_SLOWLY = {
     "stateful, workers, seedable": Run(batch=2, stateful=True, workers=2, seedable=True),
     "stateful, persistent workers": Run(batch=2, stateful=True, workers=2, persistent=True),
     "a stateful stream": Run(batch=2, stateful=True, kind="stream", dispatch=False),
-    "split batches": Run(batch=12, split=True),
+    "split batches": Run(split=True),
 }
 
 
@@ -174,9 +174,11 @@ def lives(run: Run, root: Path, number: int, *, last: bool) -> Run:
     )
 
 
-@pytest.mark.parametrize("case", ELASTIC)
+@pytest.mark.parametrize(
+    "case", [*ELASTIC, *(pytest.param(name, marks=pytest.mark.slow) for name in ELASTIC_SLOWLY)]
+)
 def test_with_another_batch_size_every_sample_of_the_epoch_is_seen_once(case: str, tmp_path: Path) -> None:
-    run = ELASTIC[case]
+    run = (ELASTIC | ELASTIC_SLOWLY)[case]
     sizes = [2, 5, 3] if run.kind != "blocks" else [2, 2, 2]
     results = [
         loops([lives(run.but(batch=size), tmp_path, number, last=number == 2)])
@@ -235,7 +237,7 @@ class TestOnTwoRanks:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_over_four_two_three_ranks_and_one_every_sample_of_the_epoch_is_seen_once(tmp_path: Path) -> None:
-    cases = ELASTIC | ELASTIC_SLOWLY
+    cases = {name: ELASTIC[name] for name in ("default", "a dispatcher", "stateful")}
     results: dict[str, list[Any]] = {name: [] for name in cases}
     for number, world in enumerate((4, 2, 3, 1)):
         runs = [lives(run, tmp_path / name, number, last=number == 3) for name, run in cases.items()]
