@@ -63,10 +63,12 @@ class LoaderLayout:
         chain = _batch_samplers(loader)
         shard = _shard_in(chain)
         ranks = 1 if shard is None or shard.split_batches else shard.num_processes
-        if _makes_plain_batches(chain[-1]):
+        if makes_plain_batches(chain[-1]):
             size = chain[-1].batch_size
             return cls(unit=SAMPLES, fetches=fetches, per_fetch=size * ranks, batch_size=size)
-        return cls(unit=BATCHES, fetches=fetches, per_fetch=ranks, batch_size=0)
+        size = getattr(chain[-1], "batch_size", None)
+        size = size if isinstance(size, int) else 0
+        return cls(unit=BATCHES, fetches=fetches, per_fetch=ranks, batch_size=size)
 
     @property
     def per_step(self) -> int:
@@ -106,7 +108,8 @@ def _per_fetch(loader: Any) -> int:
     return int(shard.batch_size * (1 if shard.split_batches else shard.num_processes))
 
 
-def _makes_plain_batches(batch_sampler: Any) -> bool:
+def makes_plain_batches(batch_sampler: Any) -> bool:
+    """Return whether a batch sampler groups samples as torch's does."""
     return (
         isinstance(batch_sampler, BatchSampler)
         and type(batch_sampler).__iter__ is BatchSampler.__iter__
@@ -164,7 +167,7 @@ def length(loader: Any) -> int | None:
         if isinstance(loader.dataset, IterableDataset):
             return len(_stream_of(loader))
         last = _batch_samplers(loader)[-1]
-        return len(last.sampler) if _makes_plain_batches(last) else len(last)
+        return len(last.sampler) if makes_plain_batches(last) else len(last)
     except TypeError:
         return None
 
@@ -227,7 +230,7 @@ def _rest_of_stream(dataset: Any, taken: Sequence[int]) -> Any:
 
 def _rest_of_batches(chain: Sequence[Any], taken: int, sampler: Any) -> Any:
     own = chain[-1]
-    if _makes_plain_batches(own):
+    if makes_plain_batches(own):
         rest = copy.copy(own)
         rest.sampler = Rest(sampler or own.sampler, taken)
     else:

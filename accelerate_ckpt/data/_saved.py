@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from accelerate_ckpt.data._layout import SAMPLES, LoaderLayout, length, padding
+from accelerate_ckpt.data._layout import BATCHES, SAMPLES, LoaderLayout, length, padding
 from ckpt_core.state import rng_state
 
 
@@ -86,7 +86,10 @@ class Saved:
     @property
     def can_be_rest(self) -> bool:
         """Whether the rest of the epoch is known as a part of its order."""
-        unit = self.position.get("layout", {}).get("unit")
+        before = self.position.get("layout", {})
+        unit = before.get("unit")
+        if unit == BATCHES and before["batch_size"] != self.layout.batch_size:
+            return False  # they are other batches
         return bool(unit) and unit == self.layout.unit and len(self.taken) == self.layout.streams
 
     def is_rest(self, *, copy: bool, stateful: bool) -> bool:
@@ -111,8 +114,8 @@ class Saved:
         if not self.can_be_rest:
             return [
                 f"data loader {self.index} was saved within epoch {epoch}, and what was seen of it cannot be "
-                "told for this number of ranks and workers: of the rest of this epoch, samples may be seen "
-                "twice or never"
+                "told for this number of ranks and workers, or for these batches: of the rest of this epoch, "
+                "samples may be seen twice or never"
             ]
         seen, whole, unit = sum(self.taken), length(loader), self.layout.unit
         if whole is None:

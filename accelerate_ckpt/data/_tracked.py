@@ -143,6 +143,8 @@ class TrackedLoader:
             self._go_on(epoch, saved)
         else:
             if self._reentry is not None and (left or self._is_awaited()):
+                if not left:
+                    _tell_of_skip_after_edge(epoch, self._loader, self._layout.fetches)
                 epoch.rng, epoch.at_edge = self._reentry.take(), True
                 load_rng_state(epoch.rng)
             if saved is not None:
@@ -383,3 +385,19 @@ def _unwatch(loader: Any) -> None:
     if seam == _DISPATCHER_SEAM:
         vars(loader)[seam] = before
     vars(loader.base_dataloader).pop(_ITERATOR)
+
+
+def _tell_of_skip_after_edge(epoch: LoaderEpoch, original: Any, fetches: int) -> None:
+    """Warn of a script that passes over a part of the epoch after the saved one."""
+    skipped = epoch.skipped // fetches or epoch.loader.skip_batches
+    try:
+        whole = len(original)
+    except TypeError:
+        return
+    if 0 < skipped < whole:
+        _logger.warning(
+            "the checkpoint was saved at the end of an epoch, and the script skips %d of the %d batches of "
+            "the next one: unless that is meant, compute the number from the length of an epoch as it is now",
+            skipped,
+            whole,
+        )

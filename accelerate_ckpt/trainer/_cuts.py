@@ -15,6 +15,8 @@ from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
+from accelerate_ckpt.data._layout import makes_plain_batches
+
 Cut = tuple[int, int]
 """Positions in an order, from the first that is left out to the first that is not."""
 
@@ -93,7 +95,7 @@ def can_leave_out(loader: Any) -> bool:
         shared = isinstance(loader.dataset, IterableDatasetShard) or isinstance(loader, DataLoaderDispatcher)
         state: Any = PartialState()
         return shared or state.num_processes == 1
-    return sampler_of(loader) is not None
+    return sampler_of(loader) is not None and makes_plain_batches(_batch_samplers(loader)[1])
 
 
 def leave_out(loader: Any, cuts: Sequence[Cut]) -> Callable[[], None]:

@@ -130,6 +130,7 @@ class LoaderPosition:
             "shard": shard,
             "shards": shards,
             "batch_size": samplers.batch_size,
+            "named_size": samplers.named_size,
         }
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> list[str]:
@@ -198,8 +199,9 @@ class LoaderPosition:
         notes = self._notes_of_length(begin)
         if kind == "indices" and live == "indices":
             samplers = Samplers.of(self._loader)
-            place = (*samplers.shards, samplers.batch_size)
-            if begin["seen"] or place != (state["shard"], state["shards"], state["batch_size"]):
+            place = (*samplers.shards, samplers.batch_size, samplers.named_size)
+            saved = tuple(state[name] for name in ("shard", "shards", "batch_size", "named_size"))
+            if begin["seen"] or place != saved:
                 return self._deal(state)
             if not same_ranks and samplers.shard is None:
                 notes.append(
@@ -230,7 +232,9 @@ class LoaderPosition:
         """Deal out the rest of the saved epoch, in the present batch size."""
         begin, samplers = state["begin"], Samplers.of(self._loader)
         (shard, shards), size = samplers.shards, samplers.batch_size
-        if state["batch_size"] is None or size is None or not begin["order"] or not samplers.orderly:
+        own = samplers.batch is None and state["named_size"] != samplers.named_size
+        unknown = state["batch_size"] is None or not begin["order"] or not samplers.orderly
+        if own or size is None or unknown:
             return [
                 self._begin_over(state, "its sampler makes batches, or deals to ranks, in a way of its own")
             ]

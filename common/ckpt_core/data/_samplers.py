@@ -72,6 +72,12 @@ class Samplers:
             return 1
         return int(self.batch.batch_size) if _is_stock(self.batch, BatchSampler, "BatchSampler") else None
 
+    @property
+    def named_size(self) -> int | None:
+        """What a sampler that makes batches itself calls its `batch_size`, if anything."""
+        size = getattr(self.base if self.batch is None else self.batch, "batch_size", None)
+        return size if isinstance(size, int) else None
+
 
 def _chain(loader: DataLoader[Any]) -> Iterator[Any]:
     each: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_core.data import LoaderPosition, track
@@ -244,3 +244,28 @@ def test_what_torch_keeps_in_its_iterators_is_where_we_look_for_it():
         assert {"_index_sampler", "_sampler_iter", "_num_yielded"} <= vars(iterator).keys()
     assert "_sampler_iter_yielded" in vars(iter(loader("shuffled", stateful=True)))
     assert stream._dataset_fetcher.ended is False
+
+
+class _Own(BatchSampler):
+    """A batch sampler of a user's."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_another_batch_size_of_a_sampler_that_makes_batches_itself_begins_the_epoch_again(automatic):
+    def made(size):
+        batches = _Own(SequentialSampler(range(32)), size, False)
+        options = {"batch_sampler": batches} if automatic else {"sampler": batches, "batch_size": None}
+        return DataLoader(TensorDataset(torch.arange(32)), **options)
+
+    loader = made(4)
+    position = LoaderPosition(loader)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    other = made(8)
+    (note,) = LoaderPosition(other).restore(position.state())
+    assert "begins again" in note
+    assert sorted(torch.cat([ids for (ids,) in other]).tolist()) == list(range(32))
