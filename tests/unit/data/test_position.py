@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ckpt_core.data import LoaderPosition, track
 from ckpt_core.errors import ConfigError
 from ckpt_core.state import decode, encode
+from tests.support.thorough import THOROUGH
 from tests.unit.data.loops import (
     BATCH,
     SAMPLES,
@@ -66,9 +67,16 @@ def test_a_resume_is_exact_with_workers(kind, stateful, persistent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True], ids=["workers", "persistent workers"])
-@pytest.mark.parametrize("stateful", [False, True], ids=["DataLoader", "StatefulDataLoader"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "stateful", "persistent"),
+    [
+        (kind, stateful, persistent)
+        for number, kind in enumerate(KINDS)
+        for stateful in (False, True)
+        for persistent in (False, True)
+        if THOROUGH or (stateful is persistent) is bool(number % 2)
+    ],
+)
 def test_a_resume_is_exact_with_any_workers_and_sampler(kind, stateful, persistent):
     places = ("last batch", "edge", "second epoch")
     assert_exact(lambda: loader(kind, stateful=stateful, workers=2, persistent=persistent), places)
