@@ -32,10 +32,11 @@ def say(word: str) -> None:
     print(word, flush=True)
 
 
-def signals_itself(number: int) -> Callable[[Operation], None]:
-    """As a fault: the signal arrives while the save in the background is at this operation."""
+def signals_itself(number: int, ready: threading.Event) -> Callable[[Operation], None]:
+    """As a fault: the signal arrives, once all is ready, while the save is at this operation."""
 
     def send(_operation: Operation) -> None:
+        ready.wait(60)
         os.kill(os.getpid(), number)
         time.sleep(0.2)  # long enough for the main thread to act on the signal, and to act wrongly
 
@@ -45,12 +46,14 @@ def signals_itself(number: int) -> Callable[[Operation], None]:
 def interrupted(root: str) -> None:
     """Ctrl-C while step 2 is being written."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
-    fault = Fault(method="close", key="*step-000000002*.distcp", before=signals_itself(signal.SIGINT))
+    begun = threading.Event()
+    fault = Fault(method="close", key="*step-000000002*.distcp", before=signals_itself(signal.SIGINT, begun))
     with CheckpointManager(FaultyStorage(LocalStorage(root), [fault])) as checkpoints:
         state = training_state()
         checkpoints.save(1, state)
         checkpoints.save(2, state)
         say("training")
+        begun.set()
         time.sleep(60)
         say("not interrupted")
 
