@@ -63,8 +63,10 @@ class Inventory:
             self._foreign &= names
             unknown = sorted(filter(can_count, names - self._known.keys() - self._foreign))
         found, unreadable = read_all(unknown, self._read)
-        for info in found:
-            self.add(info)
+        with self._guard:
+            for info in found:
+                if info.name not in self._known:  # else a save has taken the name since it was read
+                    self.add(info)
         return with_remarks(self._storage, self._arrange(unreadable), unreadable)
 
     def history(self) -> list[CheckpointInfo]:

@@ -9,6 +9,7 @@ import pytest
 
 from ckpt_core.commit import Catalog, Inventory, begin, commit, remove
 from ckpt_core.names import run_name, step_name
+from ckpt_core.storage import MemoryStorage
 from ckpt_core.types import Lineage
 from tests.unit.commit.checkpoints import bucket_like, manifest_of, posix_like
 
@@ -125,3 +126,25 @@ def test_what_a_survey_returns_does_not_change_with_the_inventory():
     root.owner_saves()
     root.inventory.forget(before[0].name)
     assert survey.committed == before
+
+
+def test_a_checkpoint_that_took_a_name_during_a_survey_is_the_one_remembered():
+    """Another thread commits under a name while a survey reads the checkpoint that had it before."""
+
+    class Overtaken(MemoryStorage):
+        overtake = None
+
+        def open(self, key):
+            reader = super().open(key)
+            overtake, self.overtake = self.overtake, None
+            if overtake is not None:
+                overtake()
+            return reader
+
+    root = Root(storage := Overtaken(), 0)
+    before = root.committed()
+    after = replace(before, created=before.created + 1, save_id="f" * 8)
+    storage.overtake = lambda: root.inventory.note_written(after)
+    root.inventory.survey()
+    assert storage.overtake is None
+    assert root.inventory.survey().everything == [after]
