@@ -70,7 +70,8 @@ class Pacing:
         if origin is None or self._settings.bests:
             committed = self._roots.once(self._manager.checkpoints)
             if origin is None and committed:
-                self._warn_of_abandoned(committed)
+                if self._trainer.is_global_zero:
+                    _warn_of_abandoned(self._root, committed)
                 self._manager.start_afresh()
             self._evaluations.begin([i for i in committed if origin is not None and i.step <= origin])
         self._manager.due()
@@ -92,13 +93,22 @@ class Pacing:
         self._evaluated = False
         self._evaluations.note_step(step)
         if fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
-            self._deferred = reason = self._reason(step)
+            self._deferred = reason = self._deferred or self._reason(step)
             waits = self._settings.bests or self._loops.epoch_is_over or reason == _LAST_STEP
             if reason is not None and (PREEMPTION in reason or not waits):
                 self._save(reason)
             self._end_if_preempted(here=True)
             if self.validation.listens:
                 self._running.remember()
+
+    def before_save_by_path(self, root: str) -> None:
+        """Decide on this step first, for a save to the same root would count as its save.
+
+        A `ModelCheckpoint` saves in hooks of the batch, and deletes its checkpoints by a rule of its own.
+        """
+        step = self._trainer.global_step
+        if root == self._root and step > 0:
+            self._deferred = self._deferred or self._reason(step)
 
     def before_validation(self) -> None:
         """Prepare for a validation."""
@@ -217,21 +227,6 @@ class Pacing:
             self._left = True
             raise StopIteration
 
-    def _warn_of_abandoned(self, committed: Sequence[CheckpointInfo]) -> None:
-        if self._trainer.is_global_zero:
-            # The folds of a cross-validation are many fits, and one warning.
-            level = logging.INFO if self._root in _warned_of else logging.WARNING
-            _warned_of.add(self._root)
-            _logger.log(
-                level,
-                "this fit continues from no checkpoint in %s, which holds %d of an earlier run, up to %s: "
-                "from its first save on those are abandoned, and ckpt_path='last' and 'best' mean this "
-                "run's. To continue from them instead, stop it and call fit(..., ckpt_path='last'); to keep "
-                "runs apart, such as the folds of a cross-validation, give each a dirpath of its own. "
-                "Further fits of this process into it are logged as information only",
-                self._root, len(committed), committed[-1].name,
-            )  # fmt: skip
-
 
 def weights_may_change(trainer: Any) -> bool:
     """Return whether later hooks of this moment may exchange weights.
@@ -246,3 +241,18 @@ def weights_may_change(trainer: Any) -> bool:
 def _total_steps(trainer: Any) -> int | None:
     total = trainer.estimated_stepping_batches
     return int(total) if 0 < total < math.inf else None
+
+
+def _warn_of_abandoned(root: str, committed: Sequence[CheckpointInfo]) -> None:
+    # The folds of a cross-validation are many fits, and one warning.
+    level = logging.INFO if root in _warned_of else logging.WARNING
+    _warned_of.add(root)
+    _logger.log(
+        level,
+        "this fit continues from no checkpoint in %s, which holds %d of an earlier run, up to %s: "
+        "from its first save on those are abandoned, and ckpt_path='last' and 'best' mean this "
+        "run's. To continue from them instead, stop it and call fit(..., ckpt_path='last'); to keep "
+        "runs apart, such as the folds of a cross-validation, give each a dirpath of its own. "
+        "Further fits of this process into it are logged as information only",
+        root, len(committed), committed[-1].name,
+    )  # fmt: skip

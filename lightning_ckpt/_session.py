@@ -100,6 +100,8 @@ class Session:
         step = self.trainer.global_step
         measured = Measured() if self._training is None else self._training.measured
         measured.note(self.trainer.callback_metrics, step)
+        if self.pacing is not None:
+            self.pacing.before_save_by_path(place.root)
         self._roots.save(
             place.root,
             step,

@@ -217,7 +217,6 @@ def test_a_lowered_limit_saves_nothing_twice(tmp_path):
 
 
 def test_lightnings_own_callback_may_share_the_directory(tmp_path):
-    torch.manual_seed(0)  # which two losses are the best decides what stays
     for ckpt_path in (None, "last"):
         theirs = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=2, monitor="loss")
         max_steps = 4 if ckpt_path is None else 8
