@@ -48,7 +48,6 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.state import (
-    as_module,
     check_groups,
     derive_rng,
     load_model_state,
@@ -59,6 +58,7 @@ from ckpt_core.state import (
     model_target,
     optimizer_state,
     optimizer_target,
+    owner,
     rng_seed,
     rng_state,
     stable_tensors,
@@ -95,15 +95,6 @@ def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[n
 def within_window(accelerator: Accelerator) -> bool:
     """Return whether gradients are being accumulated; no checkpoint holds them."""
     return not accelerator.sync_gradients and accelerator.gradient_accumulation_steps > 1
-
-
-def owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
-    """Return the model that an optimizer trains, or all as one if it trains several."""
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for model in models:
-        if trained <= {id(parameter) for parameter in model.parameters()}:
-            return model
-    return as_module(list(models))
 
 
 def inner_entries(saved: SavedState, part: str, key: str) -> SavedEntries:

@@ -12,6 +12,7 @@ from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accelerate_ckpt.data._layout import sampler_of
+from ckpt_core.data import draw_seed
 from ckpt_core.state import load_rng_state, rng_state
 
 _GENERATORS = ("python", "numpy", "torch")
@@ -106,7 +107,7 @@ class Prepared:
         """Follow `prepare`, which has seeded a generator for the sampler."""
         source, made = torch.Generator(), torch.Generator()
         source.set_state(self.rng["torch"])
-        made.manual_seed(_draw_seed(source))
+        made.manual_seed(draw_seed(source))
         rng = {**self.rng, "torch": source.get_state()}
         return replace(self, rng=rng, generator=made.get_state())
 
@@ -146,15 +147,10 @@ def _state_for_generator(loader: Any, start: Mapping[str, Any]) -> torch.Tensor 
     source = torch.Generator()
     source.set_state(start["torch"])
     if not start.get("anew"):
-        _draw_seed(source)
+        draw_seed(source)
     if isinstance(sampler_of(loader), RandomSampler):
-        source.manual_seed(_draw_seed(source))
+        source.manual_seed(draw_seed(source))
     return source.get_state()
-
-
-def _draw_seed(generator: torch.Generator) -> int:
-    """Draw what torch draws to seed an iterator or a sampler."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 _sampler_of_unprepared: Callable[[Any], Any] = data_loader.get_sampler

@@ -30,6 +30,7 @@ from accelerate_ckpt.data._starts import (
     set_generator,
     start_here,
 )
+from ckpt_core.data import batches_in
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -389,12 +390,8 @@ def _unwatch(loader: Any) -> None:
 
 def _tell_of_skip_after_edge(epoch: LoaderEpoch, original: Any, fetches: int) -> None:
     """Warn of a script that passes over a part of the epoch after the saved one."""
-    skipped = epoch.skipped // fetches or epoch.loader.skip_batches
-    try:
-        whole = len(original)
-    except TypeError:
-        return
-    if 0 < skipped < whole:
+    skipped, whole = epoch.skipped // fetches or epoch.loader.skip_batches, batches_in(original)
+    if whole is not None and 0 < skipped < whole:
         _logger.warning(
             "the checkpoint was saved at the end of an epoch, and the script skips %d of the %d batches of "
             "the next one: unless that is meant, compute the number from the length of an epoch as it is now",

@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
+from accelerate_ckpt.data._starts import lend_generator
 from accelerate_ckpt.trainer._continuation import (
     Continuation,
     DataProgress,
@@ -37,6 +38,7 @@ from accelerate_ckpt.trainer._cuts import (
     leave_out,
     sampler_of,
 )
+from ckpt_core.data import batches_in, draw_seed
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -178,7 +180,7 @@ class TrainerData:
         self._entry = _Entry(chosen=chosen, steps=first, progress=progress, undo=undo)
         accumulation, fixed = args.gradient_accumulation_steps, args.max_steps > 0
         steps = _steps_in(values)
-        if _length(dataloader) is not None:
+        if batches_in(dataloader) is not None:
             steps = steps.after(position, found, first, accumulation, fixed=fixed)
         self._say(position, chosen, steps, dataloader)
         return (steps.epochs, *values[1:6], steps.total)
@@ -220,7 +222,7 @@ class TrainerData:
             if entry is not None:
                 undo.push(entry.undo)
                 self._enter(entry, loader, undo)
-                if _length(loader) is not None:
+                if batches_in(loader) is not None:
                     call |= {
                         "steps_in_epoch": entry.steps.batches,
                         "num_update_steps_per_epoch": entry.steps.per_epoch,
@@ -244,7 +246,7 @@ class TrainerData:
             step=self._trainer.state.global_step,
             epoch=call["epoch"],
             batches=skipped,
-            length=None if _length(loader) is None else call["steps_in_epoch"],
+            length=None if batches_in(loader) is None else call["steps_in_epoch"],
             cuts=() if entry is None else entry.chosen.cuts,
             intake=Intake.of(loader),
             accumulation=args.gradient_accumulation_steps,
@@ -342,13 +344,6 @@ def _steps_in(values: tuple[Any, ...]) -> Steps:
     return Steps(epochs=epochs, per_epoch=per_epoch, batches=batches, total=total)
 
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _order_of(loader: Any, *names: str) -> dict[str, Any]:
     """Return what the order of an epoch follows from, but the global generators."""
     found = {name: getattr(sampler_of(loader), name, None) for name in names or _OF_SAMPLERS}
@@ -376,7 +371,7 @@ def _put_back(loader: Any, saved: DataProgress, undo: ExitStack) -> None:
 def _draw_seed(loader: Any) -> None:
     """Draw from the global generator what making an iterator draws."""
     if getattr(loader, "base_dataloader", loader).generator is None:
-        torch.empty((), dtype=torch.int64).random_()
+        draw_seed(None)
 
 
 def _draw_no_seed(loader: Any) -> None:
@@ -386,5 +381,4 @@ def _draw_no_seed(loader: Any) -> None:
     """
     base = getattr(loader, "base_dataloader", loader)
     if base.persistent_workers and base.num_workers > 0 and base.generator is None:
-        base.generator = torch.Generator()
-        base.generator.set_state(torch.get_rng_state())
+        lend_generator(base)  # for good: they draw no other seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import nn
@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Sampler
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import (
     TrainState,
-    as_module,
     check_groups,
+    fit_of,
     leaves,
     load_model_state,
     load_optimizer_state,
@@ -23,6 +23,7 @@ from ckpt_core.state import (
     model_target,
     optimizer_state,
     optimizer_target,
+    owner,
     stable_tensors,
     template,
     under,
@@ -37,9 +38,9 @@ _LOADERS: Final = "dataloader"
 _EPOCHS: Final = "fabric.epochs"
 """Shared item: key of a loader -> the epoch that its next iteration is in."""
 _PREFIX: Final = "fabric."
-_TAKEN: Final = frozenset({"self", "model", "optimizer", _LOADERS, "rng", "rng_seed"})
+_TAKEN: Final = frozenset({"self", "model", "optimizer", _LOADERS, "rng", "rng_seed", "dataloader.positions"})
 """Names that `TrainState` and its checkpoints use by themselves; items of these keys get the prefix."""
-_OWN: Final = frozenset({_EPOCHS, "rng_seed", "data_positions"})
+_OWN: Final = frozenset({_EPOCHS, "rng_seed", "dataloader.positions"})
 
 
 @final
@@ -118,13 +119,9 @@ class Parts:
 
     def home(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the model that an optimizer trains; a container if it trains several."""
-        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        for model in self.models.values():
-            if trained <= {id(each) for each in model.parameters()}:
-                return model
         if not self.models:
             raise ConfigError("an optimizer is saved and loaded with its model: add the model to the state")
-        return as_module(self.models)
+        return owner(self.models, optimizer)
 
 
 @final
@@ -235,7 +232,7 @@ class FabricState:
         """Put back what may refuse; see `CarefulSource`."""
         tree = loaded[_PART]
         for key, optimizer in self._parts.optimizers.items():
-            check_groups(self._parts.home(optimizer), optimizer, tree.get(key), fit=_fit(saved))
+            check_groups(self._parts.home(optimizer), optimizer, tree.get(key), fit=fit_of(saved))
         return self._rest.begin(loaded, saved)
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
@@ -243,7 +240,7 @@ class FabricState:
         tree = loaded[_PART]
         for key, optimizer in self._parts.optimizers.items():
             if key in tree:
-                load_optimizer_state(self._parts.home(optimizer), optimizer, tree[key], fit=_fit(saved))
+                load_optimizer_state(self._parts.home(optimizer), optimizer, tree[key], fit=fit_of(saved))
         for key, model in self._parts.models.items():
             if key in tree:
                 load_model_state(model, tree[key])
@@ -325,9 +322,3 @@ def _checked(filters: Filters, parts: Parts) -> Filters:
             "optimizer out of the state instead"
         )
     return filters
-
-
-def _fit(saved: SavedState) -> Literal["same", "part", "any"]:
-    if not saved.strict:
-        return "any"
-    return "part" if saved.partial else "same"

@@ -53,8 +53,8 @@ class _Result:
 
 def run(arguments: Namespace) -> Outcome:
     """Verify a checkpoint, chosen ones of a root, or what stock DCP wrote."""
-    digest = _digest(arguments)
     wants_root = arguments.step is not None or arguments.all
+    digest = _digest(arguments)
     if not wants_root and (found := _one_checkpoint(arguments, digest)) is not None:
         return found
     storage = open_root(arguments.place, arguments.storage_options)

@@ -14,7 +14,8 @@ alone. Iterable data sets go on by a state of their own, or draw again what they
 """
 
 from ckpt_core.data._order import EpochOrder
-from ckpt_core.data._position import LoaderPosition, is_stateful
-from ckpt_core.data._tracking import begun_untracked, track
+from ckpt_core.data._position import LoaderPosition, batches_in, is_stateful
+from ckpt_core.data._samplers import draw_seed
+from ckpt_core.data._tracking import track
 
-__all__ = ["EpochOrder", "LoaderPosition", "begun_untracked", "is_stateful", "track"]
+__all__ = ["EpochOrder", "LoaderPosition", "batches_in", "draw_seed", "is_stateful", "track"]

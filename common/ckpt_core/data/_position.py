@@ -275,7 +275,7 @@ class LoaderPosition:
         ]
 
     def _begin_over(self, state: Mapping[str, Any], why: str) -> str:
-        self._dealt = None if (length := _length(self._loader)) is None else (0, length)
+        self._dealt = None if (length := batches_in(self._loader)) is None else (0, length)
         seen = f"{state['batches']} batches"
         if state["batch_size"] is not None:
             seen += f" of {state['batch_size']}"
@@ -290,10 +290,11 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _length(loader: Any) -> int | None:
+def batches_in(loader: Any) -> int | None:
+    """Return the number of batches in an epoch of a loader, None if it does not know."""
     try:
         return len(loader)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 

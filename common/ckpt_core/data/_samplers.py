@@ -261,9 +261,9 @@ def _random(order: Mapping[str, Any], begin: Mapping[str, Any]) -> Any:
     return StatefulRandomSampler(samples, generator=generator)
 
 
-def draw_seed(generator: torch.Generator | None) -> None:
-    """Draw what an iterator draws when it is made: the seed of its workers."""
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Draw what torch draws to seed the workers of an iterator, or a sampler."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def batches_of(samples: Sequence[Any], loader: DataLoader[Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Training state as items: captured as live tensors and values, restored exactly."""
 
-from ckpt_core.state._groups import Override
+from ckpt_core.state._groups import Override, fit_of
 from ckpt_core.state._items import (
     PICKLED,
     Counters,
@@ -10,7 +10,14 @@ from ckpt_core.state._items import (
     function_free,
     pickled_key,
 )
-from ckpt_core.state._model import as_module, load_model_state, local_buffers, model_state, model_target
+from ckpt_core.state._model import (
+    as_module,
+    load_model_state,
+    local_buffers,
+    model_state,
+    model_target,
+    owner,
+)
 from ckpt_core.state._nested import get, leaves, under
 from ckpt_core.state._optimizer import (
     check_groups,
@@ -59,6 +66,7 @@ __all__ = [
     "empty_like",
     "encode",
     "encode_items",
+    "fit_of",
     "function_free",
     "get",
     "leaves",
@@ -70,6 +78,7 @@ __all__ = [
     "model_target",
     "optimizer_state",
     "optimizer_target",
+    "owner",
     "pickled_key",
     "put_buffers",
     "rng_seed",

@@ -12,6 +12,7 @@ from torch import nn
 
 from ckpt_core._torch_internals import without_step_hooks
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.types import SavedState
 
 
 def probe(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Mapping[str, Any]:
@@ -75,6 +76,14 @@ def nested(state: Mapping[str, Any]) -> dict[str, Any]:
 Fit: TypeAlias = Literal["same", "part", "any"]
 """Which parameters the saved groups may hold: the `same` as the live ones; more, of which the live ones are a
 `part` (other ranks train the rest); or `any`: missing ones start with fresh state."""
+
+
+def fit_of(saved: SavedState) -> Fit:
+    """Return how the groups of a checkpoint must fit the live ones."""
+    if not saved.strict:
+        return "any"
+    return "part" if saved.partial else "same"
+
 
 # How a step is computed, not its result: the live optimizer's choice is kept, because it depends on the
 # device, the strategy and the torch version.

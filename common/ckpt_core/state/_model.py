@@ -45,6 +45,20 @@ def as_module(models: Models) -> nn.Module:
         raise ConfigError(f"a model has a name that torch does not allow for a module: {error}") from error
 
 
+def owner(models: Models, optimizer: Any) -> nn.Module:
+    """Return the model that an optimizer trains, or all as one if it trains several.
+
+    Raises:
+        ConfigError: there is no model.
+    """
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    given = [models] if isinstance(models, nn.Module) else models
+    for model in given.values() if isinstance(given, Mapping) else given:
+        if trained <= {id(parameter) for parameter in model.parameters()}:
+            return model
+    return as_module(models)
+
+
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return parameters, buffers and extra state by name.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from torch import distributed as dist
@@ -13,6 +13,7 @@ from torch import nn
 from ckpt_core.data import LoaderPosition
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state._groups import fit_of
 from ckpt_core.state._items import (
     check_placed,
     check_stateful,
@@ -52,8 +53,8 @@ _BARE = (
 )
 _PART = ""
 _SEED = "rng_seed"
-_POSITIONS = "data_positions"
-"""Shared item: rank 0's positions, for ranks that are added later."""
+_POSITIONS = "dataloader.positions"
+"""Shared item: rank 0's positions, for ranks that are added later; no item can have this name."""
 
 
 @final
@@ -248,7 +249,7 @@ class TrainState:
             self.begin(loaded, saved)
         tree, notes = loaded.get(_PART, {}), self._end()
         for name, optimizer in self._loaded_optimizers(tree, saved):
-            load_optimizer_state(self._model, optimizer, get(tree, _path(name)), fit=_fit(saved))
+            load_optimizer_state(self._model, optimizer, get(tree, _path(name)), fit=fit_of(saved))
         if self._with_model:
             load_model_state(self._model, tree["model"], strict=not saved.include)
         inside: list[tuple[tuple[str, ...], str, Any]] = [
@@ -286,7 +287,7 @@ class TrainState:
         tree = loaded.get(_PART, {})
         try:
             for name, optimizer in self._loaded_optimizers(tree, saved):
-                check_groups(self._model, optimizer, get(tree, _path(name)), fit=_fit(saved))
+                check_groups(self._model, optimizer, get(tree, _path(name)), fit=fit_of(saved))
             notes = [*self._apply_shared(tree, saved, undo), *self._apply_dataloaders(saved, undo)]
         except BaseException:
             roll_back()
@@ -328,12 +329,6 @@ class TrainState:
             else:
                 undo.append(position.forget)
                 yield from (f"{name}: {note}" for note in position.restore(state, same_ranks=same_ranks))
-
-
-def _fit(saved: SavedState) -> Literal["same", "part", "any"]:
-    if not saved.strict:
-        return "any"
-    return "part" if saved.partial else "same"
 
 
 def _undo(name: str, item: Any) -> Callable[[], None]:

@@ -167,6 +167,18 @@ def test_what_has_no_state_is_refused(arguments):
         TrainState(**{"model": model(), **arguments})
 
 
+@pytest.mark.parametrize("name", ["data_positions", "positions", "seed", "loaders"])
+def test_an_item_of_any_name_comes_back_beside_loaders(tmp_path, name):
+    saved, loaded = Counters(n=7), Counters(n=0)
+    with CheckpointManager(tmp_path) as checkpoints:
+        for counters, use in (
+            (saved, lambda state: checkpoints.save(1, state).result()),
+            (loaded, checkpoints.load),
+        ):
+            use(TrainState(model=nn.Linear(2, 1), **{"dataloader": DataLoader(range(8)), name: counters}))
+    assert loaded == saved
+
+
 def test_a_missing_item_is_named_before_anything_is_loaded(tmp_path):
     net = model()
     written = save(TrainState(model=net), tmp_path)
