@@ -99,13 +99,20 @@ class AcceleratorCheckpoints:
         """
         return self._roots.check_preemption()
 
-    def directory(self, output_dir: str | os.PathLike[str] | None = None) -> str:
+    def directory(
+        self, output_dir: str | os.PathLike[str] | None = None, handle: SaveHandle | None = None
+    ) -> str:
         """Return the path or URL that `save(output_dir)` would save to now.
+
+        Args:
+            output_dir: as given to `save`.
+            handle: what `save` has returned, to name that checkpoint instead.
 
         Raises:
             ConfigError: there is no directory to save to.
         """
-        return str(self._roots.place(output_dir))
+        place = self._roots.place(output_dir)
+        return str(place if handle is None else CheckpointPath(place.root, handle.name))
 
     def save(
         self,
@@ -144,15 +151,15 @@ class AcceleratorCheckpoints:
 
         Where it is called for every batch, the save policy is only asked when an optimizer step is complete.
         """
-        place = self._roots.place(output_dir)
-        if self._gated and self._within_window():
-            return None
         reason: str | None = "call"
         if self._gated:
-            reason = self._roots.managers.at(place.root).due(self.step, total_steps=total_steps)
+            root = self._roots.root(output_dir)
+            if self._within_window():
+                return None
+            reason = self._roots.managers.at(root).due(self.step, total_steps=total_steps)
         if reason is None:
             return None
-        return self._save(place, metrics or {}, reason, safe=safe_serialization)
+        return self._save(self._roots.place(output_dir), metrics or {}, reason, safe=safe_serialization)
 
     def load(
         self,

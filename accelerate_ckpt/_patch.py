@@ -195,12 +195,14 @@ def _save_state(attached: AcceleratorCheckpoints, end_training: Callable[[], Non
         safe_serialization: bool = True,  # noqa: FBT001, FBT002 - as in stock
         **_: Any,
     ) -> Path | str | None:
-        where = attached.directory(output_dir)
         handle = attached.maybe_save(output_dir, safe_serialization=safe_serialization)
         if attached.implicit and attached.preempted:
             _logger.warning("preempted: the script ends here, with its last checkpoint committed")
             end_training()
             raise SystemExit(ENDED)
-        return None if handle is None else where if "://" in where else Path(where)
+        if handle is None:
+            return None
+        where = attached.directory(output_dir, handle)
+        return where if "://" in where else Path(where)
 
     return save_state

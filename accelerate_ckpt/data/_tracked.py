@@ -341,7 +341,8 @@ class TrackedLoader:
         epoch = self._epoch
         if epoch.loader is not loader:
             return
-        self._undo_all()
+        if self._undo:
+            self._undo_all()
         if loader.end_of_dataloader:
             return  # once more, behind the last batch
         epoch.count += 1

@@ -104,6 +104,7 @@ class TrainerData:
         self._resumed: Resumed | None = None
         self._entry: _Entry | None = None
         self._progress: DataProgress | None = None
+        self._drawn = 0
         self._loader: Any = None
         self._exhausted = False
         self._again: str | None = None
@@ -128,7 +129,7 @@ class TrainerData:
     @contextmanager
     def training(self, resumed: Resumed | None) -> Generator[None]:
         """Follow one training, from a checkpoint or from the start."""
-        self._resumed, self._progress = resumed, None
+        self._resumed, self._progress, self._drawn = resumed, None, 0
         try:
             yield
         finally:
@@ -136,7 +137,7 @@ class TrainerData:
 
     def progress(self) -> DataProgress | None:
         """Return this rank's progress, for a save; None if no epoch has begun."""
-        found, trainer = self._progress, self._trainer
+        found, trainer = self._present(), self._trainer
         if found is None:
             return None
         position = replace(found.position, step=trainer.state.global_step)
@@ -148,13 +149,20 @@ class TrainerData:
 
     def end_epoch(self, *, stopped: bool) -> None:
         """Note that an epoch has ended, or that training is stopped within it."""
-        found = self._progress
+        found = self._present()
         if found is None:
             return
         position = found.position
         if position.complete or (self._exhausted and position.length is None) or not stopped:
             after = replace(position, epoch=position.epoch + 1, batches=0, cuts=())
-            self._progress = replace(found, position=after)
+            self._progress, self._drawn = replace(found, position=after), 0
+
+    def _present(self) -> DataProgress | None:
+        """Return the progress after the batches drawn until now."""
+        if self._progress is None or not self._drawn:
+            return self._progress
+        position = self._progress.position
+        return replace(self._progress, position=replace(position, batches=position.batches + self._drawn))
 
     def _initial_values(self, args: Any, dataloader: Any, *rest: Any) -> tuple[Any, ...]:
         """Compute epochs and steps; those to come follow from the samples to come."""
@@ -227,7 +235,7 @@ class TrainerData:
                         "steps_in_epoch": entry.steps.batches,
                         "num_update_steps_per_epoch": entry.steps.per_epoch,
                     }
-            self._progress = self._begin(call, entry) if _can_follow(loader) else None
+            self._progress, self._drawn = self._begin(call, entry) if _can_follow(loader) else None, 0
             return self._stock["_run_epoch"](**call)
 
     def _begin(self, call: dict[str, Any], entry: _Entry | None) -> DataProgress:
@@ -307,9 +315,7 @@ class TrainerData:
         if checkpoint is not None:
             self._trainer._load_rng_state(checkpoint)
         self._exhausted = len(result[0]) < count
-        if found is not None:
-            position = replace(found.position, batches=found.position.batches + len(result[0]))
-            self._progress = replace(found, position=position)
+        self._drawn += len(result[0])
         return result
 
     def _eval_loader(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePath
-from typing import final
+from typing import NamedTuple, final
 
 from ckpt_core.errors import ConfigError
 from ckpt_core.validation import boolean, function, instances, integer, integers, positive, require, text
@@ -25,9 +25,8 @@ _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
 _SMALLEST_FRACTION = Fraction(1, 1_000_000)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CadenceContext:
-    """The input of a decision.
+class CadenceContext(NamedTuple):
+    """The input of a decision; a tuple, as every step of a training makes one.
 
     Attributes:
         step: the step just finished.
@@ -52,8 +51,11 @@ class CadenceContext:
     @property
     def since(self) -> int:
         """The last step decided on: a boundary after it and up to `step` is due now."""
-        settled = [s for s in (self.previous_step, self.last_save_step) if s is not None and s < self.step]
-        return max(settled, default=self.step - 1)
+        step, decided, saved = self.step, self.previous_step, self.last_save_step
+        since = decided if decided is not None and decided < step else None
+        if saved is not None and saved < step and (since is None or saved > since):
+            since = saved
+        return step - 1 if since is None else since
 
 
 class SavePolicy(ABC):

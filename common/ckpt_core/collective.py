@@ -222,6 +222,8 @@ def checked_step(owner: str, step: Any) -> int:
     Raises:
         ConfigError: it is no whole number, is negative, or exceeds the limit of the format.
     """
+    if type(step) is int and 0 <= step <= MAX_COUNT:  # every step of a training comes by here
+        return step
     plain = plain_integer(step)
     require(owner, integer("step", plain, minimum=0, maximum=MAX_COUNT))
     return int(plain)

@@ -14,6 +14,7 @@ from ckpt_core.preemption._sources import PreemptionSources
 _MICROSECONDS = 1_000_000
 _SAME_SECONDS = 30.0
 _SAVE, _STOP = 1, 2
+_ANNOUNCED, _NONE = frozenset({PREEMPTION}), frozenset[str]()
 
 
 @final
@@ -46,6 +47,7 @@ class CadenceKeeper:
         listen: bool = True,
     ) -> None:
         self._policy = policy
+        self._collective = policy is not None and policy.needs_agreement
         self._coordinator = coordinator
         self._clock = clock
         self._started = clock()
@@ -69,19 +71,19 @@ class CadenceKeeper:
         """Return the reason to save this step now, or None."""
         if self._policy is None:
             return None
-        if self._policy.needs_agreement:
+        if self._collective:
             self._agree()
         if step == self._last_save_step:
             self.pending = False  # this step is saved already
         context = CadenceContext(
             step=step,
-            now=self._now if self._policy.needs_agreement else self._started,
+            now=self._now if self._collective else self._started,
             started=self._started,
             previous_step=self._previous_step,
             last_save_step=self._last_save_step,
             last_save_time=self._last_save_time,
             total_steps=total_steps,
-            signals=frozenset({PREEMPTION}) if self.pending else frozenset(),
+            signals=_ANNOUNCED if self.pending else _NONE,
         )
         self._previous_step = step
         return decide(self._policy, context)
