@@ -398,8 +398,8 @@ def tell_of_hidden(loaders: Iterable[Any], told: set[str]) -> None:
         if why is not None and kind not in told:
             told.add(kind)
             _logger.warning(
-                "the position in a %s cannot be saved: %s. A resume in the middle of an epoch begins its data "
-                "again: use a torch DataLoader that hands out each batch as it is drawn, or give it "
+                "the position in a %s cannot be saved: %s. A resume in the middle of an epoch begins its "
+                "data again: use a torch DataLoader that hands out each batch as it is drawn, or give it "
                 "state_dict and load_state_dict",
                 kind,
                 why,

@@ -172,6 +172,18 @@ def length(loader: Any) -> int | None:
         return None
 
 
+def order_of(loader: Any) -> dict[str, Any]:
+    """Describe what makes the order of an epoch, and of how many samples, if known."""
+    stream = isinstance(loader.dataset, IterableDataset)
+    data = _stream_of(loader) if stream else loader.dataset
+    try:
+        samples = len(data)
+    except TypeError:
+        samples = None
+    maker = data if stream else sampler_of(loader) or _batch_samplers(loader)[-1]
+    return {"type": type(maker).__qualname__, "samples": samples}
+
+
 def padding(loader: Any, remaining: int) -> int:
     """Return how many samples are added to fill the last step of an epoch."""
     if loader._drop_last:

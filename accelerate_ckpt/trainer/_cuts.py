@@ -82,6 +82,22 @@ def sampler_of(loader: Any) -> Any:
     return getattr(_batch_samplers(loader)[1], "sampler", None)
 
 
+def order_made_by(loader: Any) -> dict[str, Any]:
+    """Describe what makes the order of whole epochs, and of how many samples, if known."""
+    data: Any = loader.dataset
+    shard = isinstance(data, IterableDatasetShard)
+    data, sampler = _whole(data.dataset if shard else data), _whole(sampler_of(loader))
+    try:
+        samples = len(data)
+    except TypeError:
+        samples = None
+    return {"type": type(data if sampler is None else sampler).__qualname__, "samples": samples}
+
+
+def _whole(part: Any) -> Any:
+    return part.whole if isinstance(part, _WithCuts) else part
+
+
 def generators_of(loader: Any) -> list[torch.Generator | None]:
     """Return the generators that an order may come from, besides the global ones."""
     owners = (sampler_of(loader), loader.dataset, getattr(loader.dataset, "dataset", None))

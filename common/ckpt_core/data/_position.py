@@ -277,8 +277,8 @@ class LoaderPosition:
         here = state["batches"] * size
         change = here * (before - _world_size())
         return (
-            f"{note}. If ranks share the {whole} samples of the epoch, {before} had seen {here * before}, and "
-            f"at least {abs(change)} are seen {'twice' if change > 0 else 'never'}: use a DistributedSampler"
+            f"{note}. If ranks share the {whole} samples of the epoch, {before} had seen {here * before}: at "
+            f"least {abs(change)} are seen {'twice' if change > 0 else 'never'}. Use a DistributedSampler"
         )
 
     def _deal(self, state: Mapping[str, Any]) -> list[str]:
