@@ -20,7 +20,7 @@ from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
-from lightning_ckpt._state import LightningState, LoadedCheckpoint, position_in
+from lightning_ckpt._state import LightningState, LoadedCheckpoint, position_in, tell_of_hidden
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
 from lightning_ckpt.loops import Following, Measured, Running
 
@@ -183,6 +183,8 @@ class Session:
         if self.trainer.state.fn != "fit":
             return
         position_in(loader)  # which tracks it from now on
+        if self.trainer.training and self._training is not None and self.trainer.is_global_zero:
+            tell_of_hidden([loader], self._training.untold)
         if self._data is not None:
             self._data.prepare(loader)
 

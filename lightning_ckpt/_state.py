@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from ckpt_core.data import LoaderPosition, is_stateful, track
+from ckpt_core.data import LoaderPosition, hidden_position, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
@@ -317,6 +317,8 @@ def capture(trainer: Any, checkpoint: Mapping[str, Any], running: Running | None
     if optimizers:
         tree[OPTIMIZER] = _one_or_several(optimizers)
     per_rank = _take_position(trainer, rest)
+    if running is not None and (loaders := trainer.fit_loop._combined_loader) is not None:
+        tell_of_hidden(loaders.flattened, running.untold)
     if "lr_schedulers" in rest:
         rest["lr_schedulers"] = [function_free(state) for state in rest["lr_schedulers"]]
     large: dict[str, torch.Tensor] = {}
@@ -372,7 +374,7 @@ def positions(fit_loop: Any) -> dict[str, Any]:
     return {
         POSITIONS: {
             "training": [
-                each and each.state(ended=ended, ahead=len(ahead) if draws_again else 0) for each in training
+                each and each.state(ended=ended, ahead=len(ahead), kept=not draws_again) for each in training
             ],
             "validation": [each and each.state(ended=True) for each in validation],
             # A loader that is cycled has been through; the epoch ends when all have.
@@ -386,9 +388,22 @@ def position_in(loader: Any) -> LoaderPosition | None:
     """Return the position in a loader; None if it cannot tell any."""
     if isinstance(loader, DataLoader):
         track(loader)
-    elif not is_stateful(loader):
-        return None
-    return LoaderPosition(loader)
+    return LoaderPosition(loader) if hidden_position(loader) is None else None
+
+
+def tell_of_hidden(loaders: Iterable[Any], told: set[str]) -> None:
+    """Warn once of each kind of loader whose position cannot be told."""
+    for loader in loaders:
+        why, kind = hidden_position(loader), type(loader).__name__
+        if why is not None and kind not in told:
+            told.add(kind)
+            _logger.warning(
+                "the position in a %s cannot be saved: %s. A resume in the middle of an epoch begins its "
+                "data again: use a torch DataLoader that hands out each batch as it is drawn, or give it "
+                "state_dict and load_state_dict",
+                kind,
+                why,
+            )
 
 
 def _storable(batches: list[Any]) -> list[Any]:

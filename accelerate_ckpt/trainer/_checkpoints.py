@@ -137,10 +137,10 @@ class TrainerCheckpoints:
             SaveError: it could not start, or the save before has failed.
         """
         del model, trial
-        state, name = self._trainer.state, f"checkpoint-{self._trainer.state.global_step}"
+        state = self._trainer.state
         if self.events.reason == BEST:
             self.manager.wait()  # back-pressure must not leave it out
-        best = state.best_model_checkpoint
+        name, best = self._session.name_of(state.global_step), state.best_model_checkpoint
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = self._session.path_of(name)
         handle = self.manager.save(

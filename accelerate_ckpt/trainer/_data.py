@@ -13,7 +13,7 @@ the resumed epoch from wherever the generators are. So that a resumed run sees t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
+from accelerate_ckpt.data._saved import change_of_order
 from accelerate_ckpt.data._starts import lend_generator
 from accelerate_ckpt.trainer._continuation import (
     Continuation,
@@ -36,9 +37,10 @@ from accelerate_ckpt.trainer._cuts import (
     can_leave_out,
     generators_of,
     leave_out,
+    order_made_by,
     sampler_of,
 )
-from ckpt_core.data import batches_in, draw_seed
+from ckpt_core.data import batches_in, draw_seed, keeps_iterator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -169,13 +171,15 @@ class TrainerData:
         stock = self._stock["set_initial_training_values"]
         values: tuple[Any, ...] = stock(args, dataloader, *rest)
         self._loader = dataloader
+        _tell_of_loader(dataloader, args)
         if self._entry is not None:  # a second try, as of `auto_find_batch_size`
             self._entry.undo.close()
         self._entry = None
         if self._resumed is None or not _can_follow(dataloader) or self._trainer.get_sp_size() > 1:
             return values
         position, own = self._resumed.first.position, self._resumed.own
-        chosen = found = _continuation(position, dataloader, args)
+        order = order_made_by(dataloader)
+        chosen = found = _continuation(position, dataloader, args, batches=_steps_in(values).batches)
         if args.ignore_data_skip:
             chosen = Continuation(epoch=found.epoch)
         undo = ExitStack()
@@ -191,6 +195,8 @@ class TrainerData:
         if batches_in(dataloader) is not None:
             steps = steps.after(position, found, first, accumulation, fixed=fixed)
         self._say(position, chosen, steps, dataloader)
+        if args.process_index == 0 and chosen.done:
+            _tell_of_order(progress, order, chosen.done)
         return (steps.epochs, *values[1:6], steps.total)
 
     def _say(self, position: Position, chosen: Continuation, steps: Steps, loader: Any) -> None:
@@ -264,7 +270,12 @@ class TrainerData:
             return replace(entry.progress, position=position)
         nothing = (torch.zeros(()), 0)
         return DataProgress(
-            position=position, start=rng_state(), evaluated=(), loss=nothing, **_order_of(loader)
+            position=position,
+            start=rng_state(),
+            evaluated=(),
+            loss=nothing,
+            order=order_made_by(loader),
+            **_order_of(loader),
         )
 
     def _enter(self, entry: _Entry, loader: Any, undo: ExitStack) -> None:
@@ -328,21 +339,44 @@ class TrainerData:
         return loader
 
 
-def _continuation(position: Position, loader: Any, args: Any) -> Continuation:
+def _continuation(position: Position, loader: Any, args: Any, *, batches: int) -> Continuation:
     sampler = sampler_of(loader)
     samples = len(sampler) if sampler is not None else None
-    return continuation(
+    found = continuation(
         position,
         Intake.of(loader),
         args.gradient_accumulation_steps,
         samples=samples,
         divisible=can_leave_out(loader),
     )
+    if position.complete and not found.cuts and found.skip == position.batches < batches:
+        return replace(found, skip=batches)  # the data set has grown since that epoch
+    return found
+
+
+def _tell_of_loader(loader: Any, args: Any) -> None:
+    if not _can_follow(loader) and args.process_index == 0:
+        _logger.warning(
+            "the position in a %s cannot be saved, as it is no torch DataLoader or keeps its iterator: a run "
+            "that is resumed within an epoch finds its place as under the stock Trainer, and draws and drops "
+            "what was seen",
+            type(loader).__name__,
+        )
 
 
 def _can_follow(loader: Any) -> bool:
     """Return whether it is a loader as torch has them, prepared or not."""
-    return isinstance(loader, DataLoader)
+    return isinstance(loader, DataLoader) and not keeps_iterator(loader)
+
+
+def _tell_of_order(saved: DataProgress, order: Mapping[str, Any], done: int) -> None:
+    if saved.order not in ({}, order) and not saved.position.complete:
+        _logger.warning(
+            "epoch %d of step %d: %s",
+            saved.position.epoch,
+            saved.position.step,
+            change_of_order(saved.order, order, done),
+        )
 
 
 def _steps_in(values: tuple[Any, ...]) -> Steps:

@@ -240,12 +240,14 @@ class Running:
         loops: of the Trainer, for the position of a save.
         measured: the metrics, by the step at which they were measured.
         repeats_validation: whether the validation that ends now was cut short: a resume repeats it.
+        untold: the kinds of loaders that were named for hiding their position.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.loops = TrainingLoops(trainer)
         self.measured = Measured()
         self.repeats_validation = False
+        self.untold: set[str] = set()
         self._trainer = trainer
         self._switches: Switches | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
