@@ -240,12 +240,14 @@ class Running:
         loops: of the Trainer, for the position of a save.
         measured: the metrics, by the step at which they were measured.
         repeats_validation: whether the validation that ends now was cut short: a resume repeats it.
+        tokens: tokens trained on, of all ranks together.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.loops = TrainingLoops(trainer)
         self.measured = Measured()
         self.repeats_validation = False
+        self.tokens = 0
         self._trainer = trainer
         self._switches: Switches | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -258,6 +260,7 @@ class Running:
         self._switches.load(saved["switches"])
         load_metrics(self._trainer, saved["metrics"], same_ranks=same_ranks)
         self.measured.resume(saved["measured"], self._trainer._logger_connector._callback_metrics)
+        self.tokens = saved.get("tokens", 0)
         self.loops.catch_up()
         if Following(saved["following"]) not in {Following.EPOCH, Following.EPOCH_UPDATE}:
             _set_up_averaging(self._trainer)
@@ -284,5 +287,6 @@ class Running:
             "switches": self._switches.changed(),
             "metrics": metrics or self._capture_metrics(),
             "measured": dict(self.measured.steps),
+            "tokens": self.tokens,
         }
         return state, rng
