@@ -195,7 +195,11 @@ def padding(loader: Any, remaining: int) -> int:
     if isinstance(loader, DataLoaderDispatcher):
         return -remaining % _ranks_of(loader)
     if isinstance(loader.dataset, IterableDataset):
-        return -remaining % per_fetch_of_stream(loader) if isinstance(loader.dataset, IterableDatasetShard) else 0
+        return (
+            -remaining % per_fetch_of_stream(loader)
+            if isinstance(loader.dataset, IterableDatasetShard)
+            else 0
+        )
     shard, layout = _shard_in(_batch_samplers(loader)), LoaderLayout.of(loader)
     even = shard is not None and shard.even_batches
     return -remaining % layout.per_fetch if even and layout.unit == SAMPLES else 0

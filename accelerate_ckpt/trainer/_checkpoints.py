@@ -24,6 +24,7 @@ from ckpt_core.hosting import close_at_exit
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
+from ckpt_core.validation import require
 
 _logger = logger_of(__name__)
 
@@ -236,6 +237,7 @@ def enable_trainer(
         raise ConfigError("this Trainer is enabled already; call disable_trainer() first")
     settings = Settings.resolve({"root": root, "save": save, "keep": keep, **options})
     _check_supported(trainer)  # before the present one is disabled
+    _require_tokens(trainer, settings.options.save)
     disable_trainer(trainer)
     attach(trainer, settings, sinks)
     return trainer
@@ -250,6 +252,7 @@ def enable_trainer_implicitly(trainer: Trainer) -> None:
         ConfigError: a setting is wrong. What is not supported stays as it is, with a warning.
     """
     settings = Settings.resolve({})
+    _require_tokens(trainer, settings.options.save)
 
     def train(*args: Any, **kwargs: Any) -> Any:
         del trainer.__dict__["train"], trainer.__dict__[_WAITING]
@@ -316,6 +319,13 @@ def _check_is_trainer(trainer: Any) -> None:
         raise ConfigError(f"{trainer.__name__} is a class: make a Trainer of it first, and give that")
     other = "; an Accelerator has accelerate_ckpt.enable()" if type(trainer).__name__ == "Accelerator" else ""
     raise ConfigError(f"a transformers.Trainer is needed, not {type(trainer).__name__}{other}")
+
+
+def _require_tokens(trainer: Trainer, policy: SavePolicy | None) -> None:
+    if policy is not None and "tokens" in policy.counts:
+        problem = 'EveryTokens needs TrainingArguments(include_num_input_tokens_seen="all" or "non_padding")'
+        seen = trainer.args.include_num_input_tokens_seen
+        require("save", problem if seen in {"no", False} else None)
 
 
 def _check_supported(trainer: Trainer) -> None:

@@ -149,6 +149,16 @@ class TrainerData:
         loss = (trainer._tr_loss.detach().cpu(), trainer._globalstep_last_logged)
         return replace(found, position=position, evaluated=sorted(alive), loss=loss)
 
+    @property
+    def epochs(self) -> int | None:
+        """Epochs finished; None where the loader is not followed."""
+        if self._progress is not None:
+            return self._progress.position.epoch
+        if self._resumed is None:
+            return None
+        position = self._resumed.first.position
+        return position.epoch + int(position.complete)
+
     def end_epoch(self, *, stopped: bool) -> None:
         """Note that an epoch has ended, or that training is stopped within it."""
         found = self._present()

@@ -6,8 +6,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Self, Unpack, final
 
+from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
@@ -93,12 +94,15 @@ class CheckpointManager:
         """Whether training must stop, as of the last check for preemptions of any rank."""
         return self._cadence.preempted
 
-    def due(self, step: int | None = None, *, total_steps: int | None = None) -> str | None:
+    def due(
+        self, step: int | None = None, *, total_steps: int | None = None, **counts: Unpack[Counts]
+    ) -> str | None:
         """Return the reason to save this step now, or None; for callers of `save`.
 
         Without a step it only checks for a preemption, as during an evaluation: collective if the save policy
         has an `OnPreemption`. If there is one, leave the evaluation, on every rank after the same batch, and
-        call `maybe_save`.
+        call `maybe_save`. `total_steps`, `epochs` (finished), `tokens` (of all ranks) are for policies that
+        need them; counts without a step are where counting begins.
 
         With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
         while every arena was in flight: at the first step at which an arena is free on every rank. While one
@@ -106,9 +110,9 @@ class CheckpointManager:
         """
         self._check()
         if step is None:
-            return self._cadence.check_preemption()
+            return self._cadence.check_preemption(**counts)
         step = checked_step("due", step)
-        reason = self._cadence.due(step, total_steps)
+        reason = self._cadence.due(step, total_steps, **counts)
         return reason or (COALESCED if self._saver.in_flight.overdue() else None)
 
     def maybe_save(
@@ -119,9 +123,10 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         annotations: Mapping[str, Any] | None = None,
         total_steps: int | None = None,
+        **counts: Unpack[Counts],
     ) -> SaveHandle | None:
-        """Save if the save policy requires it, else return None; see `save`."""
-        reason = self.due(step, total_steps=total_steps)
+        """Save if the save policy requires it, else return None; see `due` and `save`."""
+        reason = self.due(step, total_steps=total_steps, **counts)
         if reason is None:
             return None
         return self.save(step, state, metrics=metrics, annotations={"reason": reason, **(annotations or {})})
@@ -158,7 +163,8 @@ class CheckpointManager:
         self._bind()
         try:
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
-            request = replace(request, annotations={**self._overridden, **request.annotations})
+            given = {**self._cadence.annotations, **self._overridden, **request.annotations}
+            request = replace(request, annotations=given)
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
         except ConfigError as error:
@@ -229,6 +235,7 @@ class CheckpointManager:
             change.apply(state.optimizers, state.schedulers)
             self._overridden = {"override": dict(override)}
         self._cadence.saved(loaded.info.step)
+        self._cadence.count_from(lambda: self._catalog.manifest(loaded.info.name).annotations)
         return loaded.info.step
 
     # Every way to narrow a load is a separate keyword, as users would guess it.
@@ -291,6 +298,7 @@ class CheckpointManager:
             saved, info = self._loader.load(request, source), request.committed
         if info is not None and selection.is_all and takes_all(state, saved):
             self._root.line.continue_from(info)
+            self._cadence.count_from(lambda: self._catalog.manifest(info.name).annotations)
         return saved
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
@@ -309,12 +317,8 @@ class CheckpointManager:
         self._bind()
         self._rewind()
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
-        info = self._coordinator.run_on_coordinator(
-            lambda: (
-                self._newest() if step is None and name is None else self._catalog.find(step=step, name=name)
-            ),
-            what="looking for a checkpoint",
-        )
+        what = "looking for a checkpoint"
+        info = self._coordinator.run_on_coordinator(lambda: self._find(step, name), what=what)
         self._root.line.continue_from(info)
         return info
 
@@ -365,7 +369,7 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such checkpoint.
         """
         step = None if step is None else checked_step("verify", step)
-        info = self._newest() if step is None else self._catalog.find(step=step)
+        info = self._find(step)
         failures = verify(self.storage, info.name)
         self._root.note_verified(info, failures)
         return failures
@@ -451,8 +455,10 @@ class CheckpointManager:
         self._saver.in_flight.wait()
         self._saver.in_flight.forget()
 
-    def _newest(self) -> CheckpointInfo:
-        """Find the newest checkpoint of the present lineage, marked or not."""
+    def _find(self, step: int | None, name: str | None = None) -> CheckpointInfo:
+        """Find a checkpoint, by default the present lineage's newest, marked or not."""
+        if step is not None or name is not None:
+            return self._catalog.find(step=step, name=name)
         committed = self._catalog.committed()
         if not committed:
             raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
