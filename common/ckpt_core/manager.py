@@ -19,11 +19,10 @@ from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.retention import PrunePlan
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
-from ckpt_core.state import Override, State, TrainState, as_source, takes_all
+from ckpt_core.state import Override, State, as_source, checked_override, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
-from ckpt_core.validation import mapping, require
 
 COALESCED = "coalesced"
 """The reason of a save that replaces those postponed by back-pressure."""
@@ -85,7 +84,7 @@ class CheckpointManager:
         self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
         self._loader = Loader(job, verify_manifest=self.options.manifest_verifier)
-        self._overridden: Mapping[str, Any] = {}
+        self._in_force = Override()
         self._closed = False
 
     @property
@@ -158,7 +157,7 @@ class CheckpointManager:
         self._bind()
         try:
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
-            request = replace(request, annotations={**self._overridden, **request.annotations})
+            request = replace(request, annotations={**request.annotations, **self._in_force.annotations})
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
         except ConfigError as error:
@@ -171,7 +170,6 @@ class CheckpointManager:
         handle = self._saver.save(request, state)
         if handle is not None:
             self._cadence.saved(request.step)
-            self._overridden = {}
         return handle
 
     def prewarm(self, state: State | CapturedState) -> int:
@@ -197,14 +195,15 @@ class CheckpointManager:
 
         Args:
             state: a `TrainState`, any `StateSource`, or a mapping of tensors and Statefuls.
-            override: hyperparameters to change in every group of a `TrainState`'s optimizers that has them,
-                such as `{"lr": 1e-4}`; schedulers continue from a new learning rate. The next save records
-                them as the annotation `override`, and begins a lineage that branches off here.
+            override: hyperparameters to change in the optimizers' groups, such as `{"lr": 1e-4}`, see
+                `Override`; schedulers continue from a new learning rate. Saves record them as the annotation
+                `override`, in a lineage that branches off here. A later resume with the same changes nothing.
 
         Returns:
             The step restored, or None if there is no checkpoint yet.
 
         Raises:
+            CheckpointNotFoundError: there is no checkpoint yet, and `override` is to change it.
             CorruptCheckpointError: there are checkpoints, and all of them are damaged.
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
@@ -212,22 +211,19 @@ class CheckpointManager:
             ConfigError: `state` is no state, or no optimizer has what `override` names, on any rank.
         """
         self._bind()
-        change = Override({} if override is None else override)
-        agreed_values(self._coordinator, "resume", change.values, check=lambda: _check_resume(state, change))
+        agreed_values(self._coordinator, "resume", lambda: checked_override(state, override).items)
         self._rewind()
         self._own_root()
-        request = LoadRequest.of(self.options, Selection())
+        request = LoadRequest.of(self.options, Selection(), Override.of(override))
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
         self._loader.log_surroundings(loaded)
         if loaded is None:
+            request.override.require_origin(self.storage.url)
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
         if loaded.info.damaged is not None and every_byte:
             self._root.note_sound(loaded.info.name)
-        self._root.line.continue_from(loaded.info, branch=bool(override))
-        if override and isinstance(state, TrainState):
-            change.apply(state.optimizers, state.schedulers)
-            self._overridden = {"override": dict(override)}
+        self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
@@ -243,6 +239,7 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
         cast: bool = False,
+        override: Mapping[str, Any] | None = None,
     ) -> SavedState:
         """Load one checkpoint, or a part of one.
 
@@ -258,6 +255,7 @@ class CheckpointManager:
             strict: whether everything must fit; else entries of the model and of mappings that do not fit are
                 skipped, with a warning, and listed in the result's `left`.
             cast: whether values are cast to the live tensor's dtype; else different dtypes do not fit.
+            override: hyperparameters to change, as in `resume`; of a whole state only.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -265,7 +263,7 @@ class CheckpointManager:
             UntrustedCheckpointError: `verify_manifest` does not accept it; nothing was touched.
             IncompatibleCheckpointError: it does not fit; nothing was touched.
             UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
-            ConfigError: `include` or `rename` has a name that is not in the checkpoint; nothing was touched.
+            ConfigError: `include`, `rename` or `override` has a name that is not there; nothing was touched.
         """
         self._check()
         self._coordinator.check()
@@ -273,13 +271,15 @@ class CheckpointManager:
         def selected() -> Selection:
             return Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
 
-        step, name = agreed_place(
-            self._coordinator, "load", step, name, check=lambda: narrowed(state, selected())
-        )
+        def checked() -> object:
+            narrowed(state, selected())
+            return checked_override(state, override).of_whole(whole=selected().is_all).items
+
+        step, name = agreed_place(self._coordinator, "load", step, name, others=checked)
         selection = selected()
         self._rewind()
         source, narrower = narrowed(state, selection)
-        request = LoadRequest.of(self.options, narrower)
+        request = LoadRequest.of(self.options, narrower, Override.of(override))
         info: CheckpointInfo | None
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
@@ -290,8 +290,13 @@ class CheckpointManager:
             request = self._loader.locate(request, step=step, name=name)
             saved, info = self._loader.load(request, source), request.committed
         if info is not None and selection.is_all and takes_all(state, saved):
-            self._root.line.continue_from(info)
+            self._continue_from(info, saved, request.override)
         return saved
+
+    def _continue_from(self, info: CheckpointInfo, saved: SavedState, change: Override) -> None:
+        """Let saves continue from a checkpoint that was loaded whole, and perhaps changed."""
+        self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
+        self._in_force = change or Override.in_force(saved.annotations)
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
         """Let saves continue from a checkpoint whose state is live already. Collective.
@@ -480,14 +485,3 @@ class CheckpointManager:
         """Fix the ranks of the job, for which a save or load is about to be planned."""
         self._check()
         self._coordinator.bind()
-
-
-def _check_resume(state: Any, change: Override) -> None:
-    as_source(state)
-    require("resume", mapping("override", change.values))
-    if isinstance(state, TrainState):
-        change.check(state.optimizers)
-    elif change.values:
-        raise ConfigError(
-            f"override= changes the optimizers of a TrainState, not of a {type(state).__name__}"
-        )

@@ -41,6 +41,7 @@ from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template
+from ckpt_core.state.overriding import Override
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 
 _log = logger_of(__name__)
@@ -78,7 +79,8 @@ class TrainState:
         items: any other objects with `state_dict` and `load_state_dict`; `Counters` for plain values.
 
     Raises:
-        ConfigError: an object has no state that could be saved, or a loader is being iterated already.
+        ConfigError: an object has no state that could be saved, an item has a name that is taken, or a loader
+            is being iterated already.
     """
 
     def __init__(
@@ -102,6 +104,9 @@ class TrainState:
         self._begun: tuple[SavedState, list[str]] | None = None
         for each in self._optimizers.values():
             unwrap_optimizer(each)
+        taken = {*self._optimizers, *self._shared, *loaders, *([_SEED] if rng else ())}
+        if refused := sorted((taken | {_POSITIONS}) & items.keys()):
+            raise ConfigError(f"no item can be called {', '.join(refused)}: the state uses the name itself")
         for name, each in (self._shared | items).items():
             check_stateful(name, each)
 
@@ -114,11 +119,6 @@ class TrainState:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The torch optimizers without wrappers; only their steps change the model."""
         return tuple(map(unwrap_optimizer, self._optimizers.values()))
-
-    @property
-    def schedulers(self) -> Sequence[Any]:
-        """The schedulers, as they were given."""
-        return tuple(each for name, each in self._shared.items() if name.partition(".")[0] == "scheduler")
 
     @property
     def names(self) -> frozenset[str]:
@@ -294,6 +294,22 @@ class TrainState:
             raise
         self._begun = saved, notes
         return roll_back
+
+    def check_override(self, change: Override) -> None:
+        """Refuse hyperparameters that no optimizer has; see `AdjustableSource`.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        change.check({name: each.param_groups for name, each in self._torch_optimizers().items()})
+
+    def override(self, change: Override) -> None:
+        """Change hyperparameters, and the schedules of learning rates."""
+        schedulers = [each for name, each in self._shared.items() if name.partition(".")[0] == "scheduler"]
+        change.apply(self._torch_optimizers(), schedulers)
+
+    def _torch_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {name.partition(".")[2]: unwrap_optimizer(each) for name, each in self._optimizers.items()}
 
     def _loaded_optimizers(
         self, tree: Mapping[str, Any], saved: SavedState
