@@ -28,6 +28,7 @@ from ckpt_core.options import (
     VerifyManifest,
 )
 from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
+from ckpt_core.state import Override
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.validation import boolean, location, require
@@ -62,12 +63,14 @@ class Settings:
         options: of the manager of that root.
         save_last: whether the last step of a training is saved in any case.
         sinks: receivers of telemetry events.
+        override: hyperparameters that a resumed fit changes.
     """
 
     own: RunRoot | None = field(repr=False)
     options: CheckpointOptions
     save_last: bool
     sinks: Sequence[Sink] = ()
+    override: Override = field(default_factory=Override)
 
     @property
     def root(self) -> str | None:
@@ -117,6 +120,9 @@ class Configured:
         save: when to save; a policy, or plain values such as `{every_steps: 500, on_preemption: true}`.
         keep: what to keep; a policy, or plain values such as `{latest: 3, best: {metric: val_loss}}`.
         save_last: whether to save the last step of a training, too.
+        override: hyperparameters that a fit changes in the optimizers' parameter groups when it resumes from
+            a checkpoint of `dirpath`, such as `{lr: 1e-4}`, once for all restarts. Learning rate schedules
+            continue from there.
         abandoned: what `keep` does with checkpoints that the run does not go on from, because it was begun
             afresh or went back: `keep` or `prune` them.
         back_pressure: what to do when a save is due and every arena is busy: `wait`, `skip`, or `coalesce`
@@ -172,6 +178,7 @@ class Configured:
         save: SavePolicy | dict[str, Any] | list[Any] | None = None,
         keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
         save_last: bool = True,
+        override: dict[str, Any] | None = None,
         abandoned: Abandoned = "keep",
         back_pressure: BackPressure = "wait",
         arenas: int = 1,
@@ -200,6 +207,9 @@ class Configured:
         )
         if dirpath is None and not (save is None and keep is None):
             raise ConfigError("save= and keep= need dirpath=, the directory or URL of the run's checkpoints")
+        change = Override.of(override)
+        if dirpath is None and change:
+            raise ConfigError("override= needs dirpath=, the directory or URL of the run that it changes")
         values = {
             "save": save,
             "keep": keep,
@@ -228,6 +238,7 @@ class Configured:
             options=CheckpointOptions.from_mapping(values),
             save_last=save_last,
             sinks=sinks,
+            override=change,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, final
@@ -11,7 +12,13 @@ from typing import Any, Self, final
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    FileFailure,
+)
 from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -289,13 +296,14 @@ class CheckpointManager:
         else:
             request = self._loader.locate(request, step=step, name=name)
             saved, info = self._loader.load(request, source), request.committed
-        if info is not None and selection.is_all and takes_all(state, saved):
+        if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved
 
-    def _continue_from(self, info: CheckpointInfo, saved: SavedState, change: Override) -> None:
-        """Let saves continue from a checkpoint that was loaded whole, and perhaps changed."""
-        self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
+    def _continue_from(self, info: CheckpointInfo | None, saved: SavedState, change: Override) -> None:
+        """Let saves continue from what was loaded whole, and perhaps changed."""
+        if info is not None:  # else stock DCP wrote it
+            self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
         self._in_force = change or Override.in_force(saved.annotations)
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
@@ -314,13 +322,18 @@ class CheckpointManager:
         self._bind()
         self._rewind()
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
-        info = self._coordinator.run_on_coordinator(
-            lambda: (
-                self._newest() if step is None and name is None else self._catalog.find(step=step, name=name)
-            ),
-            what="looking for a checkpoint",
-        )
+
+        def find() -> tuple[CheckpointInfo, list[list[Any]]]:
+            newest = step is None and name is None
+            info = self._newest() if newest else self._catalog.find(step=step, name=name)
+            annotations: Mapping[str, Any] = {}
+            with suppress(CorruptCheckpointError):  # its state is live already
+                annotations = self._catalog.manifest(info.name).annotations
+            return info, Override.in_force(annotations).items
+
+        info, changed = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
         self._root.line.continue_from(info)
+        self._in_force = Override(dict(changed))
         return info
 
     def start_afresh(self) -> None:

@@ -76,9 +76,7 @@ class LoadRequest:
     override: Override = field(default_factory=Override)
 
     @classmethod
-    def of(
-        cls, options: CheckpointOptions, selection: Selection, override: Override | None = None
-    ) -> Self:
+    def of(cls, options: CheckpointOptions, selection: Selection, override: Override | None = None) -> Self:
         """Make a request of a manager's options, without a directory yet."""
         return cls(
             directory="",
@@ -303,7 +301,9 @@ class Load:
             self._source.override(change)
         elif change and self._coordinator.is_coordinator:
             _logger.warning(
-                "%s: the override %s is in force already, and nothing was changed", self._place, dict(change.values)
+                "%s: the override %s is in force already, and nothing was changed",
+                self._place,
+                dict(change.values),
             )
 
     @contextmanager

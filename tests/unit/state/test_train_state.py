@@ -184,7 +184,17 @@ def test_an_item_of_any_name_comes_back_beside_loaders(tmp_path, name):
     "name",
     [
         *("rng_seed", "dataloader.positions", "scheduler.a", "optimizer.a", "dataloader.a"),
-        *("items", "pickled", "shared", "kept_by_rank", "param_groups", "state", "names", "rng.seed", "scaler.a"),
+        *(
+            "items",
+            "pickled",
+            "shared",
+            "kept_by_rank",
+            "param_groups",
+            "state",
+            "names",
+            "rng.seed",
+            "scaler.a",
+        ),
     ],
 )
 def test_an_item_of_any_name_comes_back_or_is_refused_at_once(tmp_path, name, large):

@@ -153,7 +153,9 @@ class Override:
                 raise ConfigError(f"override: no optimizer has {name}; {_there_are(name, optimizers)}")
             for _, group, option in found:
                 if not _is_like(group[option], value):
-                    raise ConfigError(f"override: {name} is {group[option]!r}, which {value!r} cannot replace")
+                    raise ConfigError(
+                        f"override: {name} is {group[option]!r}, which {value!r} cannot replace"
+                    )
 
     def apply(self, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Iterable[Any]) -> None:
         """Change live groups, and the schedules of those whose learning rate changes."""

@@ -60,13 +60,19 @@ class Schedules:
         """
         found: dict[tuple[int, int], Mapping[str, Any]] = {}
         copies = {id(each): _without_parameters(each) for each in optimizers}
+        wrapped = {
+            id(each.optimizer): copies.get(id(_optimizer_of(each)))
+            for each in self._all
+            if hasattr(each, "optimizer")
+        }
+        known = copies | {key: each for key, each in wrapped.items() if each is not None}
         for scheduler in self._outer:
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 continue
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    copy.deepcopy(scheduler, dict(copies)).step()
+                    copy.deepcopy(scheduler, dict(known)).step()
             except Exception:  # noqa: BLE001, S112 - code of a user's own scheduler: then nothing is foretold
                 continue
             optimizer = copies.get(id(_optimizer_of(scheduler)))
@@ -89,8 +95,11 @@ def _with_parts(scheduler: Any) -> Iterator[Any]:
 
 
 def _optimizer_of(scheduler: Any) -> Any:
+    """Return the torch optimizer of a scheduler, without a host's wrappers."""
     optimizer = getattr(scheduler, "optimizer", None)
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizer", None)
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _least(scheduler: Any, number: int, before: float) -> float:
