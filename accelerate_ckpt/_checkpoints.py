@@ -248,6 +248,7 @@ class AcceleratorCheckpoints:
         self, place: CheckpointPath, metrics: Mapping[str, float], reason: str, *, safe: bool
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
+        self._loading.require_change(manager)
         if within_window(accelerator):
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "

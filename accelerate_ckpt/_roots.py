@@ -33,6 +33,7 @@ class Roots:
 
     Attributes:
         managers: by root.
+        override: hyperparameters that loads change.
 
     Args:
         accelerator: whose checkpoints they hold.
@@ -52,6 +53,7 @@ class Roots:
         self._accelerator = accelerator
         self._listen = listen
         self._options = settings.options
+        self.override = settings.override
         self._abandoned_given = "abandoned" in settings.given
         self._sinks = sinks
         self.managers = ManagersByRoot(self._make, deadline_seconds=settings.options.deadline_seconds)

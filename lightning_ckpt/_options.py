@@ -28,6 +28,7 @@ from ckpt_core.options import (
     VerifyManifest,
 )
 from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
+from ckpt_core.state import Override
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.validation import boolean, location, require
@@ -64,6 +65,7 @@ class Settings:
         save_last: whether the last step of a training is saved in any case.
         sinks: receivers of telemetry events.
         tokens: tokens in a batch of one rank, or what counts them; None if they are not counted.
+        override: hyperparameters that a resumed fit changes.
     """
 
     own: RunRoot | None = field(repr=False)
@@ -71,6 +73,7 @@ class Settings:
     save_last: bool
     sinks: Sequence[Sink] = ()
     tokens: int | TokensInBatch | None = None
+    override: Override = field(default_factory=Override)
 
     @property
     def root(self) -> str | None:
@@ -122,6 +125,9 @@ class Configured:
         save_last: whether to save the last step of a training, too.
         tokens: tokens in a batch of one rank, for `EveryTokens`: a number, a function of the batch, or its
             name as "package.module:function".
+        override: hyperparameters that a fit changes in the optimizers' parameter groups when it resumes from
+            a checkpoint of `dirpath`, such as `{lr: 1e-4}`, once for all restarts. Learning rate schedules
+            continue from there.
         abandoned: what `keep` does with checkpoints that the run does not go on from, because it was begun
             afresh or went back: `keep` or `prune` them.
         back_pressure: what to do when a save is due and every arena is busy: `wait`, `skip`, or `coalesce`
@@ -178,6 +184,7 @@ class Configured:
         keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
         save_last: bool = True,
         tokens: int | TokensInBatch | str | None = None,
+        override: dict[str, Any] | None = None,
         abandoned: Abandoned = "keep",
         back_pressure: BackPressure = "wait",
         arenas: int = 1,
@@ -206,6 +213,9 @@ class Configured:
         )
         if dirpath is None and not (save is None and keep is None):
             raise ConfigError("save= and keep= need dirpath=, the directory or URL of the run's checkpoints")
+        change = Override.of(override)
+        if dirpath is None and change:
+            raise ConfigError("override= needs dirpath=, the directory or URL of the run that it changes")
         values = {
             "save": save,
             "keep": keep,
@@ -235,6 +245,7 @@ class Configured:
             save_last=save_last,
             sinks=sinks,
             tokens=tokens_in_batch(tokens),
+            override=change,
         )
         policy = self.settings.options.save
         if policy is not None and "tokens" in policy.counts and tokens is None:

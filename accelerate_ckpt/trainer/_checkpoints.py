@@ -225,7 +225,8 @@ def enable_trainer(
         keep: which checkpoints stay; `save_total_limit`, and the best one, if None.
         sinks: receivers of telemetry events.
         **options: `stock_files` (whether `model.safetensors` and `optimizer.pt` are written too, by the main
-            process, so that the stock Trainer reads the checkpoint; True) and the other fields of
+            process, so that the stock Trainer reads the checkpoint; True), `override` (hyperparameters that a
+            resumed training changes, such as `{"lr": 1e-4}`, once for all restarts) and the other fields of
             `CheckpointOptions`.
 
     Raises:

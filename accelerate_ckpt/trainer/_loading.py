@@ -103,9 +103,11 @@ class TrainerLoading:
                     self._elsewhere(),
                 )
         if checkpoint is None or isinstance(checkpoint, bool):
+            self._require_change(None)
             yield checkpoint
             return
         ours = self._is_ours(checkpoint)
+        self._require_change(checkpoint if ours else None)
         self._require_trusted(checkpoint)
         if ours:
             with self._committed(checkpoint) as view:
@@ -113,6 +115,20 @@ class TrainerLoading:
         else:
             self._check_stock(checkpoint)
             yield os.fspath(checkpoint)
+
+    def _require_change(self, checkpoint: str | os.PathLike[str] | None) -> None:
+        """Refuse a training that would not say which hyperparameters were changed.
+
+        Raises:
+            ConfigError: `override` is given, and no checkpoint of ours in this root is resumed.
+        """
+        url = self._session.manager.storage.url
+        if not self._session.override or (checkpoint and CheckpointPath.of(checkpoint).root == root_of(url)):
+            return
+        raise ConfigError(
+            f"override= changes a training midway, and this one resumes no checkpoint of ours in {url}: call "
+            "train(resume_from_checkpoint=True), or begin with these values in the script, without override="
+        )
 
     def load_model(self, checkpoint: str, model: Any = None) -> None:
         """Load the model of a stock checkpoint; ours is loaded with its optimizer."""
@@ -129,10 +145,11 @@ class TrainerLoading:
                 self._stock.load_optimizer_and_scheduler(checkpoint)
         else:
             lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
-            self._load(checkpoint if lent is None else lent.checkpoint, with_optimizer=True)
+            state = self._load(checkpoint if lent is None else lent.checkpoint, with_optimizer=True)
             if lent is not None and lent.scheduler is not None and self._trainer.lr_scheduler is not None:
                 name = f"{lent.checkpoint}/{SCHEDULER_NAME}"
                 self._trainer.lr_scheduler.load_state_dict(self._session.pickles.load(lent.scheduler, name))
+            state.apply_change()
 
     def load_best(self) -> None:
         """Load the model of the best checkpoint."""
@@ -147,7 +164,7 @@ class TrainerLoading:
             with self._unpickling_nothing():
                 self._stock.load_best_model()
 
-    def _load(self, checkpoint: str, *, with_optimizer: bool) -> None:
+    def _load(self, checkpoint: str, *, with_optimizer: bool) -> TrainingState:
         state = TrainingState(
             self._trainer,
             self._stock,
@@ -157,15 +174,17 @@ class TrainerLoading:
         )
         place, manager = CheckpointPath.of(checkpoint), self._session.manager
         items = None if with_optimizer else ["model"]
+        change = self._session.override.values if with_optimizer else {}
         if place.root == root_of(manager.storage.url):
-            manager.load(state, name=place.name, items=items)
+            manager.load(state, name=place.name, items=items, override=change)
             if with_optimizer:
                 self._session.saved_step = None
-            return
+            return state
         options = replace(manager.options, save=None, keep=None)
         storage = self._session.storage_at(place.root)
         with CheckpointManager(storage, coordinator=self._session.coordinator, options=options) as other:
             other.load(state, name=place.name, items=items)
+        return state
 
     def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:
         """Refuse what `verify_manifest` does not accept; stock writes no manifest."""

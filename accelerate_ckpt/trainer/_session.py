@@ -38,6 +38,7 @@ class TrainerSession:
         output: the output directory, if checkpoints do not go there.
         best: the best checkpoint, as the one resumed from names it.
         pickles: reads small files, and warns of those that need pickle.
+        override: hyperparameters that a resume changes.
         preempted: whether the last training was stopped for a preemption.
         saved_step: the last step saved, if the live state continues from it.
     """
@@ -47,6 +48,7 @@ class TrainerSession:
         self._settings = settings
         self._sinks = sinks
         self._closed, self._tells, self._begun_at = False, True, 0
+        self.override = settings.override
         self.pickles = Pickles(allowed=settings.options.allow_pickle)
         deadline = settings.options.deadline_seconds
         self.coordinator = coordinator_for_job(deadline_seconds=deadline)

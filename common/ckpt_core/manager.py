@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack, final
@@ -12,7 +13,13 @@ from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    FileFailure,
+)
 from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -20,11 +27,10 @@ from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.retention import PrunePlan
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
-from ckpt_core.state import Override, State, TrainState, as_source, takes_all
+from ckpt_core.state import Override, State, as_source, checked_override, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
-from ckpt_core.validation import mapping, require
 
 COALESCED = "coalesced"
 """The reason of a save that replaces those postponed by back-pressure."""
@@ -86,7 +92,7 @@ class CheckpointManager:
         self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
         self._loader = Loader(job, verify_manifest=self.options.manifest_verifier)
-        self._overridden: Mapping[str, Any] = {}
+        self._in_force = Override()
         self._closed = False
 
     @property
@@ -163,8 +169,8 @@ class CheckpointManager:
         self._bind()
         try:
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
-            given = {**self._cadence.annotations, **self._overridden, **request.annotations}
-            request = replace(request, annotations=given)
+            own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
+            request = replace(request, annotations=own)
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
         except ConfigError as error:
@@ -177,7 +183,6 @@ class CheckpointManager:
         handle = self._saver.save(request, state)
         if handle is not None:
             self._cadence.saved(request.step)
-            self._overridden = {}
         return handle
 
     def prewarm(self, state: State | CapturedState) -> int:
@@ -203,14 +208,15 @@ class CheckpointManager:
 
         Args:
             state: a `TrainState`, any `StateSource`, or a mapping of tensors and Statefuls.
-            override: hyperparameters to change in every group of a `TrainState`'s optimizers that has them,
-                such as `{"lr": 1e-4}`; schedulers continue from a new learning rate. The next save records
-                them as the annotation `override`, and begins a lineage that branches off here.
+            override: hyperparameters to change in the optimizers' groups, such as `{"lr": 1e-4}`, see
+                `Override`; schedulers continue from a new learning rate. Saves record them as the annotation
+                `override`, in a lineage that branches off here. A later resume with the same changes nothing.
 
         Returns:
             The step restored, or None if there is no checkpoint yet.
 
         Raises:
+            CheckpointNotFoundError: there is no checkpoint yet, and `override` is to change it.
             CorruptCheckpointError: there are checkpoints, and all of them are damaged.
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
@@ -218,24 +224,20 @@ class CheckpointManager:
             ConfigError: `state` is no state, or no optimizer has what `override` names, on any rank.
         """
         self._bind()
-        change = Override({} if override is None else override)
-        agreed_values(self._coordinator, "resume", change.values, check=lambda: _check_resume(state, change))
+        agreed_values(self._coordinator, "resume", lambda: checked_override(state, override).items)
         self._rewind()
         self._own_root()
-        request = LoadRequest.of(self.options, Selection())
+        request = LoadRequest.of(self.options, Selection(), Override.of(override))
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
         self._loader.log_surroundings(loaded)
         if loaded is None:
+            request.override.require_origin(self.storage.url)
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
         if loaded.info.damaged is not None and every_byte:
             self._root.note_sound(loaded.info.name)
-        self._root.line.continue_from(loaded.info, branch=bool(override))
-        if override and isinstance(state, TrainState):
-            change.apply(state.optimizers, state.schedulers)
-            self._overridden = {"override": dict(override)}
+        self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
-        self._cadence.count_from(lambda: self._catalog.manifest(loaded.info.name).annotations)
         return loaded.info.step
 
     # Every way to narrow a load is a separate keyword, as users would guess it.
@@ -250,6 +252,7 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
         cast: bool = False,
+        override: Mapping[str, Any] | None = None,
     ) -> SavedState:
         """Load one checkpoint, or a part of one.
 
@@ -265,6 +268,7 @@ class CheckpointManager:
             strict: whether everything must fit; else entries of the model and of mappings that do not fit are
                 skipped, with a warning, and listed in the result's `left`.
             cast: whether values are cast to the live tensor's dtype; else different dtypes do not fit.
+            override: hyperparameters to change, as in `resume`; of a whole state only.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -272,7 +276,7 @@ class CheckpointManager:
             UntrustedCheckpointError: `verify_manifest` does not accept it; nothing was touched.
             IncompatibleCheckpointError: it does not fit; nothing was touched.
             UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
-            ConfigError: `include` or `rename` has a name that is not in the checkpoint; nothing was touched.
+            ConfigError: `include`, `rename` or `override` has a name that is not there; nothing was touched.
         """
         self._check()
         self._coordinator.check()
@@ -280,13 +284,15 @@ class CheckpointManager:
         def selected() -> Selection:
             return Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
 
-        step, name = agreed_place(
-            self._coordinator, "load", step, name, check=lambda: narrowed(state, selected())
-        )
+        def checked() -> object:
+            narrowed(state, selected())
+            return checked_override(state, override).of_whole(whole=selected().is_all).items
+
+        step, name = agreed_place(self._coordinator, "load", step, name, others=checked)
         selection = selected()
         self._rewind()
         source, narrower = narrowed(state, selection)
-        request = LoadRequest.of(self.options, narrower)
+        request = LoadRequest.of(self.options, narrower, Override.of(override))
         info: CheckpointInfo | None
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
@@ -296,10 +302,16 @@ class CheckpointManager:
         else:
             request = self._loader.locate(request, step=step, name=name)
             saved, info = self._loader.load(request, source), request.committed
-        if info is not None and selection.is_all and takes_all(state, saved):
-            self._root.line.continue_from(info)
-            self._cadence.count_from(lambda: self._catalog.manifest(info.name).annotations)
+        if selection.is_all and takes_all(state, saved):
+            self._continue_from(info, saved, request.override)
         return saved
+
+    def _continue_from(self, info: CheckpointInfo | None, saved: SavedState, change: Override) -> None:
+        """Let saves continue from what was loaded whole, and perhaps changed."""
+        if info is not None:  # else stock DCP wrote it
+            self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
+            self._cadence.count_from(lambda: saved.annotations)
+        self._in_force = change or Override.in_force(saved.annotations)
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
         """Let saves continue from a checkpoint whose state is live already. Collective.
@@ -317,9 +329,17 @@ class CheckpointManager:
         self._bind()
         self._rewind()
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
-        what = "looking for a checkpoint"
-        info = self._coordinator.run_on_coordinator(lambda: self._find(step, name), what=what)
+
+        def find() -> tuple[CheckpointInfo, list[list[Any]]]:
+            info = self._find(step, name)
+            annotations: Mapping[str, Any] = {}
+            with suppress(CorruptCheckpointError):  # its state is live already
+                annotations = self._catalog.manifest(info.name).annotations
+            return info, Override.in_force(annotations).items
+
+        info, changed = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
         self._root.line.continue_from(info)
+        self._in_force = Override(dict(changed))
         return info
 
     def start_afresh(self) -> None:
@@ -486,14 +506,3 @@ class CheckpointManager:
         """Fix the ranks of the job, for which a save or load is about to be planned."""
         self._check()
         self._coordinator.bind()
-
-
-def _check_resume(state: Any, change: Override) -> None:
-    as_source(state)
-    require("resume", mapping("override", change.values))
-    if isinstance(state, TrainState):
-        change.check(state.optimizers)
-    elif change.values:
-        raise ConfigError(
-            f"override= changes the optimizers of a TrainState, not of a {type(state).__name__}"
-        )
