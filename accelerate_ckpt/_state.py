@@ -48,6 +48,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.state import (
+    Gradients,
     Override,
     check_groups,
     derive_rng,
@@ -63,6 +64,7 @@ from ckpt_core.state import (
     rng_seed,
     rng_state,
     stable_tensors,
+    under,
     unwrap_optimizer,
 )
 from ckpt_core.storage import LocalStorage, Storage
@@ -73,6 +75,7 @@ _logger = logger_of(__name__)
 _SHARED = "accelerate"
 _LOADERS = "dataloaders"
 _RNG = "rng"
+_GRADIENTS = "gradients"
 
 
 def model_part(index: int) -> str:
@@ -83,6 +86,11 @@ def model_part(index: int) -> str:
 def optimizer_part(index: int) -> str:
     """Return the directory of an optimizer's shards, as stock FSDP names it."""
     return f"optimizer_{index}"
+
+
+def gradient_part(index: int) -> str:
+    """Return the directory of a model's gradients."""
+    return f"gradients_{index}"
 
 
 def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[nn.Module]:
@@ -124,11 +132,13 @@ class CallArguments:
         pickles: reads small files, and warns of those that need pickle.
         safe: whether single files of weights are safetensors.
         stock_files: whether plain replicas get single files for the stock loader.
+        gradients: whether gradients are part of the state.
     """
 
     pickles: Pickles
     safe: bool = True
     stock_files: bool = True
+    gradients: bool = False
 
 
 @final
@@ -170,15 +180,17 @@ class AcceleratorState:
         self._arguments.pickles.warn(files, small_owners(accelerator))
         models = {index: accelerator._models[index] for index in left}
         states = {index: model_state(model) for index, model in models.items()}
+        gradients, facts = self._captured_gradients()
         rng = rng_state()
         optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
         return CapturedState(
             sharded={
                 **{model_part(index): {"model": state} for index, state in states.items()},
                 **self._optimizer_parts(),
+                **gradients,
             },
             per_rank={_LOADERS: positions, _RNG: rng},
-            shared={_SHARED: self._shared(positions, rng)},
+            shared={_SHARED: {**self._shared(positions, rng), **facts}},
             files=files,
             local={
                 key: value
@@ -226,7 +238,7 @@ class AcceleratorState:
             entries = inner_entries(saved, optimizer_part(index), "optimizer")
             model = owner(accelerator._models, optimizer)
             tree[optimizer_part(index)] = {"optimizer": optimizer_target(model, optimizer, entries)}
-        return tree
+        return {**tree, **self._gradient_targets(saved)}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
         """Load schedulers, scaler and registered objects; see `CarefulSource`.
@@ -258,10 +270,42 @@ class AcceleratorState:
             load_model_state(accelerator._models[index], state, strict=saved.strict)
         if accelerator._load_model_state_pre_hook:
             self._run_load_hooks(saved)
+        if self._arguments.gradients and _GRADIENTS in saved.shared.get(_SHARED, {}):
+            for index, each in enumerate(self._gradients()):
+                each.put_back(loaded.get(gradient_part(index), {}).get(_GRADIENTS, {}))
         notes = self._apply_own(saved)
         for note in notes:
             _logger.warning("%s", note)
         return notes
+
+    def _gradients(self) -> list[Gradients]:
+        """Return the gradients of each model; FSDP1 knows them by its optimizers."""
+        accelerator = self._accelerator
+        owners = [
+            (owner(accelerator._models, each), unwrap_optimizer(each)) for each in accelerator._optimizers
+        ]
+        return [
+            Gradients(model=model, optimizers=[each for of, each in owners if of is model])
+            for model in accelerator._models
+        ]
+
+    def _captured_gradients(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        if not self._arguments.gradients:
+            return {}, {}
+        captured = [each.capture() for each in self._gradients()]
+        parts = {gradient_part(i): {_GRADIENTS: tree} for i, (tree, _) in enumerate(captured) if tree}
+        within = {"synchronised": self._accelerator.sync_gradients}
+        return parts, {_GRADIENTS: [facts for _, facts in captured], **within}
+
+    def _gradient_targets(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        facts = saved.shared.get(_SHARED, {}).get(_GRADIENTS, [])
+        if not self._arguments.gradients:
+            return {}
+        return {
+            gradient_part(index): {_GRADIENTS: tree}
+            for index, (each, own) in enumerate(zip(self._gradients(), facts, strict=False))
+            if (tree := each.target(under(saved.sharded.get(gradient_part(index), {}), _GRADIENTS), own))
+        }
 
     def check_override(self, change: Override) -> None:
         """Refuse hyperparameters that no optimizer has; see `AdjustableSource`.
@@ -392,12 +436,15 @@ class AcceleratorState:
         if "step" in shared:
             # Ranks that were not there at the save have none of their own, and must synchronise like others.
             accelerator.step = shared["step"]
+            if self._arguments.gradients and _GRADIENTS in shared:
+                accelerator.sync_gradients = shared["synchronised"]
             self._progress.steps.restore(shared["optimizer_steps"])
         notes += self._apply_rng(saved, shared)
-        if shared.get("within_window"):
+        if shared.get("within_window") and not (self._arguments.gradients and _GRADIENTS in shared):
             notes.append(
-                f"checkpoint {saved.name} was saved within an accumulation window, without the gradients "
-                "accumulated until then: the first optimizer step is made of fewer batches than others"
+                f"checkpoint {saved.name} was saved within an accumulation window, and the gradients "
+                "accumulated until then are not loaded, which needs gradients=True at the save and here: the "
+                "first optimizer step is made of fewer batches than others"
             )
         loaders = len(shared.get(_LOADERS, accelerator._dataloaders))
         if loaders != len(accelerator._dataloaders):
