@@ -16,7 +16,8 @@ from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._roots import Roots
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._small_files import Pickles
-from accelerate_ckpt._state import AcceleratorState, CallArguments, within_window
+from accelerate_ckpt._state import AcceleratorState, CallArguments
+from accelerate_ckpt._window import Window
 from ckpt_core import CheckpointInfo, CheckpointManager, SaveHandle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath
@@ -239,7 +240,7 @@ class AcceleratorCheckpoints:
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
         self._loading.require_change(manager)
-        if within_window(accelerator) and not self._arguments.gradients:
+        if Window(accelerator, gradients=False).is_open and not self._arguments.gradients:
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
                 "a resumed run is not exact; save when accelerator.sync_gradients is true, or give enable() "

@@ -43,12 +43,12 @@ from accelerate_ckpt._small_files import (
     verified_files,
     write_files,
 )
+from accelerate_ckpt._window import Window
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.state import (
-    Gradients,
     Override,
     check_groups,
     derive_rng,
@@ -64,7 +64,6 @@ from ckpt_core.state import (
     rng_seed,
     rng_state,
     stable_tensors,
-    under,
     unwrap_optimizer,
 )
 from ckpt_core.storage import LocalStorage, Storage
@@ -75,7 +74,6 @@ _logger = logger_of(__name__)
 _SHARED = "accelerate"
 _LOADERS = "dataloaders"
 _RNG = "rng"
-_GRADIENTS = "gradients"
 
 
 def model_part(index: int) -> str:
@@ -88,22 +86,12 @@ def optimizer_part(index: int) -> str:
     return f"optimizer_{index}"
 
 
-def gradient_part(index: int) -> str:
-    """Return the directory of a model's gradients."""
-    return f"gradients_{index}"
-
-
 def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the models that optimizers train; others may change at any time."""
     trained = {
         id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
     }
     return [model for model in models if any(id(each) in trained for each in model.parameters())]
-
-
-def within_window(accelerator: Accelerator) -> bool:
-    """Return whether gradients are being accumulated; no checkpoint holds them."""
-    return not accelerator.sync_gradients and accelerator.gradient_accumulation_steps > 1
 
 
 def inner_entries(saved: SavedState, part: str, key: str) -> SavedEntries:
@@ -166,6 +154,7 @@ class AcceleratorState:
         self._generators: Mapping[str, Any] = {}
         self._seed = torch.initial_seed()
         self._arguments = arguments
+        self._window = Window(accelerator, gradients=arguments.gradients)
 
     def capture(self) -> CapturedState:
         """Capture the state as it is now, with live tensors."""
@@ -180,7 +169,7 @@ class AcceleratorState:
         self._arguments.pickles.warn(files, small_owners(accelerator))
         models = {index: accelerator._models[index] for index in left}
         states = {index: model_state(model) for index, model in models.items()}
-        gradients, facts = self._captured_gradients()
+        gradients, facts = self._window.capture()
         rng = rng_state()
         optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
         return CapturedState(
@@ -238,7 +227,7 @@ class AcceleratorState:
             entries = inner_entries(saved, optimizer_part(index), "optimizer")
             model = owner(accelerator._models, optimizer)
             tree[optimizer_part(index)] = {"optimizer": optimizer_target(model, optimizer, entries)}
-        return {**tree, **self._gradient_targets(saved)}
+        return {**tree, **self._window.targets(saved, saved.shared.get(_SHARED, {}))}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
         """Load schedulers, scaler and registered objects; see `CarefulSource`.
@@ -270,42 +259,11 @@ class AcceleratorState:
             load_model_state(accelerator._models[index], state, strict=saved.strict)
         if accelerator._load_model_state_pre_hook:
             self._run_load_hooks(saved)
-        if self._arguments.gradients and _GRADIENTS in saved.shared.get(_SHARED, {}):
-            for index, each in enumerate(self._gradients()):
-                each.put_back(loaded.get(gradient_part(index), {}).get(_GRADIENTS, {}))
+        self._window.put_back(loaded, saved.shared.get(_SHARED, {}))
         notes = self._apply_own(saved)
         for note in notes:
             _logger.warning("%s", note)
         return notes
-
-    def _gradients(self) -> list[Gradients]:
-        """Return the gradients of each model; FSDP1 knows them by its optimizers."""
-        accelerator = self._accelerator
-        owners = [
-            (owner(accelerator._models, each), unwrap_optimizer(each)) for each in accelerator._optimizers
-        ]
-        return [
-            Gradients(model=model, optimizers=[each for of, each in owners if of is model])
-            for model in accelerator._models
-        ]
-
-    def _captured_gradients(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        if not self._arguments.gradients:
-            return {}, {}
-        captured = [each.capture() for each in self._gradients()]
-        parts = {gradient_part(i): {_GRADIENTS: tree} for i, (tree, _) in enumerate(captured) if tree}
-        within = {"synchronised": self._accelerator.sync_gradients}
-        return parts, {_GRADIENTS: [facts for _, facts in captured], **within}
-
-    def _gradient_targets(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        facts = saved.shared.get(_SHARED, {}).get(_GRADIENTS, [])
-        if not self._arguments.gradients:
-            return {}
-        return {
-            gradient_part(index): {_GRADIENTS: tree}
-            for index, (each, own) in enumerate(zip(self._gradients(), facts, strict=False))
-            if (tree := each.target(under(saved.sharded.get(gradient_part(index), {}), _GRADIENTS), own))
-        }
 
     def check_override(self, change: Override) -> None:
         """Refuse hyperparameters that no optimizer has; see `AdjustableSource`.
@@ -313,12 +271,13 @@ class AcceleratorState:
         Raises:
             ConfigError: there is one.
         """
-        change.check({name: each.param_groups for name, each in self._optimizers().items()})
+        change.check({name: each.param_groups for name, each in self._optimizers.items()})
 
     def override(self, change: Override) -> None:
         """Change hyperparameters, and the schedules of learning rates."""
-        change.apply(self._optimizers(), self._accelerator._schedulers)
+        change.apply(self._optimizers, self._accelerator._schedulers)
 
+    @property
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         found = [unwrap_optimizer(each) for each in self._accelerator._optimizers]
         return {"" if len(found) == 1 else str(index): each for index, each in enumerate(found)}
@@ -364,7 +323,7 @@ class AcceleratorState:
             _LOADERS: [{**position, "state": None} if position else {} for position in positions],
             "optimizers": len(self._accelerator._optimizers),
             "models": len(self._accelerator._models),
-            "within_window": within_window(self._accelerator),
+            "within_window": self._window.is_open,
         }
 
     def _check_counts(self, saved: SavedState) -> None:
@@ -436,16 +395,9 @@ class AcceleratorState:
         if "step" in shared:
             # Ranks that were not there at the save have none of their own, and must synchronise like others.
             accelerator.step = shared["step"]
-            if self._arguments.gradients and _GRADIENTS in shared:
-                accelerator.sync_gradients = shared["synchronised"]
             self._progress.steps.restore(shared["optimizer_steps"])
         notes += self._apply_rng(saved, shared)
-        if shared.get("within_window") and not (self._arguments.gradients and _GRADIENTS in shared):
-            notes.append(
-                f"checkpoint {saved.name} was saved within an accumulation window, and the gradients "
-                "accumulated until then are not loaded, which needs gradients=True at the save and here: the "
-                "first optimizer step is made of fewer batches than others"
-            )
+        notes += self._window.notes(saved.name, shared)
         loaders = len(shared.get(_LOADERS, accelerator._dataloaders))
         if loaders != len(accelerator._dataloaders):
             notes.append(
