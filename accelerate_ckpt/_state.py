@@ -1,6 +1,7 @@
 """The training state of an accelerator, in the layout of stock Accelerate.
 
     pytorch_model_fsdp_{i}/   DCP, {"model": …}          optimizer_{i}/   DCP, {"optimizer": …}
+    gradients_{i}/            DCP, {"gradients": …}, within an accumulation window, if they are asked for
     scheduler.bin, scaler.pt, random_states_{rank}.pkl, custom_checkpoint_{i}.pkl     written by stock
     model.safetensors, optimizer.bin                     for the stock loader of plain replicas
 

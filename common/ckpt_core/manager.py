@@ -12,13 +12,7 @@ from typing import Any, Self, final
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
-from ckpt_core.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    ConfigError,
-    CorruptCheckpointError,
-    FileFailure,
-)
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -324,10 +318,11 @@ class CheckpointManager:
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
 
         def find() -> tuple[CheckpointInfo, list[list[Any]]]:
-            newest = step is None and name is None
-            info = self._newest() if newest else self._catalog.find(step=step, name=name)
+            info = (
+                self._newest() if (step, name) == (None, None) else self._catalog.find(step=step, name=name)
+            )
             annotations: Mapping[str, Any] = {}
-            with suppress(CorruptCheckpointError):  # its state is live already
+            with suppress(CheckpointError):  # its state is live already
                 annotations = self._catalog.manifest(info.name).annotations
             return info, Override.in_force(annotations).items
 
@@ -344,6 +339,7 @@ class CheckpointManager:
         """
         self._check()
         self._rewind()
+        self._in_force = Override()
         self._root.line.start_afresh()
 
     def wait(self) -> None:

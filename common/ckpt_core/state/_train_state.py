@@ -161,6 +161,8 @@ class TrainState:
 
     def capture(self) -> CapturedState:
         """Return the present state, with live tensors; training is not affected."""
+        # First, because it is collective: a rank that fails later keeps no other one waiting.
+        gradients = self._gradients.capture() if self._with_gradients else None
         names = ParameterNames.of(self._model)
         tree: dict[str, Any] = {"model": model_state(self._model)} if self._with_model else {}
         for name, optimizer in self._optimizers.items():
@@ -175,8 +177,8 @@ class TrainState:
                 put(tree, ("items", name), state)
             else:
                 shared[name] = state
-        if self._with_gradients:
-            tree[_GRADIENTS], shared[_GRADIENTS] = self._gradients.capture()
+        if gradients is not None:
+            tree[_GRADIENTS], shared[_GRADIENTS] = gradients
         per_rank: dict[str, Any] = {name: each.state() for name, each in self._dataloaders.items()}
         if per_rank:
             shared[_POSITIONS] = dict(per_rank)

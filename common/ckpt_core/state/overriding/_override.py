@@ -106,8 +106,8 @@ class Override:
     def differs_from(self, annotations: Mapping[str, Any]) -> bool:
         """Return whether there is something to change in a checkpoint.
 
-        Its annotations tell: a script that is restarted gives the same values again, and they are in force, or
-        a schedule has gone on from them.
+        Its annotations tell: a script that is restarted gives the same values again, which are in force, or a
+        schedule has gone on from them.
         """
         return bool(self.values) and annotations.get(ANNOTATION) != self.values
 
