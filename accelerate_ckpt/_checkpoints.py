@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack, final
 
 from accelerate import Accelerator
@@ -15,7 +16,8 @@ from accelerate_ckpt._progress import Progress
 from accelerate_ckpt._roots import Roots
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._small_files import Pickles
-from accelerate_ckpt._state import AcceleratorState, CallArguments, within_window
+from accelerate_ckpt._state import AcceleratorState, CallArguments
+from accelerate_ckpt._window import Window
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError, SaveHandle
 from ckpt_core.cadence import Counts, SavePolicy
 from ckpt_core.disclosure import logger_of
@@ -57,8 +59,11 @@ class AcceleratorCheckpoints:
         )
         self._accelerator = accelerator
         self._gated = settings.options.save is not None
-        self._stock_files = settings.stock_files
-        self._pickles = Pickles(allowed=settings.options.allow_pickle)
+        self._arguments = CallArguments(
+            pickles=Pickles(allowed=settings.options.allow_pickle),
+            stock_files=settings.stock_files,
+            gradients=settings.gradients,
+        )
         self._metrics = Metrics(settings.options.keep if accelerator.is_main_process else None)
         self._batches_seen = -1
         self._roots = Roots(accelerator, settings, sinks, listen=not implicit)
@@ -67,8 +72,8 @@ class AcceleratorCheckpoints:
             roots=self._roots,
             stock=self.stock,
             progress=self.progress,
-            pickles=self._pickles,
-            state=lambda manager: self._state(manager, CallArguments(pickles=self._pickles)),
+            pickles=self._arguments.pickles,
+            state=lambda manager: self._state(manager, self._arguments),
         )
         self._roots.continue_numbering()
 
@@ -249,18 +254,17 @@ class AcceleratorCheckpoints:
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
         self._loading.require_change(manager)
-        if within_window(accelerator):
+        if Window(accelerator, gradients=False).is_open and not self._arguments.gradients:
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
-                "a resumed run is not exact; save when accelerator.sync_gradients is true",
+                "a resumed run is not exact; save when accelerator.sync_gradients is true, or give enable() "
+                "gradients=True",
                 place.name,
             )
         measured = {**self._metrics.at(self.step), **metrics}
         handle = manager.save(
             self.step,
-            self._state(
-                manager, CallArguments(pickles=self._pickles, safe=safe, stock_files=self._stock_files)
-            ),
+            self._state(manager, replace(self._arguments, safe=safe)),
             metrics=measured,
             annotations={
                 "framework": "accelerate",

@@ -21,14 +21,16 @@ from ckpt_core import CheckpointOptions, ConfigError
 from ckpt_core.options import parse_yaml, read_document
 from ckpt_core.state import Override
 from ckpt_core.storage import Storage
+from ckpt_core.validation import boolean, require
 
 PREFIX = "CKPT_SUITE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 SECTION = "ckpt"
 
-_OWN = ("root", "stock_files", "override")
+_OWN = ("root", "stock_files", "override", "gradients")
 _NAMES = (*_OWN, *(each.name for each in fields(CheckpointOptions)))
-_SWITCHES = ("stock_files", "verify", *(e.name for e in fields(CheckpointOptions) if type(e.default) is bool))
+_FLAGS = (each.name for each in fields(CheckpointOptions) if type(each.default) is bool)
+_SWITCHES = ("stock_files", "gradients", "verify", *_FLAGS)
 
 
 @final
@@ -41,6 +43,7 @@ class Settings:
         stock_files: whether plain replicas get single files for the stock loader.
         options: of the managers.
         override: hyperparameters that a load changes.
+        gradients: whether saves within an accumulation window hold its gradients.
         given: the names of settings that were given; the others are defaults.
     """
 
@@ -48,6 +51,7 @@ class Settings:
     stock_files: bool
     options: CheckpointOptions
     override: Override = field(default_factory=Override)
+    gradients: bool = False
     given: frozenset[str] = frozenset()
 
     @classmethod
@@ -72,15 +76,21 @@ class Settings:
         _refuse_unknown(given, _NAMES, "no such option")
         merged: dict[str, Any] = {**_from_file(environment), **_from_environment(environment), **given}
         names = frozenset(merged)
-        stock_files = merged.pop("stock_files", stock_files)
-        if not isinstance(stock_files, bool):
-            raise ConfigError(f"stock_files must be true or false, not {stock_files!r}")
+        stock_files, gradients = merged.pop("stock_files", stock_files), merged.pop("gradients", False)
+        require("settings", boolean("stock_files", stock_files), boolean("gradients", gradients))
         root = merged.pop("root", None)
         if root is not None and not isinstance(root, str | os.PathLike | Storage):
             raise ConfigError(f"root must be a directory, a URL or a Storage, not {type(root).__name__}")
         override = Override.of(merged.pop("override", None))
         options = CheckpointOptions.from_mapping(merged)
-        return cls(root=root, stock_files=stock_files, options=options, override=override, given=names)
+        return cls(
+            root=root,
+            stock_files=stock_files,
+            options=options,
+            override=override,
+            gradients=gradients,
+            given=names,
+        )
 
 
 def _refuse_unknown(found: Collection[str], known: Collection[str], problem: str) -> None:

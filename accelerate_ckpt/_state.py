@@ -1,6 +1,7 @@
 """The training state of an accelerator, in the layout of stock Accelerate.
 
     pytorch_model_fsdp_{i}/   DCP, {"model": …}          optimizer_{i}/   DCP, {"optimizer": …}
+    gradients_{i}/            DCP, {"gradients": …}, within an accumulation window, if they are asked for
     scheduler.bin, scaler.pt, random_states_{rank}.pkl, custom_checkpoint_{i}.pkl     written by stock
     model.safetensors, optimizer.bin                     for the stock loader of plain replicas
 
@@ -43,6 +44,7 @@ from accelerate_ckpt._small_files import (
     verified_files,
     write_files,
 )
+from accelerate_ckpt._window import Window
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
@@ -93,11 +95,6 @@ def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[n
     return [model for model in models if any(id(each) in trained for each in model.parameters())]
 
 
-def within_window(accelerator: Accelerator) -> bool:
-    """Return whether gradients are being accumulated; no checkpoint holds them."""
-    return not accelerator.sync_gradients and accelerator.gradient_accumulation_steps > 1
-
-
 def inner_entries(saved: SavedState, part: str, key: str) -> SavedEntries:
     """Return the entries of a part below `key`.
 
@@ -124,11 +121,13 @@ class CallArguments:
         pickles: reads small files, and warns of those that need pickle.
         safe: whether single files of weights are safetensors.
         stock_files: whether plain replicas get single files for the stock loader.
+        gradients: whether gradients are part of the state.
     """
 
     pickles: Pickles
     safe: bool = True
     stock_files: bool = True
+    gradients: bool = False
 
 
 @final
@@ -156,6 +155,7 @@ class AcceleratorState:
         self._generators: Mapping[str, Any] = {}
         self._seed = torch.initial_seed()
         self._arguments = arguments
+        self._window = Window(accelerator, gradients=arguments.gradients)
 
     def capture(self) -> CapturedState:
         """Capture the state as it is now, with live tensors."""
@@ -170,15 +170,17 @@ class AcceleratorState:
         self._arguments.pickles.warn(files, small_owners(accelerator))
         models = {index: accelerator._models[index] for index in left}
         states = {index: model_state(model) for index, model in models.items()}
+        gradients, facts = self._window.capture()
         rng = rng_state()
         optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
         return CapturedState(
             sharded={
                 **{model_part(index): {"model": state} for index, state in states.items()},
                 **self._optimizer_parts(),
+                **gradients,
             },
             per_rank={_LOADERS: positions, _RNG: rng},
-            shared={_SHARED: self._shared(positions, rng)},
+            shared={_SHARED: {**self._shared(positions, rng), **facts}},
             files=files,
             local={
                 key: value
@@ -226,7 +228,7 @@ class AcceleratorState:
             entries = inner_entries(saved, optimizer_part(index), "optimizer")
             model = owner(accelerator._models, optimizer)
             tree[optimizer_part(index)] = {"optimizer": optimizer_target(model, optimizer, entries)}
-        return tree
+        return {**tree, **self._window.targets(saved, saved.shared.get(_SHARED, {}))}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
         """Load schedulers, scaler and registered objects; see `CarefulSource`.
@@ -258,6 +260,7 @@ class AcceleratorState:
             load_model_state(accelerator._models[index], state, strict=saved.strict)
         if accelerator._load_model_state_pre_hook:
             self._run_load_hooks(saved)
+        self._window.put_back(loaded, saved.shared.get(_SHARED, {}))
         notes = self._apply_own(saved)
         for note in notes:
             _logger.warning("%s", note)
@@ -269,12 +272,13 @@ class AcceleratorState:
         Raises:
             ConfigError: there is one.
         """
-        change.check({name: each.param_groups for name, each in self._optimizers().items()})
+        change.check({name: each.param_groups for name, each in self._optimizers.items()})
 
     def override(self, change: Override) -> None:
         """Change hyperparameters, and the schedules of learning rates."""
-        change.apply(self._optimizers(), self._accelerator._schedulers)
+        change.apply(self._optimizers, self._accelerator._schedulers)
 
+    @property
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         found = [unwrap_optimizer(each) for each in self._accelerator._optimizers]
         return {"" if len(found) == 1 else str(index): each for index, each in enumerate(found)}
@@ -320,7 +324,7 @@ class AcceleratorState:
             _LOADERS: [{**position, "state": None} if position else {} for position in positions],
             "optimizers": len(self._accelerator._optimizers),
             "models": len(self._accelerator._models),
-            "within_window": within_window(self._accelerator),
+            "within_window": self._window.is_open,
         }
 
     def _check_counts(self, saved: SavedState) -> None:
@@ -394,11 +398,7 @@ class AcceleratorState:
             accelerator.step = shared["step"]
             self._progress.steps.restore(shared["optimizer_steps"])
         notes += self._apply_rng(saved, shared)
-        if shared.get("within_window"):
-            notes.append(
-                f"checkpoint {saved.name} was saved within an accumulation window, without the gradients "
-                "accumulated until then: the first optimizer step is made of fewer batches than others"
-            )
+        notes += self._window.notes(saved.name, shared)
         loaders = len(shared.get(_LOADERS, accelerator._dataloaders))
         if loaders != len(accelerator._dataloaders):
             notes.append(

@@ -60,7 +60,9 @@ class Session:
         self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
         if stage != "fit" or self.trainer.fast_dev_run:
             return
-        self._require_origin(ckpt_path)
+        goes_on = self._module is not None and self._module is self.trainer.lightning_module
+        if ckpt_path is None and not goes_on:
+            _require_no_change(self.settings)
         self._forget_other_training(ckpt_path)
         self._training = Running(self.trainer)
         if self.settings.root is not None:
@@ -81,20 +83,6 @@ class Session:
                 f"rank {self.trainer.global_rank} of {self.trainer.world_size} is to begin with {found}, "
                 "others are not: every rank must see the same directory, on storage that all of them share, "
                 "and be given the same ckpt_path"
-            )
-
-    def _require_origin(self, ckpt_path: str | None) -> None:
-        """Refuse to change hyperparameters of a training that begins.
-
-        Raises:
-            ConfigError: `override` is given, and nothing is resumed.
-        """
-        goes_on = self._module is not None and self._module is self.trainer.lightning_module
-        if self.settings.override and ckpt_path is None and not goes_on:
-            raise ConfigError(
-                f"override= changes a training midway, and this fit resumes nothing: call fit(..., "
-                f'ckpt_path="last"), and check that {self.settings.root} has checkpoints; or begin with '
-                "these values in the script and without override="
             )
 
     def _forget_other_training(self, ckpt_path: str | None) -> None:
@@ -326,6 +314,20 @@ def refuse_hidden_shards(strategy: Any) -> None:
         raise ConfigError(
             f"{hidden} hides its shards from a checkpoint: use FSDPStrategy, ModelParallelStrategy or DDP, "
             "or leave ShardedCheckpoint out and save natively"
+        )
+
+
+def _require_no_change(settings: Settings) -> None:
+    """Refuse to change hyperparameters of a training that begins.
+
+    Raises:
+        ConfigError: `override` is given.
+    """
+    if settings.override:
+        raise ConfigError(
+            f"override= changes a training midway, and this fit resumes nothing: call fit(..., "
+            f'ckpt_path="last"), and check that {settings.root} has checkpoints; or begin with '
+            "these values in the script and without override="
         )
 
 

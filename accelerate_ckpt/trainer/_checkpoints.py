@@ -237,6 +237,8 @@ def enable_trainer(
     if attached is not None and not attached.implicit:
         raise ConfigError("this Trainer is enabled already; call disable_trainer() first")
     settings = Settings.resolve({"root": root, "save": save, "keep": keep, **options})
+    if options.get("gradients"):
+        raise ConfigError("gradients=True is no option here: the Trainer saves between accumulation windows")
     _check_supported(trainer)  # before the present one is disabled
     _require_tokens(trainer, settings.options.save)
     disable_trainer(trainer)

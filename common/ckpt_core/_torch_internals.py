@@ -71,7 +71,7 @@ def metadata_path(reader: Any, rank: int | None) -> Any:
 
 
 def holds_unreduced_gradients(module: Any) -> bool:
-    """Return whether FSDP2 keeps gradients of a module that are not reduced over ranks yet."""
+    """Return whether FSDP2 keeps gradients of a module that it has not reduced yet."""
     get_state = getattr(module, "_get_fsdp_state", None)
     group = None if get_state is None else get_state()._fsdp_param_group
     if group is None:

@@ -13,13 +13,7 @@ from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
-from ckpt_core.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    ConfigError,
-    CorruptCheckpointError,
-    FileFailure,
-)
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
 from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -333,7 +327,7 @@ class CheckpointManager:
         def find() -> tuple[CheckpointInfo, list[list[Any]]]:
             info = self._find(step, name)
             annotations: Mapping[str, Any] = {}
-            with suppress(CorruptCheckpointError):  # its state is live already
+            with suppress(CheckpointError):  # its state is live already
                 annotations = self._catalog.manifest(info.name).annotations
             return info, Override.in_force(annotations).items
 
@@ -350,6 +344,7 @@ class CheckpointManager:
         """
         self._check()
         self._rewind()
+        self._in_force = Override()
         self._root.line.start_afresh()
 
     def wait(self) -> None:

@@ -38,7 +38,9 @@ _LOADERS: Final = "dataloader"
 _EPOCHS: Final = "fabric.epochs"
 """Shared item: key of a loader -> the epoch that its next iteration is in."""
 _PREFIX: Final = "fabric."
-_TAKEN: Final = frozenset({"self", "model", "optimizer", _LOADERS, "rng", "rng_seed", "dataloader.positions"})
+_TAKEN: Final = frozenset(
+    {"self", "model", "optimizer", _LOADERS, "gradients", "rng", "rng_seed", "dataloader.positions"}
+)
 """Names that `TrainState` and its checkpoints use by themselves; items of these keys get the prefix."""
 _OWN: Final = frozenset({_EPOCHS, "rng_seed", "dataloader.positions"})
 
@@ -153,11 +155,14 @@ class FabricState:
         self._parts = parts
         self._filters = _checked(filters or {}, parts)
         self._iterations = dict(iterations or {})
+        items: dict[str, Any] = {
+            _item(key): each for key, each in (*parts.stateful.items(), *parts.plain.items())
+        }
         rest = TrainState(
             model=nn.Module(),
             dataloader=dict(parts.loaders),
             rng=rng and not {"rng", "rng_seed"} & parts.plain.keys(),
-            **{_item(key): each for key, each in (*parts.stateful.items(), *parts.plain.items())},
+            **items,
         )
         self._rest = rest.select(rest.names - {"model"})
 

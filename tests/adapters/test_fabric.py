@@ -233,9 +233,12 @@ def test_large_values_are_sharded_and_loaded_by_name_only(tmp_path):
     fabric = Fabric(accelerator="cpu", devices=1)
     checkpoints = setup_fabric(fabric, tmp_path)
     large = {"a": torch.randn(1 << 19), "b": [torch.randn(3), 4]}
-    fabric.save(tmp_path / "x", {"model": nn.Linear(2, 2), "ema": large, "rng": 5, "optimizer": "none"})
+    fabric.save(
+        tmp_path / "x",
+        {"model": nn.Linear(2, 2), "ema": large, "rng": 5, "optimizer": "none", "gradients": 3},
+    )
     state: dict[str, Any] = {"model": nn.Linear(2, 2)}
-    assert fabric.load(tmp_path / "x", state) == {"rng": 5, "optimizer": "none"}
+    assert fabric.load(tmp_path / "x", state) == {"rng": 5, "optimizer": "none", "gradients": 3}
     state |= {"ema": {"a": torch.zeros(1 << 19), "b": [torch.zeros(3), 0]}}
     fabric.load(tmp_path / "x", state)
     assert torch.equal(state["ema"]["a"], large["a"])

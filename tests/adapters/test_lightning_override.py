@@ -9,6 +9,7 @@ from typing import Any
 import lightning as pl
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
@@ -24,7 +25,6 @@ CHANGE = {"lr": 5e-3, "weight_decay": 0.1}
 class Schedules:
     """One scheduler of each kind, and how often Lightning steps it."""
 
-    step = (lambda o: lr_scheduler.StepLR(o, 1, 0.5), {"interval": "epoch"})
     cycle = (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=40), {"interval": "step"})
     plateau = (
         lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
@@ -35,7 +35,7 @@ class Schedules:
 class Scheduled(pl.LightningModule):
     """Trains with dropout, and notes the learning rate of every batch."""
 
-    def __init__(self, schedule: str = "step") -> None:
+    def __init__(self, schedule: str = "cycle") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
@@ -100,7 +100,7 @@ def annotations(root: Path) -> dict[int, Any]:
     }
 
 
-@pytest.mark.parametrize("schedule", ["step", "cycle", "plateau"])
+@pytest.mark.parametrize("schedule", ["cycle", "plateau"])
 def test_a_crash_after_an_override_resumes_as_if_never_stopped(tmp_path, schedule):
     """The schedule continues from the given rate; the restart has the same option in its script."""
     plain, whole, cut = (Scheduled(schedule) for _ in range(3))
@@ -140,7 +140,7 @@ def test_what_cannot_be_overridden_is_refused_before_anything_is_loaded(tmp_path
             {"ckpt_path": "last", "override": {"learning_rate": 1}},
             "no optimizer has learning_rate; there",
         ),
-        ("run", {"ckpt_path": "last", "override": {"betas": 1}}, "betas is .0.9, 0.999., which 1 cannot"),
+        ("run", {"ckpt_path": "last", "override": {"betas": 1}}, "betas is .0.9.*, which 1 cannot replace"),
         ("run", {"override": {"lr": 1}}, "this fit resumes nothing"),
         ("fresh", {"ckpt_path": "last", "override": {"lr": 1}}, "this fit resumes nothing"),
         ("run", {"ckpt_path": tmp_path / "other", "override": {"lr": 1}}, "is of another"),
@@ -154,6 +154,14 @@ def test_what_cannot_be_overridden_is_refused_before_anything_is_loaded(tmp_path
     assert [info.step for info in CheckpointManager(tmp_path / "run").checkpoints()] == [2, 4]
     with pytest.raises(ConfigError, match="override= needs dirpath="):
         ShardedCheckpoint(override={"lr": 1})
+
+
+@pytest.mark.parametrize("given", ["override={lr: 1e-4}", "override.lr=1e-4"])
+def test_the_command_line_takes_an_override(tmp_path, given):
+    parser = ArgumentParser()
+    parser.add_class_arguments(ShardedCheckpoint, "callback")
+    parsed = parser.parse_args([f"--callback.dirpath={tmp_path}", f"--callback.{given}"])
+    assert parser.instantiate_classes(parsed).callback.settings.override.values == {"lr": 1e-4}
 
 
 def test_a_fit_from_a_named_checkpoint_of_the_run_is_changed_too(tmp_path):

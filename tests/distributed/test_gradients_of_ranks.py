@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt_core import CheckpointManager, IncompatibleCheckpointError, SaveError, TrainState
+from ckpt_core import CheckpointManager, ConfigError, IncompatibleCheckpointError, SaveError, TrainState
 from ckpt_core.testing import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -99,7 +99,23 @@ def every_strategy(folder: Path) -> dict[str, Any]:
                 checkpoints.save(2, run.state).result()
             except SaveError as error:
                 found[f"{strategy} alone"] = str(error)
+    found["override"] = overridden(folder / "ddp")
     return found
+
+
+def overridden(folder: Path) -> list[Any]:
+    """What a resume says to values that differ between ranks, and the rates of one that does not."""
+    run, rank = Run("ddp", 0), dist.get_rank()
+    said: list[Any] = []
+    for change in ({"lr": 0.1 * rank}, {"lr": 1} if rank else None, {"momentum": 1} if rank else {"lr": 1}):
+        with CheckpointManager(folder) as checkpoints:
+            try:
+                checkpoints.resume(run.state, override=change)
+            except ConfigError as error:
+                said.append(str(error))
+    with CheckpointManager(folder) as checkpoints:
+        checkpoints.resume(run.state, override={"lr": 1e-3})
+    return [*said, run.optimizer.param_groups[0]["lr"]]
 
 
 def on_one_rank(folder: Path) -> dict[str, Any]:
@@ -115,8 +131,24 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_save_inside_a_window_is_exact_on_the_same_ranks_or_refused(tmp_path):
-    results = run_ranks(every_strategy, 2, tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What two ranks say, and where they have saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(every_strategy, 2, folder), folder
+
+
+def test_an_override_that_differs_between_ranks_is_refused_on_all(trained):
+    for found in trained[0]:
+        differs, only_one, unknown, rate = found["override"]
+        for said in (differs, only_one):
+            assert "resume: ranks ask for different things, and must agree: rank 0: " in said
+        assert unknown.startswith("rank 1: override: no optimizer has momentum")
+        assert rate == 1e-3
+
+
+def test_a_save_inside_a_window_is_exact_on_the_same_ranks_or_refused(trained):
+    results, folder = trained
     for found in results:
         for strategy in (*SYNCHRONISED, "ddp alone"):
             whole, again = found[strategy]
@@ -125,7 +157,7 @@ def test_a_save_inside_a_window_is_exact_on_the_same_ranks_or_refused(tmp_path):
         assert "FSDP2 accumulates them without synchronisation" in found["fsdp2 alone"]
         assert "save when the optimizer has made its step" in found["fsdp2 alone"]
 
-    (alone,) = run_ranks(on_one_rank, 1, tmp_path)
+    (alone,) = run_ranks(on_one_rank, 1, folder)
     assert "gradients that 2 ranks had each by itself, and there are 1 now" in alone["ddp alone"]
     for strategy in ("fsdp1", "fsdp2"):
         for one, other in zip(alone["ddp"], alone[strategy], strict=True):

@@ -23,6 +23,7 @@ from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.names import MARKER, METADATA, SIGNATURE
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, open_storage, read_small
+from ckpt_core.types import Lineage
 
 
 def show(arguments: Namespace) -> Outcome:
@@ -128,6 +129,14 @@ def _shape(entry: TensorEntry) -> str:
     return "x".join(map(str, entry.shape)) or "scalar"
 
 
+def _lineage_text(lineage: Lineage) -> str:
+    """Return the number of a lineage, and where it branched off."""
+    if not lineage.number:
+        return ""
+    origin = next((f", from step {step} of {each or 'none'}" for each, step in lineage.ancestry), "")
+    return f"{lineage.number} ({lineage.id}){origin}"
+
+
 def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None) -> list[str]:
     facts = {
         "checkpoint": place,
@@ -142,6 +151,7 @@ def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str |
         "metrics": metrics_text(manifest.metrics),
         "annotations": ", ".join(f"{key}={value!r}" for key, value in sorted(manifest.annotations.items())),
         "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items())),
+        "lineage": _lineage_text(manifest.lineage),
         "save id": manifest.save_id,
     }
     return [f"{label + ':':<13}{text}" for label, text in facts.items() if text]

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from ckpt_core.commit import Catalog
+from ckpt_core.commit import Catalog, Manifest
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
@@ -174,10 +174,8 @@ def open_checkpoint(
         },
         per_rank=items.read(rank_name(coordinator.rank)),
         shared=_shared(files, items, coordinator.rank if same_ranks else None),
-        world_size=None if manifest is None else manifest.world_size,
-        step=None if manifest is None else manifest.step,
         name=directory,
-        annotations={} if manifest is None else manifest.annotations,
+        **_facts(manifest),
     )
     return OpenCheckpoint(
         files=files,
@@ -187,6 +185,16 @@ def open_checkpoint(
         loads_kept=same_ranks,
         drops_kept=not same_ranks and any(map(_has_kept, metadata.values())),
     )
+
+
+def _facts(manifest: Manifest | None) -> dict[str, Any]:
+    if manifest is None:
+        return {"world_size": None, "step": None}
+    return {
+        "world_size": manifest.world_size,
+        "step": manifest.step,
+        "annotations": manifest.annotations,
+    }
 
 
 def _local(files: CommittedFiles, rank: int) -> dict[BufferKey, Any]:

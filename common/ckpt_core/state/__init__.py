@@ -43,6 +43,7 @@ from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import empty_like, template
 from ckpt_core.state._train_state import TrainState
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
+from ckpt_core.state.gradients import Gradients
 from ckpt_core.state.overriding import Override
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "Counters",
     "DictState",
     "EncodedItems",
+    "Gradients",
     "NotEncodableError",
     "Override",
     "RankBuffers",

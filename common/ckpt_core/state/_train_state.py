@@ -161,6 +161,8 @@ class TrainState:
 
     def capture(self) -> CapturedState:
         """Return the present state, with live tensors; training is not affected."""
+        # First, because it is collective: a rank that fails later keeps no other one waiting.
+        gradients = self._gradients.capture() if self._with_gradients else None
         names = ParameterNames.of(self._model)
         tree: dict[str, Any] = {"model": model_state(self._model)} if self._with_model else {}
         for name, optimizer in self._optimizers.items():
@@ -175,8 +177,8 @@ class TrainState:
                 put(tree, ("items", name), state)
             else:
                 shared[name] = state
-        if self._with_gradients:
-            tree[_GRADIENTS], shared[_GRADIENTS] = self._gradients().capture()
+        if gradients is not None:
+            tree[_GRADIENTS], shared[_GRADIENTS] = gradients
         per_rank: dict[str, Any] = {name: each.state() for name, each in self._dataloaders.items()}
         if per_rank:
             shared[_POSITIONS] = dict(per_rank)
@@ -213,7 +215,7 @@ class TrainState:
             if found := under(entries, "items", name):
                 put(tree, ("items", name), template(item.state_dict(), found))
         if self._with_gradients and _GRADIENTS in saved.shared:
-            tree[_GRADIENTS] = self._gradients().target(under(entries, _GRADIENTS), saved.shared[_GRADIENTS])
+            tree[_GRADIENTS] = self._gradients.target(under(entries, _GRADIENTS), saved.shared[_GRADIENTS])
         for name, each in self._kept_by_stock(saved):
             put(tree, _path(name), template(function_free(each.state_dict()), under(entries, *_path(name))))
         return {_PART: tree}
@@ -283,12 +285,13 @@ class TrainState:
             _log.warning("%s", note)
         return notes
 
+    @property
     def _gradients(self) -> Gradients:
         return Gradients(model=self._model, optimizers=self.optimizers)
 
     def _apply_gradients(self, tree: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
         if self._with_gradients and _GRADIENTS in saved.shared:
-            self._gradients().put_back(tree.get(_GRADIENTS, {}))
+            self._gradients.put_back(tree.get(_GRADIENTS, {}))
         elif self._with_gradients:
             yield "the checkpoint was saved without gradients=True; gradients are unchanged"
         elif self._with_model and self._optimizers and under(saved.sharded.get(_PART, {}), _GRADIENTS):
@@ -332,13 +335,14 @@ class TrainState:
         Raises:
             ConfigError: there is one.
         """
-        change.check({name: each.param_groups for name, each in self._torch_optimizers().items()})
+        change.check({name: each.param_groups for name, each in self._torch_optimizers.items()})
 
     def override(self, change: Override) -> None:
         """Change hyperparameters, and the schedules of learning rates."""
         schedulers = [each for name, each in self._shared.items() if name.partition(".")[0] == "scheduler"]
-        change.apply(self._torch_optimizers(), schedulers)
+        change.apply(self._torch_optimizers, schedulers)
 
+    @property
     def _torch_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {name.partition(".")[2]: unwrap_optimizer(each) for name, each in self._optimizers.items()}
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ckpt_core import CheckpointManager, TrainState
+from ckpt_core.cli import main
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 
 LEAST = 1e-4
@@ -235,7 +236,7 @@ def test_every_group_key_can_be_changed_and_tensors_stay_tensors(tmp_path):
     assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
 
 
-def test_the_next_save_records_it_and_branches_off_without_abandoning_anything(tmp_path, caplog):
+def test_the_next_save_records_it_and_branches_off_without_abandoning_anything(tmp_path, caplog, capsys):
     saved(tmp_path)
     state, optimizer, scheduler = made()
     with caplog.at_level(logging.WARNING), CheckpointManager(tmp_path) as checkpoints:
@@ -250,6 +251,10 @@ def test_the_next_save_records_it_and_branches_off_without_abandoning_anything(t
     assert second.lineage == third.lineage
     assert second.lineage.number == first.lineage.number + 1
     assert second.lineage.includes(first.lineage, first.step)
+    assert main(["show", str(tmp_path / third.name)]) == 0
+    shown = capsys.readouterr().out
+    assert "annotations: override={'lr': 0.0001}, own=6" in shown
+    assert f"{second.lineage.number} ({second.lineage.id}), from step 4 of {first.lineage.id}" in shown
 
 
 def test_a_resume_without_one_continues_the_lineage(tmp_path):

@@ -1,4 +1,4 @@
-"""`Gradients`: what backward passes have accumulated since the last optimizer step."""
+"""`Gradients`: what has accumulated since the last optimizer step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Gradients:
     optimizers: Sequence[torch.optim.Optimizer]
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return live gradients for the sharded data, and what a load must know. Collective.
+        """Return live gradients, and what a load must know of them. Collective.
 
         Raises:
             ConfigError: gradients are where no checkpoint can reach them; the same on every rank.
@@ -113,7 +113,7 @@ class Gradients:
         return {name: parameter.grad for parameter, name in names.own.items() if parameter.requires_grad}
 
     def _of_flat_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield shards by name, converted by FSDP as the state of an optimizer. Collective."""
+        """Yield shards by name, converted by FSDP like optimizer state. Collective."""
         for optimizer in self.optimizers:
             state = {
                 index: {_OPTION: parameter.grad}

@@ -104,10 +104,10 @@ class Override:
         return {ANNOTATION: dict(self.values)} if self.values else {}
 
     def differs_from(self, annotations: Mapping[str, Any]) -> bool:
-        """Return whether there is something to change in a checkpoint with these annotations.
+        """Return whether there is something to change in a checkpoint.
 
-        A script that is restarted gives the same values again: they are in force, or a schedule has gone on
-        from them.
+        Its annotations tell: a script that is restarted gives the same values again, which are in force, or a
+        schedule has gone on from them.
         """
         return bool(self.values) and annotations.get(ANNOTATION) != self.values
 
@@ -232,7 +232,7 @@ def _there_are(name: str, optimizers: Mapping[str, Sequence[Mapping[str, Any]]])
 
 
 def _plain(value: Any) -> Any:
-    """Convert tensors and text to numbers, tuples to lists; YAML takes 1e-4 for a text."""
+    """Convert tensors and text to numbers, tuples to lists; 1e-4 is a text in YAML."""
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
     if isinstance(value, torch.Tensor) and value.numel() == 1:
