@@ -24,7 +24,15 @@ from ckpt_core.data._samplers import (
     starting_state,
     style_of,
 )
-from ckpt_core.data._tracking import UNKNOWN, Replay, epoch_from, hidden_position, track, tracker_of
+from ckpt_core.data._tracking import (
+    UNKNOWN,
+    Replay,
+    epoch_from,
+    hidden_position,
+    is_iterated_already,
+    track,
+    tracker_of,
+)
 from ckpt_core.errors import ConfigError
 
 _MARK = "ckpt_position"
@@ -51,12 +59,20 @@ class LoaderPosition:
         self._stateful = is_stateful(loader)
         self._tracked = isinstance(loader, DataLoader)
         self._dealt: tuple[int, int] | None = None
-        self._require_visible()
+        self._require_visible(begins=tracker_of(loader) is not None)
         if self._tracked:
             track(loader)
 
-    def _require_visible(self) -> None:
-        if (why := hidden_position(self._loader)) is not None:
+    def _require_visible(self, *, begins: bool) -> None:
+        """Refuse a loader that hides its position.
+
+        Args:
+            begins: whether an epoch that is to count may still begin.
+        """
+        why = hidden_position(self._loader)
+        if why is None and self._tracked and not begins and is_iterated_already(self._loader):
+            why = "it is being iterated already, and what its order was made from is unknown"
+        if why is not None:
             raise ConfigError(
                 f"a {type(self._loader).__name__} cannot tell its position, so a resumed run would see other "
                 f"data: {why}. Hand over a torch DataLoader, before the loop and read by the loop alone; "
@@ -80,7 +96,7 @@ class LoaderPosition:
         Raises:
             ConfigError: the loop does not see the batches as they are drawn, so that no position can be told.
         """
-        self._require_visible()
+        self._require_visible(begins=ended is not None)
         tracker = tracker_of(self._loader)
         if tracker is not None and tracker.restored is not None:
             return dict(tracker.restored)

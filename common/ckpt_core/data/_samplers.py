@@ -141,7 +141,7 @@ def other_seeds(loader: DataLoader[Any], state: Mapping[str, Any]) -> list[str]:
         notes += [
             f"the {name} of its {type(each).__name__} stays {saved[name]}, as it was saved, and is not "
             f"{present[name]}, for the order to stay the same"
-            for name in present.keys() & saved.keys()
+            for name in sorted(present.keys() & saved.keys())
             if present[name] != saved[name]
         ]
     return notes
@@ -153,8 +153,8 @@ def _seeds(each: Any, state: Mapping[str, Any]) -> dict[str, int]:
         return {}
     found = {name: value for name, value in state.items() if type(value) is int and "seed" in name}
     for name, value in state.items():
-        if isinstance(getattr(each, name, None), torch.Generator):
-            generator = torch.Generator()
+        if isinstance(live := getattr(each, name, None), torch.Generator):
+            generator = torch.Generator(live.device)
             generator.set_state(value)
             found[f"seed of the {name}"] = generator.initial_seed()
     return found
