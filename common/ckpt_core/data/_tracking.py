@@ -414,7 +414,7 @@ def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
 
     overrides = {MAKES_ITERATOR: make_iterator, "__reduce_ex__": reduce}
     iterate: Any = stock.__iter__
-    if iterate.__module__.partition(".")[0] not in {"torch", "torchdata"}:
+    if str(getattr(iterate, "__module__", "")).partition(".")[0] not in {"torch", "torchdata"}:
         overrides["__iter__"] = lambda self: _counted(self, iterate(self))
     return overrides
 
