@@ -265,6 +265,8 @@ class LoaderPosition:
             if workers or before[1] or not size or not before[0]:
                 return [self._begin_over(state, "its workers share the stream in another way now")]
             batches, twice = divmod(batches * before[0], size)
+            if (length := batches_in(self._loader)) is not None:
+                self._dealt = batches, max(0, length - batches)
             notes = [
                 *notes,
                 f"{twice} samples are seen twice: batches are of {size} now, and were of {before[0]}",
