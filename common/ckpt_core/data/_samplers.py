@@ -134,7 +134,7 @@ def load_samplers_state(loader: DataLoader[Any], state: Mapping[str, Any]) -> No
 
 
 def other_seeds(loader: DataLoader[Any], state: Mapping[str, Any]) -> list[str]:
-    """Tell of seeds of samplers that are others than at the save, whose places those take."""
+    """Describe seeds that were changed since the save; the saved ones count."""
     notes: list[str] = []
     for part, each in _parts(loader):
         present, saved = _seeds(each, _own_state(each)), _seeds(each, state.get(part, {}))
@@ -148,7 +148,7 @@ def other_seeds(loader: DataLoader[Any], state: Mapping[str, Any]) -> list[str]:
 
 
 def _seeds(each: Any, state: Mapping[str, Any]) -> dict[str, int]:
-    """Return the seeds in what `_own_state` gave; torchdata seeds generators by chance."""
+    """Return the seeds in an `_own_state`; none of torchdata's, which are random."""
     if type(each).__module__ == _TORCHDATA:
         return {}
     found = {name: value for name, value in state.items() if type(value) is int and "seed" in name}

@@ -339,7 +339,7 @@ def tracker_of(loader: Any) -> Tracker | None:
 
 
 def hidden_position(loader: Any) -> str | None:
-    """Return why the position in a loader cannot be told at present; None if it can."""
+    """Return why the present position in a loader is unknown; None if it is known."""
     if not isinstance(loader, DataLoader):
         stateful = is_stateful(loader)
         return None if stateful else "it is no torch DataLoader, and has no state_dict and load_state_dict"

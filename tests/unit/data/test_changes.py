@@ -170,14 +170,15 @@ def test_ranks_that_deal_by_themselves_are_told_how_many_samples_come_twice_or_n
 ):
     before, after = ranks
     states, seen = [], Counter[int]()
-    monkeypatch.setattr("ckpt_core.data._position._world_size", lambda: before)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: before)
     for rank in range(before):
         live = made(sampler=Dealing(rank, before), size=2)
         position = LoaderPosition(live)
         begun = iter(live)
         seen.update(int(each) for _ in range(3) for each in next(begun))
         states.append(position.state())
-    monkeypatch.setattr("ckpt_core.data._position._world_size", lambda: after)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: after)
     for rank in range(after):
         live = made(sampler=Dealing(rank, after), size=2)
         (note,) = LoaderPosition(live).restore(states[min(rank, before - 1)], same_ranks=False)
