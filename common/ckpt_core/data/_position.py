@@ -79,7 +79,7 @@ class LoaderPosition:
         if why is not None:
             raise ConfigError(
                 f"a {type(self._loader).__name__} cannot tell its position, so a resumed run would see other "
-                f"data: {why}. Hand over a torch DataLoader, before the loop and read by the loop alone; "
+                f"data: {why}. So use a torch DataLoader, handed over before the loop and read by it alone; "
                 "give it state_dict and load_state_dict; or leave it out"
             )
 

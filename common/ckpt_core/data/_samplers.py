@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, final
@@ -218,7 +218,7 @@ def recipe(loader: DataLoader[Any]) -> dict[str, Any] | None:
         "kind": _kind(base),
         "type": type(base or shard).__qualname__,
         "length": len(data),
-        "samples": len(base) if hasattr(base, "__len__") else len(data),
+        "samples": len(base) if isinstance(base, Sized) else len(data),
         "shuffled": bool(getattr(shard, "shuffle", False)),
         "lazy": type(base).__module__ != _TORCHDATA,
         # Whether the seed of the workers is drawn from the generator that makes the order, too.
