@@ -414,7 +414,7 @@ def position_in(loader: Any) -> LoaderPosition | None:
 
 
 def tell_of_hidden(loaders: Iterable[Any], told: set[str]) -> None:
-    """Warn once of each kind of loader whose position cannot be told."""
+    """Warn once of each kind of loader that hides its position."""
     for loader in loaders:
         why, kind = hidden_position(loader), type(loader).__name__
         if why is not None and kind not in told:

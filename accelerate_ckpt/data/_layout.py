@@ -178,14 +178,20 @@ def length(loader: Any) -> int | None:
 
 def order_of(loader: Any) -> dict[str, Any]:
     """Describe what makes the order of an epoch, and of how many samples, if known."""
-    stream = isinstance(loader.dataset, IterableDataset)
-    data = _stream_of(loader) if stream else loader.dataset
+    if isinstance(loader.dataset, IterableDataset):
+        data = maker = _whole(_stream_of(loader))
+    else:
+        data, sampler = loader.dataset, _whole(sampler_of(loader))
+        maker = _whole(_batch_samplers(loader)[-1]) if sampler is None else sampler
     try:
         samples = len(data)
     except TypeError:
         samples = None
-    maker = data if stream else sampler_of(loader) or _batch_samplers(loader)[-1]
     return {"type": type(maker).__qualname__, "samples": samples}
+
+
+def _whole(part: Any) -> Any:
+    return part.whole if isinstance(part, (Rest, RestOfStream)) else part
 
 
 def padding(loader: Any, remaining: int) -> int:

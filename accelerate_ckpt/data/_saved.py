@@ -109,7 +109,7 @@ class Saved:
             loader.remainder = (whole - sum(self.taken)) % self.layout.per_step
 
     def note_on_end(self) -> str:
-        """Tell what a stateful loader hands out next, which skips nothing by the script's count."""
+        """Describe what a stateful loader hands out next, whatever the script counts."""
         epoch = self.position["iteration"]
         return (
             f"data loader {self.index} was saved at the last batch of epoch {epoch - 1}: it goes on with "

@@ -245,7 +245,7 @@ class TrackedLoader:
             self._load_own_state(saved)
         if not within:
             set_generator(self._loader, start)
-        if position.get("ended") and _is_stateful(self._loader):
+        if position.get("ended") and self.trains and _is_stateful(self._loader):
             return [saved.note_on_end()]
         return [] if self._saved is None else saved.notes(self._loader)
 

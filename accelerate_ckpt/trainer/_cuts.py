@@ -80,7 +80,7 @@ def sampler_of(loader: Any) -> Any:
 
 
 def order_made_by(loader: Any) -> dict[str, Any]:
-    """Describe what makes the order of whole epochs, and of how many samples, if known."""
+    """Describe what makes the order of whole epochs, and of how many samples."""
     data: Any = loader.dataset
     shard = isinstance(data, IterableDatasetShard)
     data, sampler = _whole(data.dataset if shard else data), _whole(sampler_of(loader))

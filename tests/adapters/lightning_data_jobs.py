@@ -43,6 +43,11 @@ class Stream(IterableDataset[float]):
         return iter(map(float, range(self.samples)))
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.samples
+
+
 class Restartable(Stream):
     """With a position of its own."""
 
@@ -110,6 +115,8 @@ def loader(kind: str) -> Any:
         "persistent": lambda: DataLoader(Numbers(), num_workers=1, persistent_workers=True, **plain),
         "custom sampler": lambda: DataLoader(Numbers(90), BATCH, sampler=Backwards(range(90))),
         "stream": lambda: DataLoader(Stream(), BATCH),
+        "sized stream": lambda: DataLoader(SizedStream(), BATCH),
+        "sized stream, other batches": lambda: DataLoader(SizedStream(), 6),
         "restartable": lambda: DataLoader(Restartable(), BATCH),
         "batches": Batches,
         "keeps its iterator": lambda: KeepsIterator(Numbers(), **plain),

@@ -80,6 +80,16 @@ def test_a_loader_that_hides_its_position_is_told_by_the_first_save(tmp_path, ki
     assert why in logged[0]
 
 
+def test_a_stream_in_other_batches_ends_its_epoch_with_its_last_sample(tmp_path):
+    train_one(DataJob(root=str(tmp_path), loader="sized stream", saves=True, max_steps=4))
+    job = DataJob(root=str(tmp_path), loader="sized stream, other batches", ckpt_path="last", max_epochs=1)
+    resumed = train_one(job)
+    assert resumed.samples == list(range(12, 24))
+    assert any(
+        "4 samples are seen twice: batches are of 6 now, and were of 4" in each for each in resumed.logged
+    )
+
+
 def test_batches_that_lightning_drew_ahead_are_not_counted_as_seen(tmp_path):
     train_one(DataJob(root=str(tmp_path), loader="restartable", saves=True, max_steps=2))
     content = (tmp_path / "step-000000002" / "rank-00000.json").read_bytes()

@@ -1,4 +1,4 @@
-"""What hides the position in a loader: iterators of its own, and reads ahead of the loop."""
+"""Loaders that hide their position: they keep iterators, or read ahead."""
 
 from __future__ import annotations
 

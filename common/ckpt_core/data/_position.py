@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core._torch_internals import kept_iterator
+from ckpt_core.data._changes import (
+    note_of_ranks,
+    notes_of_length,
+    notes_of_order,
+    order_again,
+    without_lost,
+    world_size,
+)
 from ckpt_core.data._hidden import is_stateful
 from ckpt_core.data._order import EpochOrder
 from ckpt_core.data._samplers import (
     Samplers,
     batches_of,
     load_samplers_state,
-    load_starting_state,
     other_seeds,
     recipe,
     same_recipe,
     samplers_state,
-    samples_of,
     starting_state,
-    style_of,
 )
-from ckpt_core.data._tracking import UNKNOWN, Replay, epoch_from, hidden_position, track, tracker_of
+from ckpt_core.data._tracking import (
+    UNKNOWN,
+    Replay,
+    epoch_from,
+    hidden_position,
+    is_iterated_already,
+    track,
+    tracker_of,
+)
 from ckpt_core.errors import ConfigError
 
 _MARK = "ckpt_position"
@@ -51,15 +63,23 @@ class LoaderPosition:
         self._stateful = is_stateful(loader)
         self._tracked = isinstance(loader, DataLoader)
         self._dealt: tuple[int, int] | None = None
-        self._require_visible()
+        self._require_visible(begins=tracker_of(loader) is not None)
         if self._tracked:
             track(loader)
 
-    def _require_visible(self) -> None:
-        if (why := hidden_position(self._loader)) is not None:
+    def _require_visible(self, *, begins: bool) -> None:
+        """Refuse a loader that hides its position.
+
+        Args:
+            begins: whether an epoch that is to count may still begin.
+        """
+        why = hidden_position(self._loader)
+        if why is None and self._tracked and not begins and is_iterated_already(self._loader):
+            why = "it is being iterated already, and what its order was made from is unknown"
+        if why is not None:
             raise ConfigError(
                 f"a {type(self._loader).__name__} cannot tell its position, so a resumed run would see other "
-                f"data: {why}. Hand over a torch DataLoader, before the loop and read by the loop alone; "
+                f"data: {why}. So use a torch DataLoader, handed over before the loop and read by it alone; "
                 "give it state_dict and load_state_dict; or leave it out"
             )
 
@@ -78,9 +98,9 @@ class LoaderPosition:
             kept: whether the caller saves those itself, to train on after a resume on the same ranks.
 
         Raises:
-            ConfigError: the loop does not see the batches as they are drawn, so that no position can be told.
+            ConfigError: the loop does not see batches as they are drawn, so that the position is unknown.
         """
-        self._require_visible()
+        self._require_visible(begins=ended is not None)
         tracker = tracker_of(self._loader)
         if tracker is not None and tracker.restored is not None:
             return dict(tracker.restored)
@@ -88,24 +108,17 @@ class LoaderPosition:
         state: dict[str, Any] = {_MARK: _VERSION, "kind": kind}
         if self._tracked:
             state |= self._tracked_state(ended=ended, ahead=ahead, kept=kept)
-        if kind == "own" and not ended and not state.get("exhausted") and not self._ended_with_workers(state):
+        if (
+            kind == "own"
+            and not ended
+            and not state.get("exhausted")
+            and not _ended_with_workers(self._loader, state)
+        ):
             state["own"] = dict(self._loader.state_dict())
         elif kind == "dataset":
             state["dataset"] = self._loader.dataset.state_dict()
-            state["exhausted"] |= not state["ended"] and self._data_ended()
+            state["exhausted"] |= not state["ended"] and _data_ended(self._loader)
         return state
-
-    def _data_ended(self) -> bool:
-        """Return whether the data set has ended, as a short last batch shows."""
-        epoch = track(self._loader).epoch
-        return epoch is not None and epoch.data_ended
-
-    def _ended_with_workers(self, state: Mapping[str, Any]) -> bool:
-        """Return whether there are workers that have ended an epoch and live on.
-
-        Torchdata's state of those loses the next epoch.
-        """
-        return state.get("ended", False) and _has_live_workers(self._loader)
 
     def _kind(self) -> str:
         if not self._tracked:
@@ -141,7 +154,7 @@ class LoaderPosition:
             "batch_size": samplers.batch_size,
             "named_size": samplers.named_size,
             "workers": loader.num_workers,
-            "world_size": _world_size(),
+            "world_size": world_size(),
         }
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> list[str]:
@@ -219,11 +232,11 @@ class LoaderPosition:
             same = same_recipe(begin["order"], recipe(self._loader), same_ranks=same_ranks)
             if begin["seen"] or place != saved or not same:
                 return self._deal(state)
-            notes = [] if same_ranks or samplers.shard is not None else [self._note_of_ranks(state)]
+            notes = [] if same_ranks or samplers.shard is not None else [note_of_ranks(self._loader, state)]
             return self._replay(state, batches=state["batches"], notes=notes)
         if not same_ranks:
             return [self._begin_over(state, "other ranks saved it, and its samples have no numbers")]
-        notes = self._notes_of_length(begin)
+        notes = notes_of_length(self._loader, begin)
         if kind == "own" or kind != live:
             return [*notes, *self._load_own(state)]
         if kind == "dataset":
@@ -249,6 +262,8 @@ class LoaderPosition:
             if workers or before[1] or not size or not before[0]:
                 return [self._begin_over(state, "its workers share the stream in another way now")]
             batches, twice = divmod(batches * before[0], size)
+            if (length := batches_in(self._loader)) is not None:
+                self._dealt = batches, max(0, length - batches)
             notes = [
                 *notes,
                 f"{twice} samples are seen twice: batches are of {size} now, and were of {before[0]}",
@@ -262,25 +277,6 @@ class LoaderPosition:
             ]
         return self._replay(state, batches=batches, notes=notes)
 
-    def _note_of_ranks(self, state: Mapping[str, Any]) -> str:
-        """Tell what comes of ranks that deal samples by no means of ours."""
-        note = (
-            f"no sampler deals samples to ranks, so each rank goes on after its own {state['batches']} "
-            "batches, and an added one after those of rank 0"
-        )
-        order, size, before = state["begin"]["order"], state["batch_size"], state.get("world_size")
-        if order is None or size is None or before is None:
-            return note
-        whole, parts = order["length"], order if before > 1 else recipe(self._loader)
-        if parts is not None and parts.get("samples") == whole:
-            return f"{note}: each takes every sample, none twice"
-        here = state["batches"] * size
-        change = here * (before - _world_size())
-        return (
-            f"{note}. If ranks share the {whole} samples of the epoch, {before} had seen {here * before}: at "
-            f"least {abs(change)} are seen {'twice' if change > 0 else 'never'}. Use a DistributedSampler"
-        )
-
     def _deal(self, state: Mapping[str, Any]) -> list[str]:
         """Deal out the rest of the saved epoch, in the present batch size."""
         begin, samplers = state["begin"], Samplers.of(self._loader)
@@ -291,12 +287,12 @@ class LoaderPosition:
             return [
                 self._begin_over(state, "its sampler makes batches, or deals to ranks, in a way of its own")
             ]
-        samples = self._samples(begin)
+        samples = order_again(self._loader, begin)
         if samples is None:
             return [self._begin_over(state, f"the order of {begin['order']['type']} cannot be made again")]
         seen = begin["seen"] + state["batches"] * state["batch_size"] * state["shards"]
         drop_last = bool(getattr(samplers.shard, "drop_last", False))
-        begin, kept, seen = self._without_lost(begin, samples, min(seen, len(samples)))
+        begin, kept, seen = without_lost(self._loader, begin, samples, min(seen, len(samples)))
         order = EpochOrder(samples=kept, seen=seen, drop_last=drop_last)
         share = order.share(shard, shards)
         rest = batches_of(share, self._loader)
@@ -310,56 +306,8 @@ class LoaderPosition:
             f"{shards} rank(s) share the other {len(order.rest)}"
             + _of_padding(order.padding(shards))
             + (f"; drop_last leaves {left * shards} out" if left else ""),
-            *self._notes_of_order(begin["order"], len(samples)),
+            *notes_of_order(self._loader, begin["order"], len(samples)),
         ]
-
-    def _without_lost(
-        self, begin: Mapping[str, Any], samples: Sequence[Any], seen: int
-    ) -> tuple[Mapping[str, Any], Sequence[Any], int]:
-        """Leave out what the data set has lost since the save; return begin, samples, seen."""
-        order, length = begin["order"], len(self._loader.dataset)
-        before = order.get("kept", order["length"])
-        kept = min(before, length)
-        if kept == order["length"]:
-            return begin, samples, seen
-        had = [each for each in samples if each < before]
-        here = [each for each in had if each < kept]
-        seen = sum(each < kept for each in had[:seen])
-        return {**begin, "order": {**order, "kept": kept}}, here, seen
-
-    def _samples(self, begin: Mapping[str, Any]) -> Sequence[Any] | None:
-        here = starting_state(self._loader)
-        # None of torch's own samplers, it may be one that makes another order each time.
-        times = 2 if begin["order"]["kind"] == "other" else 1
-        try:
-            made = [samples_of(self._loader, begin) for _ in range(times)]
-        finally:
-            load_starting_state(self._loader, here)
-        return made[0] if made[0] == made[-1] else None
-
-    def _notes_of_length(self, begin: Mapping[str, Any]) -> list[str]:
-        order = begin["order"]
-        if order is None or order["length"] == len(self._loader.dataset):
-            return []
-        return [
-            f"the data set has {len(self._loader.dataset)} samples, and had {order['length']} when this was "
-            "saved: the rest of the epoch is not the one that it would have been"
-        ]
-
-    def _notes_of_order(self, order: Mapping[str, Any], samples: int) -> list[str]:
-        """Tell of a data set or a sampler that was changed within the epoch."""
-        now, notes = recipe(self._loader), list[str]()
-        length = len(self._loader.dataset)
-        if length != order["length"]:
-            new, lost = max(0, length - order["length"]), samples - order.get("kept", samples)
-            notes = [
-                f"the data set has {length} samples, and had {order['length']} when the epoch began: "
-                f"{new} new ones are seen from the next epoch on, {lost} are gone"
-            ]
-        if now is None or style_of(now) != style_of(order):
-            present = "as the present sampler deals them" if now is None else style_of(now)
-            notes.append(f"samples came {style_of(order)}, and do so until the epoch ends; then {present}")
-        return notes
 
     def _begin_over(self, state: Mapping[str, Any], why: str) -> str:
         self._dealt = None if (length := batches_in(self._loader)) is None else (0, length)
@@ -372,19 +320,6 @@ class LoaderPosition:
         )
 
 
-def batches_in(loader: Any) -> int | None:
-    """Return the number of batches in an epoch of a loader, None if it does not know."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _world_size() -> int:
-    """Return how many ranks train."""
-    return dist.get__world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def _has_live_workers(loader: DataLoader[Any]) -> bool:
     return loader.persistent_workers and kept_iterator(loader) is not None
 
@@ -395,3 +330,25 @@ def _of_padding(padding: int) -> str:
     if padding < 0:
         return f", and leave {-padding} out, as their sampler drops what ranks cannot share equally"
     return f", each once, and {padding} more a second time, so that all have as many"
+
+
+def batches_in(loader: Any) -> int | None:
+    """Return the number of batches in an epoch of a loader, None if it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _data_ended(loader: DataLoader[Any]) -> bool:
+    """Return whether the data set has ended, as a short last batch shows."""
+    epoch = track(loader).epoch
+    return epoch is not None and epoch.data_ended
+
+
+def _ended_with_workers(loader: Any, state: Mapping[str, Any]) -> bool:
+    """Return whether there are workers that have ended an epoch and live on.
+
+    Torchdata's state of those loses the next epoch.
+    """
+    return state.get("ended", False) and _has_live_workers(loader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, final
@@ -134,27 +134,27 @@ def load_samplers_state(loader: DataLoader[Any], state: Mapping[str, Any]) -> No
 
 
 def other_seeds(loader: DataLoader[Any], state: Mapping[str, Any]) -> list[str]:
-    """Tell of seeds of samplers that are others than at the save, whose places those take."""
+    """Describe seeds that were changed since the save; the saved ones count."""
     notes: list[str] = []
     for part, each in _parts(loader):
         present, saved = _seeds(each, _own_state(each)), _seeds(each, state.get(part, {}))
         notes += [
             f"the {name} of its {type(each).__name__} stays {saved[name]}, as it was saved, and is not "
             f"{present[name]}, for the order to stay the same"
-            for name in present.keys() & saved.keys()
+            for name in sorted(present.keys() & saved.keys())
             if present[name] != saved[name]
         ]
     return notes
 
 
 def _seeds(each: Any, state: Mapping[str, Any]) -> dict[str, int]:
-    """Return the seeds in what `_own_state` gave; torchdata seeds generators by chance."""
+    """Return the seeds in an `_own_state`; none of torchdata's, which are random."""
     if type(each).__module__ == _TORCHDATA:
         return {}
     found = {name: value for name, value in state.items() if type(value) is int and "seed" in name}
     for name, value in state.items():
-        if isinstance(getattr(each, name, None), torch.Generator):
-            generator = torch.Generator()
+        if isinstance(live := getattr(each, name, None), torch.Generator):
+            generator = torch.Generator(live.device)
             generator.set_state(value)
             found[f"seed of the {name}"] = generator.initial_seed()
     return found
@@ -218,7 +218,7 @@ def recipe(loader: DataLoader[Any]) -> dict[str, Any] | None:
         "kind": _kind(base),
         "type": type(base or shard).__qualname__,
         "length": len(data),
-        "samples": len(base) if hasattr(base, "__len__") else len(data),
+        "samples": len(base) if isinstance(base, Sized) else len(data),
         "shuffled": bool(getattr(shard, "shuffle", False)),
         "lazy": type(base).__module__ != _TORCHDATA,
         # Whether the seed of the workers is drawn from the generator that makes the order, too.

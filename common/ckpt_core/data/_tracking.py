@@ -339,17 +339,24 @@ def tracker_of(loader: Any) -> Tracker | None:
 
 
 def hidden_position(loader: Any) -> str | None:
-    """Return why the position in a loader cannot be told at present; None if it can."""
+    """Return why the present position in a loader is unknown; None if it is known."""
     if not isinstance(loader, DataLoader):
         stateful = is_stateful(loader)
         return None if stateful else "it is no torch DataLoader, and has no state_dict and load_state_dict"
-    tracker, why = tracker_of(loader), None
-    begun = tracker is not None and (tracker.epoch is not None or not tracker.late)
     if keeps_iterator(loader):
-        why = "it keeps an iterator of its own for all epochs"
-    elif not begun and not is_stateful(loader) and begun_untracked(loader):
-        why = "it is being iterated already, and what its order was made from is unknown"
-    return why if why is not None or tracker is None else _read_otherwise(tracker)
+        return "it keeps an iterator of its own for all epochs"
+    tracker = tracker_of(loader)
+    return None if tracker is None else _read_otherwise(tracker)
+
+
+def is_iterated_already(loader: DataLoader[Any]) -> bool:
+    """Return whether a loop draws from an iterator whose beginning nobody has tracked.
+
+    It may be another's that is not used any more: what begins an epoch afterwards is tracked.
+    """
+    tracker = tracker_of(loader)
+    known = tracker is not None and (tracker.epoch is not None or not tracker.late)
+    return not known and not is_stateful(loader) and begun_untracked(loader)
 
 
 def _read_otherwise(tracker: Tracker) -> str | None:
@@ -407,7 +414,7 @@ def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
 
     overrides = {MAKES_ITERATOR: make_iterator, "__reduce_ex__": reduce}
     iterate: Any = stock.__iter__
-    if iterate.__module__.partition(".")[0] not in {"torch", "torchdata"}:
+    if str(getattr(iterate, "__module__", "")).partition(".")[0] not in {"torch", "torchdata"}:
         overrides["__iter__"] = lambda self: _counted(self, iterate(self))
     return overrides
 

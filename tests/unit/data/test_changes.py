@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -164,23 +166,29 @@ class Dealing(CountsEpochs):
         return iter(list(super().__iter__())[self._part])
 
 
+@contextmanager
+def among(ranks: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.is_initialized", lambda: True)
+        patch.setattr("torch.distributed.get_world_size", lambda: ranks)
+        yield
+
+
 @pytest.mark.parametrize(("ranks", "comes"), [((2, 1), "twice"), ((1, 2), "never")], ids=str)
-def test_ranks_that_deal_by_themselves_are_told_how_many_samples_come_twice_or_never(
-    monkeypatch, ranks, comes
-):
+def test_ranks_that_deal_by_themselves_are_told_how_many_samples_come_twice_or_never(ranks, comes):
     before, after = ranks
     states, seen = [], Counter[int]()
-    monkeypatch.setattr("ckpt_core.data._position._world_size", lambda: before)
     for rank in range(before):
         live = made(sampler=Dealing(rank, before), size=2)
         position = LoaderPosition(live)
         begun = iter(live)
         seen.update(int(each) for _ in range(3) for each in next(begun))
-        states.append(position.state())
-    monkeypatch.setattr("ckpt_core.data._position._world_size", lambda: after)
+        with among(before):
+            states.append(position.state())
     for rank in range(after):
         live = made(sampler=Dealing(rank, after), size=2)
-        (note,) = LoaderPosition(live).restore(states[min(rank, before - 1)], same_ranks=False)
+        with among(after):
+            (note,) = LoaderPosition(live).restore(states[min(rank, before - 1)], same_ranks=False)
         seen.update(int(each) for batch in live for each in batch)
     found = seen.total() - len(seen) if comes == "twice" else SAMPLES - len(seen)
     assert f"at least {found} are seen {comes}" in note
