@@ -17,7 +17,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._options import Settings
 from lightning_ckpt._state import LightningState
-from lightning_ckpt.loops import annotations
+from lightning_ckpt.loops import job_note
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class Roots:
                 other.wait()
         self._find_origin(root, step)
         self.take_up(root)
-        noted = {"reason": reason, **annotations()}
+        noted = {"reason": reason, **job_note()}
         try:
             handle = manager.save(step, state, metrics=metrics, annotations=noted, name=name)
         except CheckpointError as error:

@@ -3,7 +3,7 @@
 from lightning_ckpt.loops._counts import TokensInBatch, TrainingCounts, tokens_in_batch
 from lightning_ckpt.loops._evaluation import Evaluations, Measured
 from lightning_ckpt.loops._preemption import SignalTakeover, ValidationExit
-from lightning_ckpt.loops._requeue import annotations, continues, requeue, requeue_signal, with_requeue
+from lightning_ckpt.loops._requeue import continues, job_note, requeue, requeue_signal, with_requeue
 from lightning_ckpt.loops._running import Running
 from lightning_ckpt.loops._steps import Following, TrainingLoops
 
@@ -17,8 +17,8 @@ __all__ = [
     "TrainingCounts",
     "TrainingLoops",
     "ValidationExit",
-    "annotations",
     "continues",
+    "job_note",
     "requeue",
     "requeue_signal",
     "tokens_in_batch",

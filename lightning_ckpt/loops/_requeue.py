@@ -39,7 +39,7 @@ def with_requeue(policy: SavePolicy | None, signal_name: str | None) -> SavePoli
     return requeue if policy is None else policy | requeue
 
 
-def annotations() -> Mapping[str, Any]:
+def job_note() -> Mapping[str, Any]:
     """Return what identifies the SLURM job that saves, if there is one."""
     job = _job()
     return {} if job is None else {JOB: job}
