@@ -1,8 +1,8 @@
 """Committed checkpoints as users and their loggers see them.
 
 Loggers hear of each checkpoint once it is committed, on the thread that trains. Lightning's own look at
-attributes of a `ModelCheckpoint`, and upload files that these name. A checkpoint of ours is a directory, which
-they pass over; those that shall log models get a reference to it instead.
+attributes of a `ModelCheckpoint`, and upload files that these name. A checkpoint of ours is a directory,
+which they pass over; those that shall log models get a reference to it instead.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class LoggedCheckpoints:
 
     Attributes:
         dirpath: the root.
-        current_score: the ranking metric of the checkpoint that was committed last.
+        last_model_path: path of the checkpoint that is announced.
+        current_score: its ranking metric.
         save_top_k: -1, as retention is not by number.
         save_last: whether the last step is saved.
         save_weights_only: False.
@@ -74,6 +75,7 @@ class LoggedCheckpoints:
     def __init__(self, settings: Settings) -> None:
         self.dirpath = str(settings.root)
         self.save_last = settings.save_last
+        self.last_model_path = ""
         self.current_score: torch.Tensor | None = None
         self._settings = settings
 
@@ -86,11 +88,6 @@ class LoggedCheckpoints:
     def mode(self) -> str:
         """Whether the least or the greatest value is the best."""
         return "min" if self._settings.best is None else self._settings.best.mode
-
-    @property
-    def last_model_path(self) -> str:
-        """Path of the newest committed checkpoint, or ""."""
-        return newest_of(self._settings)
 
     @property
     def best_model_path(self) -> str:
@@ -150,6 +147,7 @@ class Announcements:
 
     def _announce(self, info: CheckpointInfo, *, last: bool) -> None:
         self._newest = info
+        self._logged.last_model_path = f"{self._logged.dirpath}/{info.name}"
         self._logged.current_score = self._logged.score(info.metrics)
         for logger in self._trainer.loggers:
             try:
@@ -163,7 +161,7 @@ class Announcements:
                 if id(logger) not in self._broken:
                     self._broken.add(id(logger))
                     _logger.warning(
-                        "%s failed when it was told of checkpoint %s, which is committed: %r. Training "
+                        "%s failed when it heard of checkpoint %s, which is committed: %r. Training "
                         "continues; further failures of this logger are not reported",
                         type(logger).__name__, info.name, error,
                     )  # fmt: skip

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from typing import Any, Final
 
-from ckpt_core.commit import look_around
+from ckpt_core.commit import Catalog, look_around
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from ckpt_core.hosting import root_of
@@ -20,12 +20,15 @@ from ckpt_core.validation import location
 from lightning_ckpt._committed import committed_of, path_of_best
 from lightning_ckpt._hooks import LifeCycle, life_cycles
 from lightning_ckpt._options import Settings
+from lightning_ckpt.loops import continues, requeue_signal
 
 _WRAPPED = "_ckpt_wrapped"
 _STOCK = ".ckpt"
 _SHOWN = 4
 
 _logger = logger_of(__name__)
+_begun: Final = set[str]()
+"""The roots of this process's fits so far."""
 
 
 def find_our_checkpoints(connector: type[Any]) -> None:
@@ -42,6 +45,8 @@ def find_our_checkpoints(connector: type[Any]) -> None:
         callback, settings = found
         if ckpt_path is not None and (problem := location("ckpt_path", ckpt_path)) is not None:
             raise ConfigError(problem)
+        if ckpt_path is None and _is_requeued(settings, self.trainer):
+            ckpt_path = "last"
         if not self._user_managed:
             given = keywords.get("model_provided", True)
             ckpt_path = _resolved(ckpt_path, settings, self.trainer, module_is_given=given)
@@ -63,6 +68,26 @@ def _active(trainer: Any) -> tuple[LifeCycle, Settings] | None:
         if settings is not None:
             return callback, settings
     return None
+
+
+def _is_requeued(settings: Settings, trainer: Any) -> bool:
+    """Return whether SLURM has started again the job that saved the newest checkpoint.
+
+    Only for the first fit of a process: later ones, such as the folds of a cross-validation, begin afresh.
+    """
+    root = settings.root
+    if root is None or root in _begun or str(trainer.state.fn.value) != "fit":
+        return False
+    _begun.add(root)
+    if requeue_signal(trainer) is None:
+        return False
+    committed = committed_of(settings)
+    if not committed or not continues(
+        Catalog(settings.storage_at(root)).manifest(committed[-1].name).annotations
+    ):
+        return False
+    _logger.warning("requeued by SLURM: this fit continues from the newest checkpoint of %s", root)
+    return True
 
 
 def _resolved(ckpt_path: Any, settings: Settings, trainer: Any, *, module_is_given: bool) -> Any:

@@ -74,7 +74,7 @@ class LifeCycle:
         """Count the tokens of the batch."""
         del trainer, pl_module, batch_idx
         if self._session is not None and self._session.pacing is not None:
-            self._session.pacing.before_batch(batch)
+            self._session.pacing.counts.note(batch)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Finish staged copies first: averaging callbacks exchange weights now."""

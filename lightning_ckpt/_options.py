@@ -42,7 +42,7 @@ _HERE = {
     "every_n_train_steps": "save=EverySteps(500)",
     "every_n_epochs": "save=EveryEpochs(n)",
     "train_time_interval": "save=EverySeconds(900)",
-    "save_on_train_epoch_end": 'keep=KeepBest("accuracy") for a metric of the epoch, else save=EveryEpochs(n)',
+    "save_on_train_epoch_end": 'keep=KeepBest("accuracy") for a metric of the epoch, or EveryEpochs(1)',
     "save_on_exception": "nothing: what an exception interrupts is resumed from the last save before it",
     "save_weights_only": "nothing: lightning_ckpt.load_from_checkpoint() reads the weights alone",
     "filename": _NAMED_BY_STEP,
@@ -50,6 +50,11 @@ _HERE = {
     "enable_version_counter": "nothing: a fit that starts afresh never overwrites an earlier run",
     "verbose": "nothing: the loggers `ckpt_core` and `lightning_ckpt` report each save",
 }
+
+_UNCOUNTED = (
+    "EveryTokens needs tokens=, the tokens in a batch of one rank: a number, or a function of the batch, "
+    'such as tokens=lambda batch: batch["input_ids"].numel()'
+)
 
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):?/+(?P<rest>.*)")
 
@@ -249,10 +254,7 @@ class Configured:
         )
         policy = self.settings.options.save
         if policy is not None and "tokens" in policy.counts and tokens is None:
-            raise ConfigError(
-                "EveryTokens needs tokens=, the tokens in a batch of one rank: a number, or a function of the "
-                'batch, such as tokens=lambda batch: batch["input_ids"].numel()'
-            )
+            raise ConfigError(_UNCOUNTED)
 
 
 def unknown_options(given: Iterable[str], known: Collection[str]) -> list[str]:

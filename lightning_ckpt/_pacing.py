@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-from ckpt_core.cadence import PREEMPTION, Counts
+from ckpt_core.cadence import PREEMPTION
 from ckpt_core.disclosure import logger_of
 from ckpt_core.saving import SaveHandle
 from ckpt_core.types import CheckpointInfo
@@ -15,7 +15,14 @@ from lightning_ckpt._committed import Announcements
 from lightning_ckpt._options import Settings
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState
-from lightning_ckpt.loops import Evaluations, Running, SignalTakeover, TokenCount, ValidationExit
+from lightning_ckpt.loops import (
+    Evaluations,
+    Running,
+    SignalTakeover,
+    TrainingCounts,
+    ValidationExit,
+    requeue_signal,
+)
 
 _logger = logger_of(__name__)
 _LAST_STEP = "last step"
@@ -32,6 +39,11 @@ class Pacing:
     """Saves the run's own checkpoints while it trains.
 
     Concurrency: the thread that trains; every method on every rank alike, for most may save.
+
+    Attributes:
+        counts: the epochs and tokens so far.
+        validation: leaves a validation at a preemption.
+        is_to_requeue: whether SLURM is to start this job again once the root is free.
     """
 
     def __init__(self, running: Running, settings: Settings, roots: Roots) -> None:
@@ -43,11 +55,13 @@ class Pacing:
         self._roots = roots
         policy = settings.options.save
         heard = () if policy is None else policy.preemptions
-        self._counts_anything = settings.tokens is not None or (policy is not None and bool(policy.counts))
-        self._tokens = TokenCount(
-            trainer, settings.tokens, lambda own: roots.managers.coordinator.all_reduce_max(own)
+        self.counts = TrainingCounts(
+            running, settings.tokens, roots.all_reduce_max, wanted=policy is not None and bool(policy.counts)
         )
-        self._signals = SignalTakeover(trainer._signal_connector, {n for each in heard for n in each.signals})
+        self._requeue_signal = requeue_signal(trainer)
+        names = {name for each in heard for name in each.signals}
+        self._signals = SignalTakeover(trainer._signal_connector, names, self._requeue_signal)
+        self.is_to_requeue = False
         self._manager = self._signals.made_by(lambda: roots.managers.at(self._root))
         self.validation = ValidationExit(trainer, self._manager, roots.same)
         self._announcements = Announcements(trainer, settings)
@@ -80,12 +94,8 @@ class Pacing:
                     _warn_of_abandoned(self._root, committed)
                 self._manager.start_afresh()
             self._evaluations.begin([i for i in committed if origin is not None and i.step <= origin])
-        self._manager.due(**self._counts())
+        self._manager.due(**self.counts.now())
         self._end_if_preempted(here=False)
-
-    def before_batch(self, batch: Any) -> None:
-        """Count the tokens of a batch."""
-        self._tokens.note(batch)
 
     def after_batch(self) -> None:
         """Save before a validation, at a preemption or in the middle of an epoch.
@@ -118,7 +128,7 @@ class Pacing:
         A `ModelCheckpoint` saves in hooks of the batch, and deletes its checkpoints by a rule of its own.
         """
         step = self._trainer.global_step
-        self._counts()
+        self.counts.now()
         if root == self._root and step > 0:
             self._deferred = self._deferred or self._reason(step)
 
@@ -190,24 +200,20 @@ class Pacing:
         finally:
             self._announcements.end()
         self._manager.due()
+        if self.preempted and self._requeue_signal is not None:
+            self.is_to_requeue = bool(self._roots.all_reduce_max([int(self._signals.was_noted)])[0])
 
     def finish(self) -> None:
         """Give signals back; `Roots` closes the manager."""
         self._signals.give_back()
 
     def _reason(self, step: int) -> str | None:
-        reason = self._manager.due(step, total_steps=self._total_steps, **self._counts())
+        reason = self._manager.due(step, total_steps=self._total_steps, **self.counts.now())
         if step in {self._saved_step, self._begun_at}:
             return None
         if reason is None and self._settings.save_last and self._loops.ends_at(step):
             return _LAST_STEP
         return reason
-
-    def _counts(self) -> Counts:
-        if not self._counts_anything:
-            return {}
-        self._running.tokens += self._tokens.take()
-        return {"epochs": self._trainer.current_epoch, "tokens": self._running.tokens}
 
     def _save(self, reason: str) -> None:
         step = self._trainer.global_step

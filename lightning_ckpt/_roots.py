@@ -17,6 +17,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._options import Settings
 from lightning_ckpt._state import LightningState
+from lightning_ckpt.loops import job_note
 
 T = TypeVar("T")
 
@@ -62,9 +63,13 @@ class Roots:
         """Return on every rank what the coordinator alone decides."""
         return self.managers.coordinator.run_on_coordinator(decide)
 
+    def all_reduce_max(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return the maximum of each number over all ranks."""
+        return self.managers.coordinator.all_reduce_max(numbers)
+
     def same(self, numbers: Sequence[int]) -> bool:
         """Return whether numbers are equal on every rank; one small all-reduce."""
-        combined = self.managers.coordinator.all_reduce_max([*numbers, *(-number for number in numbers)])
+        combined = self.all_reduce_max([*numbers, *(-number for number in numbers)])
         return combined == (*numbers, *(-number for number in numbers))
 
     def loaded(self, place: CheckpointPath, step: int | None) -> None:
@@ -108,9 +113,9 @@ class Roots:
                 other.wait()
         self._find_origin(root, step)
         self.take_up(root)
-        annotations = {"reason": reason}
+        noted = {"reason": reason, **job_note()}
         try:
-            handle = manager.save(step, state, metrics=metrics, annotations=annotations, name=name)
+            handle = manager.save(step, state, metrics=metrics, annotations=noted, name=name)
         except CheckpointError as error:
             for note in state.unstorable():
                 error.add_note(note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, final
 
 from ckpt_core.disclosure import logger_of
@@ -22,7 +23,7 @@ from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number, position_in, tell_of_hidden
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
-from lightning_ckpt.loops import Following, Measured, Running
+from lightning_ckpt.loops import Following, Measured, Running, requeue, requeue_signal, with_requeue
 
 _logger = logger_of(__name__)
 _SHOWN = 10
@@ -38,6 +39,9 @@ class Session:
     """
 
     def __init__(self, trainer: Any, settings: Settings) -> None:
+        if settings.root is not None:
+            policy = with_requeue(settings.options.save, requeue_signal(trainer))
+            settings = replace(settings, options=replace(settings.options, save=policy))
         self.trainer = trainer
         self.settings = settings
         self.loaded: LoadedCheckpoint | None = None
@@ -263,6 +267,8 @@ class Session:
                 self.preempted = pacing.preempted
             self._roots.training = False
             self._roots.close(farewell=self._error is None)
+        if pacing is not None and pacing.is_to_requeue and self.trainer.is_global_zero:
+            requeue()
 
 
 def _convert_early(strategy: Any) -> None:

@@ -41,6 +41,8 @@ def test_the_names_users_meet_are_these() -> None:
         *(
             "SavePolicy",
             "EverySteps",
+            "EveryEpochs",
+            "EveryTokens",
             "AtSteps",
             "EverySeconds",
             "EveryFraction",

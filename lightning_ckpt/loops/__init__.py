@@ -1,10 +1,11 @@
 """Lightning's training loops: positions, running values, and preemptions."""
 
+from lightning_ckpt.loops._counts import TokensInBatch, TrainingCounts, tokens_in_batch
 from lightning_ckpt.loops._evaluation import Evaluations, Measured
 from lightning_ckpt.loops._preemption import SignalTakeover, ValidationExit
+from lightning_ckpt.loops._requeue import continues, job_note, requeue, requeue_signal, with_requeue
 from lightning_ckpt.loops._running import Running
 from lightning_ckpt.loops._steps import Following, TrainingLoops
-from lightning_ckpt.loops._tokens import TokenCount, TokensInBatch, tokens_in_batch
 
 __all__ = [
     "Evaluations",
@@ -12,9 +13,14 @@ __all__ = [
     "Measured",
     "Running",
     "SignalTakeover",
-    "TokenCount",
     "TokensInBatch",
+    "TrainingCounts",
     "TrainingLoops",
     "ValidationExit",
+    "continues",
+    "job_note",
+    "requeue",
+    "requeue_signal",
     "tokens_in_batch",
+    "with_requeue",
 ]

@@ -96,19 +96,27 @@ class SignalTakeover:
     Args:
         connector: what registers Lightning's handlers for a Trainer.
         names: of the signals.
+        noted: one of them, to be noted for `was_noted`; None for none.
     """
 
-    def __init__(self, connector: Any, names: Iterable[str]) -> None:
+    def __init__(self, connector: Any, names: Iterable[str], noted: str | None = None) -> None:
         on_main = threading.current_thread() is threading.main_thread()
         self._numbers = [signal.Signals[name] for name in sorted(names)] if on_main else []
         self._connector = connector
         self._before: dict[signal.Signals, Any] = {}
         self._ours: dict[signal.Signals, Any] = {}
         self._theirs: dict[signal.Signals, Any] = {}
+        self._noted = signal.Signals[noted] if noted is not None and on_main else None
+        self.was_noted = False
+
+    def _note(self, *_: Any) -> None:
+        self.was_noted = True
 
     def made_by(self, make: Callable[[], T]) -> T:
         """Call `make`; keep the handlers that it installs ahead of Lightning's."""
         self._before = {number: _handler(number) for number in self._numbers}
+        if self._noted is not None:
+            _install(self._noted, self._note)  # the core's handler calls the one before it
         made = make()
         self._ours = {number: _handler(number) for number in self._numbers}
         if self._numbers:
@@ -121,6 +129,8 @@ class SignalTakeover:
         for number, theirs in self._theirs.items():
             _install(number, theirs)
         self._theirs = {}
+        if self._noted is not None and _handler(self._noted) == self._note:
+            _install(self._noted, self._before[self._noted])
 
     def _register(self) -> None:
         for number, before in self._before.items():

@@ -20,6 +20,7 @@ from ckpt_core import (
     ConfigError,
     CorruptCheckpointError,
     EverySteps,
+    EveryTokens,
     IncompatibleCheckpointError,
     KeepBest,
     KeepLatest,
@@ -372,6 +373,22 @@ def test_disable_puts_everything_back_and_enable_twice_is_an_error(tmp_path: Pat
         accelerate_ckpt.checkpoints(made)
     accelerate_ckpt.enable(made, tmp_path)
     made.end_training()
+
+
+def test_a_script_gives_the_counts_that_save_state_does_not_know_and_they_go_on(tmp_path: Path) -> None:
+    saved = []
+    for first, last in ((1, 4), (4, 9)):
+        forget_accelerators()
+        made, *rest = prepared(JOB.but(root=str(tmp_path)), save=EveryTokens(100))
+        made.load_state()
+        attached = accelerate_ckpt.checkpoints(made)
+        with pytest.raises(ConfigError, match=r"number of tokens, .*maybe_save\(tokens=…\)"):
+            made.save_state()
+        for number in range(first, last):
+            step(made, *rest)
+            saved += [number] if attached.maybe_save(tokens=number * 40) else []
+        made.end_training()
+    assert saved == [3, 5, 8]
 
 
 def test_enable_takes_the_place_of_what_the_runner_did(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt_core import CheckpointManager, EverySteps, KeepLatest, TrainState
+from ckpt_core import CheckpointManager, EverySteps, EveryTokens, KeepLatest, TrainState
 from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -71,16 +71,18 @@ def test_a_resumed_training_is_the_uninterrupted_one(trained, package):
 def test_the_same_script_serves_the_first_run_and_later_ones(tmp_path, caplog):
     steps = []
     for _ in range(3):
-        training = Training(tmp_path / "run", options={"save": EverySteps(2), "keep": KeepLatest(2)})
+        save = EverySteps(5) | EveryTokens(100)
+        training = Training(tmp_path / "run", options={"save": save, "keep": KeepLatest(2)})
         with caplog.at_level(logging.INFO, "ckpt_core"):
             training.fabric.load("last", training.state)
         steps.append(training.state["step"])
         for _ in range(5):
             training.run(1)
-            training.checkpoints.maybe_save(training.state["step"], training.state)
+            step = training.state["step"]
+            training.checkpoints.maybe_save(step, training.state, tokens=50 * step)
         training.checkpoints.close()
-    assert steps == [0, 4, 8]
-    assert names(tmp_path / "run") == ["step-000000010", "step-000000012"]
+    assert steps == [0, 5, 10]
+    assert names(tmp_path / "run") == ["step-000000014", "step-000000015"]
     assert lineages(tmp_path / "run") == 1
     assert "training starts afresh" in caplog.text
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]

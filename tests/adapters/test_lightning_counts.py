@@ -42,12 +42,10 @@ def test_tokens_are_counted_across_a_resume_from_any_checkpoint(tmp_path):
     job = {"trainer": {**IN_WINDOWS, "callbacks": [other]}, "options": {"tokens": 3}}
     assert saved(tmp_path, EveryTokens(10), max_steps=9, **job) == [2, 4, 5, 7, 9]
 
-    job = {
-        "trainer": IN_WINDOWS,
-        "options": {"tokens": len},
-        "ckpt_path": str(tmp_path / "other" / "at-8.ckpt"),
-    }
-    assert saved(tmp_path / "again", EveryTokens(20), max_steps=11, **job) == [9]
+    # Now eight: 48 at the other's, 64 at step 10.
+    theirs = str(tmp_path / "other" / "at-8.ckpt")
+    job = {"trainer": IN_WINDOWS, "options": {"tokens": len}, "ckpt_path": theirs}
+    assert saved(tmp_path / "again", EveryTokens(20), max_steps=11, **job) == [10]
 
 
 @pytest.mark.parametrize("wrong", [0, -3, 2.5, True, "numel", ["x"]])

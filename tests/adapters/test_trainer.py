@@ -15,9 +15,12 @@ from safetensors.torch import load_file
 
 import accelerate_ckpt
 from ckpt_core import (
+    CheckpointManager,
     ConfigError,
     CorruptCheckpointError,
+    EveryEpochs,
     EverySteps,
+    EveryTokens,
     IncompatibleCheckpointError,
     SaveError,
 )
@@ -139,6 +142,20 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_save_policy_takes_the_place_of_the_save_strategy(tmp_path: Path) -> None:
     run(TrainerJob(root=str(tmp_path), steps=9, save_steps=100, options={"save": EverySteps(4)}))
     assert committed(tmp_path) == ["checkpoint-4", "checkpoint-8", "checkpoint-9"]
+
+
+def test_epochs_are_saved_after_their_evaluation_and_counts_go_on_after_a_resume(tmp_path: Path) -> None:
+    """Six steps of 32 tokens in an epoch."""
+    arguments = {"include_num_input_tokens_seen": "all", "eval_strategy": "epoch", "save_strategy": "no"}
+    job = TrainerJob(root=str(tmp_path), resume=True, arguments=arguments)
+    for steps, save in ((8, EveryTokens(100) | EverySteps(8)), (13, EveryTokens(100) | EveryEpochs(2))):
+        run(job.but(steps=steps, options={"save": save}))
+    infos = CheckpointManager(tmp_path).checkpoints()
+    assert [info.step for info in infos] == [4, 7, 8, 10, 12, 13]
+    assert [info.step for info in infos if "eval_loss" in info.metrics] == [12]
+
+    with pytest.raises(ConfigError, match="include_num_input_tokens_seen"):
+        trainer(TrainerJob(root=str(tmp_path), options={"save": EveryTokens(9)}))
 
 
 def test_without_stock_files_only_shards_are_written(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from ckpt_core._torch_internals import (
     kept_iterator,
     let_draw_from,
 )
+from ckpt_core.data._drawing import draw_and_drop
 from ckpt_core.data._generators import global_state, load_global_state, same_values
 from ckpt_core.data._hidden import EPOCH, CountedBatches, Outer, begun_untracked, is_stateful, keeps_iterator
 from ckpt_core.data._samplers import (
@@ -41,7 +41,6 @@ _TRACKER = "_ckpt_tracker"
 _STOCK = "_ckpt_stock_class"
 UNKNOWN: Mapping[str, Any] = {}
 """What an epoch began from that began untracked."""
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 @final
@@ -205,7 +204,7 @@ class Tracker:
             load_starting_state(loader, replay.begin["first"])
         indices.hand_over(iterator)
         if replay.draws:
-            _draw(iterator, replay.batches)
+            draw_and_drop(iterator, replay.batches)
         elif replay.rest is None:
             count_as_given(iterator, replay.batches)
         load_global_state(here)
@@ -297,21 +296,6 @@ def _put(loader: DataLoader[Any], sampler: Any) -> Generator[None]:
         yield
     finally:
         loader.__dict__[name] = before
-
-
-def _draw(iterator: Any, batches: int) -> None:
-    """Draw and drop batches; say how long it takes."""
-    begun = said = time.monotonic()
-    for number in range(batches):
-        if next(iterator, _END) is _END:
-            _log.warning("the data set ended after %d batches, but %d were to be skipped", number, batches)
-            return
-        if (now := time.monotonic()) - said > _SECONDS_BETWEEN_LINES:
-            said, left = now, (now - begun) / (number + 1) * (batches - number - 1)
-            _log.warning("skipped %d of %d batches; about %.0f s to go", number + 1, batches, left)
-
-
-_END = object()
 
 
 def track(loader: DataLoader[Any]) -> Tracker:

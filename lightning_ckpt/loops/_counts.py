@@ -1,11 +1,13 @@
-"""The number of tokens that a training was given, for `EveryTokens`."""
+"""Counts of epochs and tokens, for `EveryEpochs` and `EveryTokens`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
+from ckpt_core.cadence import Counts
 from ckpt_core.validation import function, imported, integer, require
+from lightning_ckpt.loops._running import Running
 
 TokensInBatch: TypeAlias = Callable[[Any], int]
 """Returns the number of tokens in a batch of this rank."""
@@ -25,26 +27,31 @@ def tokens_in_batch(given: int | TokensInBatch | str | None) -> int | TokensInBa
 
 
 @final
-class TokenCount:
-    """Counts tokens of batches, of all ranks together.
+class TrainingCounts:
+    """Counts epochs and tokens of a fit, for policies that save by them.
 
-    Concurrency: the thread that trains; `take` is collective where a function counts, for ranks may differ.
+    Concurrency: the thread that trains; `now` is collective where a function counts, for ranks may differ.
 
     Args:
-        trainer: the Trainer.
+        running: what a save adds, the tokens of all ranks among it.
         in_batch: tokens in a batch of one rank; None for none.
         all_reduce_max: combines numbers of every rank.
+        wanted: whether the save policy counts anything.
     """
 
     def __init__(
         self,
-        trainer: Any,
+        running: Running,
         in_batch: int | TokensInBatch | None,
         all_reduce_max: Callable[[Sequence[int]], Sequence[int]],
+        *,
+        wanted: bool,
     ) -> None:
-        self._trainer = trainer
+        self._running = running
+        self._trainer = running.loops.trainer
         self._in_batch = in_batch
         self._all_reduce_max = all_reduce_max
+        self._wanted = wanted or in_batch is not None
         self._pending = 0
 
     def note(self, batch: Any) -> None:
@@ -53,15 +60,19 @@ class TokenCount:
         if found is not None:
             self._pending += found if isinstance(found, int) else int(found(batch))
 
-    def take(self) -> int:
-        """Return the tokens of all ranks since the last call.
+    def now(self) -> Counts:
+        """Return the counts of all ranks; nothing where nothing is counted."""
+        if not self._wanted:
+            return {}
+        self._running.tokens += self._of_all_ranks()
+        return {"epochs": self._trainer.current_epoch, "tokens": self._running.tokens}
 
-        Ranks that share a batch, as under tensor parallelism, count once.
-        """
+    def _of_all_ranks(self) -> int:
+        """Return the tokens since the last call; those that ranks share count once."""
         pending, self._pending = self._pending, 0
         ranks = int(self._trainer.world_size)
         sampler: dict[str, Any] = getattr(self._trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        replicas = int(sampler.get("num_replicas", ranks))
+        replicas = int(sampler.get("num_replicas", ranks))  # fewer under tensor parallelism
         if ranks == 1 or self._in_batch is None or isinstance(self._in_batch, int):
             return pending * replicas
         own = [0] * ranks
