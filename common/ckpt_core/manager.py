@@ -126,8 +126,7 @@ class CheckpointManager:
         **counts: Unpack[Counts],
     ) -> SaveHandle | None:
         """Save if the save policy requires it, else return None; see `due` and `save`."""
-        reason = self.due(step, total_steps=total_steps, **counts)
-        if reason is None:
+        if (reason := self.due(step, total_steps=total_steps, **counts)) is None:
             return None
         return self.save(step, state, metrics=metrics, annotations={"reason": reason, **(annotations or {})})
 
@@ -310,8 +309,7 @@ class CheckpointManager:
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
         """Let saves continue from a checkpoint whose state is live already. Collective.
 
-        For a host that has loaded it by other means, or whose training continues in the same process with
-        another manager. Without it, a save into a root that has checkpoints begins a new lineage.
+        For a host that has loaded it by other means. Without it, saves into the root begin a new lineage.
 
         Args:
             step: of the checkpoint; the newest of the present lineage if neither step nor name is given.
@@ -339,8 +337,8 @@ class CheckpointManager:
     def start_afresh(self) -> None:
         """Let saves begin a new lineage on purpose, without a warning.
 
-        For one training after another in the same root, and for a host that warns of earlier checkpoints
-        itself. A later load counts as usual.
+        For trainings one after another in a root, and for hosts that warn of earlier checkpoints themselves.
+        A later load counts as usual.
         """
         self._check()
         self._rewind()
@@ -474,10 +472,9 @@ class CheckpointManager:
         """Find a checkpoint, by default the present lineage's newest, marked or not."""
         if step is not None or name is not None:
             return self._catalog.find(step=step, name=name)
-        committed = self._catalog.committed()
-        if not committed:
-            raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
-        return committed[-1]
+        if committed := self._catalog.committed():
+            return committed[-1]
+        raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
 
     def __enter__(self) -> Self:
         return self
