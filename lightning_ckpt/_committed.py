@@ -155,16 +155,25 @@ class Announcements:
                 if not last and _UPLOADS_DIRECTORIES not in kinds:
                     logger.after_save_checkpoint(self._logged)
                 refer = next((_REFERENCES[name] for name in _REFERENCES if name in kinds), None)
-                if refer is not None and logger._log_model == (True if last else "all"):
+                if refer is None:
+                    continue
+                wanted = logger._log_model == (True if last else "all")
+                if wanted and _is_there(self._logged.last_model_path):
                     refer(logger, self._logged, info)
             except Exception as error:  # noqa: BLE001 - logged; training does not depend on a logger
-                if id(logger) not in self._broken:
+                # What retention removes meanwhile, a logger cannot look at.
+                if id(logger) not in self._broken and _is_there(self._logged.last_model_path):
                     self._broken.add(id(logger))
                     _logger.warning(
                         "%s failed when it heard of checkpoint %s, which is committed: %r. Training "
                         "continues; further failures of this logger are not reported",
                         type(logger).__name__, info.name, error,
                     )  # fmt: skip
+
+
+def _is_there(path: str) -> bool:
+    """Return whether retention has left a checkpoint, as far as is cheap to see."""
+    return "://" in path or Path(path).exists()
 
 
 def _described(logged: LoggedCheckpoints, info: CheckpointInfo) -> tuple[str, list[str], dict[str, Any]]:

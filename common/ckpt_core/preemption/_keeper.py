@@ -58,8 +58,8 @@ class CadenceKeeper:
         self._last_save_step: int | None = None
         self._last_save_time: float | None = None
         self._timed = True
-        self._counts = Counts(epochs=0, tokens=0)
-        self._since_counts = self._counts
+        self._counts: Counts = {"epochs": 0, "tokens": 0}
+        self._since_counts: Counts = self._counts
         self._sources = self._listening() if listen else None
         self._known = 0
         self._now = self._announced_at = -math.inf
