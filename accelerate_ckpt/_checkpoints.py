@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Unpack, final
 
 from accelerate import Accelerator
 
@@ -16,7 +16,8 @@ from accelerate_ckpt._roots import Roots
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import AcceleratorState, CallArguments, within_window
-from ckpt_core import CheckpointInfo, CheckpointManager, SaveHandle
+from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError, SaveHandle
+from ckpt_core.cadence import Counts, SavePolicy
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath
 from ckpt_core.telemetry import Sink
@@ -99,13 +100,20 @@ class AcceleratorCheckpoints:
         """
         return self._roots.check_preemption()
 
-    def directory(self, output_dir: str | os.PathLike[str] | None = None) -> str:
+    def directory(
+        self, output_dir: str | os.PathLike[str] | None = None, handle: SaveHandle | None = None
+    ) -> str:
         """Return the path or URL that `save(output_dir)` would save to now.
+
+        Args:
+            output_dir: as given to `save`.
+            handle: what `save` has returned, to name that checkpoint instead.
 
         Raises:
             ConfigError: there is no directory to save to.
         """
-        return str(self._roots.place(output_dir))
+        place = self._roots.place(output_dir)
+        return str(place if handle is None else CheckpointPath(place.root, handle.name))
 
     def save(
         self,
@@ -137,22 +145,28 @@ class AcceleratorCheckpoints:
         metrics: Mapping[str, float] | None = None,
         safe_serialization: bool = True,
         total_steps: int | None = None,
+        **counts: Unpack[Counts],
     ) -> SaveHandle | None:
         """Save if the save policy says so, or if there is none, as `save_state` does.
 
-        See `save`.
+        See `save`; `total_steps`, `epochs` and `tokens` are for policies that need them.
 
         Where it is called for every batch, the save policy is only asked when an optimizer step is complete.
+
+        Raises:
+            ConfigError: the save policy needs a count that is not given.
         """
-        place = self._roots.place(output_dir)
-        if self._gated and self._within_window():
-            return None
         reason: str | None = "call"
         if self._gated:
-            reason = self._roots.managers.at(place.root).due(self.step, total_steps=total_steps)
+            root = self._roots.root(output_dir)
+            if self._within_window():
+                return None
+            manager = self._roots.managers.at(root)
+            _require_counts(manager.options.save, counts)
+            reason = manager.due(self.step, total_steps=total_steps, **counts)
         if reason is None:
             return None
-        return self._save(place, metrics or {}, reason, safe=safe_serialization)
+        return self._save(self._roots.place(output_dir), metrics or {}, reason, safe=safe_serialization)
 
     def load(
         self,
@@ -234,6 +248,7 @@ class AcceleratorCheckpoints:
         self, place: CheckpointPath, metrics: Mapping[str, float], reason: str, *, safe: bool
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
+        self._loading.require_change(manager)
         if within_window(accelerator):
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
@@ -267,4 +282,15 @@ class AcceleratorCheckpoints:
             coordinator=self._roots.managers.coordinator,
             storage=manager.storage,
             arguments=arguments,
+        )
+
+
+def _require_counts(policy: SavePolicy | None, counts: Counts) -> None:
+    needed = frozenset[str]() if policy is None else policy.counts
+    missing = sorted(name for name in needed if counts.get(name) is None)
+    if missing:
+        raise ConfigError(
+            f"{policy!r} needs the number of {' and '.join(missing)}, which save_state() does not know: call "
+            "accelerate_ckpt.checkpoints(accelerator).maybe_save"
+            f"({', '.join(f'{name}=…' for name in missing)}) in its place, or save by steps or seconds"
         )

@@ -59,6 +59,20 @@ class Loading:
         self._progress = progress
         self._pickles = pickles
         self._state = state
+        self._changed: CheckpointManager | None = None
+
+    def require_change(self, manager: CheckpointManager) -> None:
+        """Refuse a save that would not say which hyperparameters were changed.
+
+        Raises:
+            ConfigError: `override` is given, and nothing was loaded from this root.
+        """
+        if self._roots.override and manager is not self._changed:
+            raise ConfigError(
+                f"override= changes a training midway, and nothing was loaded from {manager.storage.url}: "
+                "call load_state() before the first save, and save to the directory that it loads from; or "
+                "begin with these values in the script and without override="
+            )
 
     def newest(self, arguments: Mapping[str, Any]) -> bool:
         """Load the newest checkpoint that verifies; log and return False if there is none."""
@@ -66,14 +80,15 @@ class Loading:
         self._refuse_to_unpickle(arguments)
         state = self._state(manager)
         if arguments.get("strict", True) is True:
-            found = manager.resume(state) is not None
+            found = manager.resume(state, override=self._roots.override.values) is not None
         else:
             found = self._roots.managers.coordinator.run_on_coordinator(
                 lambda: bool(manager.checkpoints(abandoned=True))
             )
             if found:
-                manager.load(state, strict=arguments["strict"])
+                manager.load(state, strict=arguments["strict"], override=self._roots.override.values)
         if found:
+            self._changed = manager
             return True
         name = self._roots.managers.coordinator.run_on_coordinator(lambda: newest_stock(manager.storage))
         if name is not None:
@@ -117,7 +132,9 @@ class Loading:
             self._load(manager, place.name, arguments)
 
     def _load(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
-        manager.load(self._state(manager), name=name, strict=arguments.get("strict", True))
+        strict = arguments.get("strict", True)
+        manager.load(self._state(manager), name=name, strict=strict, override=self._roots.override.values)
+        self._changed = manager
 
     def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         """Load what stock wrote; shards by the core: stock loses FSDP1's optimizer."""
@@ -127,6 +144,11 @@ class Loading:
         self._roots.managers.coordinator.run_on_coordinator(lambda: require_trusted(storage, name, verify))
         if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load(manager, name, arguments)
+        elif self._roots.override:
+            raise ConfigError(
+                f"override= changes checkpoints of ours, and stock Accelerate wrote {storage.url}/{name}: "
+                "load it without, and save once"
+            )
         elif not isinstance(storage, LocalStorage):
             raise ConfigError(
                 f"{storage.url}/{name}: stock Accelerate reads what it wrote from local directories"

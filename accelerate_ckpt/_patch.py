@@ -61,7 +61,8 @@ def enable(
         sinks: receivers of telemetry events.
         **options: `stock_files` (whether plain replicas also get `model.safetensors` and `optimizer.bin`,
             written by the main process while training waits, so that stock `load_state` reads them; False),
-            and every other field of `CheckpointOptions`, such as `back_pressure` and `on_error`.
+            `override` (hyperparameters that `load_state` changes, such as `{"lr": 1e-4}`, once for all
+            restarts), and every other field of `CheckpointOptions`, such as `back_pressure` and `on_error`.
 
     Raises:
         ConfigError: an option is wrong, or the accelerator is enabled already, or is none.
@@ -195,12 +196,14 @@ def _save_state(attached: AcceleratorCheckpoints, end_training: Callable[[], Non
         safe_serialization: bool = True,  # noqa: FBT001, FBT002 - as in stock
         **_: Any,
     ) -> Path | str | None:
-        where = attached.directory(output_dir)
         handle = attached.maybe_save(output_dir, safe_serialization=safe_serialization)
         if attached.implicit and attached.preempted:
             _logger.warning("preempted: the script ends here, with its last checkpoint committed")
             end_training()
             raise SystemExit(ENDED)
-        return None if handle is None else where if "://" in where else Path(where)
+        if handle is None:
+            return None
+        where = attached.directory(output_dir, handle)
+        return where if "://" in where else Path(where)
 
     return save_state

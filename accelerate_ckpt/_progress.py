@@ -59,7 +59,7 @@ class StepCounter:
     def __init__(self, note_step: Callable[[], None] = lambda: None) -> None:
         self.step = 0
         self._note_step = note_step
-        self._steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[torch.optim.Optimizer, list[int]] = WeakKeyDictionary()
         self._handles: list[Any] = []
 
     def count(self, optimizer: Any) -> None:
@@ -68,14 +68,20 @@ class StepCounter:
         inner = unwrap_optimizer(optimizer)
         if inner in self._steps:
             return
-        self._steps[inner] = self.step
-        self._handles.append(inner.register_step_post_hook(self._note))
+        made = self._steps[inner] = [self.step]
+
+        def note(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            made[0] += 1
+            self.step = max(self.step, made[0])
+            self._note_step()
+
+        self._handles.append(inner.register_step_post_hook(note))
 
     def restore(self, step: int) -> None:
         """Continue counting from `step`."""
         self.step = step
-        for optimizer in self._steps:
-            self._steps[optimizer] = step
+        for made in self._steps.values():
+            made[0] = step
 
     def release(self) -> None:
         """Forget every optimizer, and all steps."""
@@ -84,12 +90,6 @@ class StepCounter:
         self._handles.clear()
         self._steps.clear()
         self.step = 0
-
-    def _note(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer in self._steps:
-            self._steps[optimizer] += 1
-            self.step = max(self.step, self._steps[optimizer])
-            self._note_step()
 
 
 def steps_made(optimizers: Sequence[Any]) -> int:

@@ -33,6 +33,7 @@ class Roots:
 
     Attributes:
         managers: by root.
+        override: hyperparameters that loads change.
 
     Args:
         accelerator: whose checkpoints they hold.
@@ -52,6 +53,7 @@ class Roots:
         self._accelerator = accelerator
         self._listen = listen
         self._options = settings.options
+        self.override = settings.override
         self._abandoned_given = "abandoned" in settings.given
         self._sinks = sinks
         self.managers = ManagersByRoot(self._make, deadline_seconds=settings.options.deadline_seconds)
@@ -85,14 +87,17 @@ class Roots:
         Raises:
             ConfigError: it was given none, and there is no automatic name.
         """
-        automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
-        root = self._automatic_root()
-        if root is not None and (automatic or output_dir is None):
+        root = self._automatic_root(output_dir)
+        if root is not None:
             # Stock Accelerate's own name.
             return CheckpointPath(root, f"checkpoint_{self._accelerator.save_iteration}")
         if output_dir is None:
             raise ConfigError(f"there is no directory to save to: {_NO_ROOT}")
         return CheckpointPath.of(output_dir)
+
+    def root(self, output_dir: str | os.PathLike[str] | None) -> str:
+        """Return the root of `place`, which is cheap where names are automatic."""
+        return self._automatic_root(output_dir) or self.place(output_dir).root
 
     def continue_numbering(self) -> None:
         """Set the next automatic number from storage; stock starts at 0 after a restart."""
@@ -122,11 +127,12 @@ class Roots:
         self._ended.update(self.managers.roots)
         self.managers.close()
 
-    def _automatic_root(self) -> str | None:
-        """Return the root for automatic names; None if users name each checkpoint."""
-        if self._given is not None:
-            return self._given.path
+    def _automatic_root(self, output_dir: str | os.PathLike[str] | None = None) -> str | None:
+        """Return the root for automatic names; None if users name the checkpoint."""
         configuration = self._accelerator.project_configuration
+        if self._given is not None:
+            named = output_dir is not None and not configuration.automatic_checkpoint_naming
+            return None if named else self._given.path
         if not configuration.automatic_checkpoint_naming or configuration.project_dir is None:
             return None
         written = os.path.join(configuration.project_dir, "checkpoints")  # noqa: PTH118 - may be a URL

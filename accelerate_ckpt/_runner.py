@@ -7,6 +7,8 @@ its module is imported, if it ever is.
 from __future__ import annotations
 
 import functools
+import json
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -20,15 +22,20 @@ from typing import Any, final
 from accelerate import Accelerator
 
 from accelerate_ckpt._patch import enable_implicitly
+from accelerate_ckpt._settings import PREFIX
+from ckpt_core import ConfigError
+from ckpt_core.state import Override
 
 _MODULE = "transformers.trainer"
+_OVERRIDE = "--override"
 _making: list[object] = []
 _USAGE = """\
-usage: python -m accelerate_ckpt [-h] {-m MODULE | SCRIPT} [ARGUMENTS …]
+usage: python -m accelerate_ckpt [-h] [--override NAME=VALUE]… {-m MODULE | SCRIPT} [ARGUMENTS …]
 
 Runs a training script with the checkpoints of every Accelerator and Trainer in it made by ckpt-suite.
 Settings come from CKPT_SUITE_… in the environment, e.g. CKPT_SUITE_SAVE='{every_steps: 500}', from the file
 that CKPT_SUITE_CONFIG names, or from fsdp_config: {ckpt: …} in the accelerate configuration.
+--override lr=1e-4 changes hyperparameters where the script resumes, once for all restarts.
 A script that is preempted ends after its last checkpoint, with exit code 143."""
 
 
@@ -41,6 +48,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] in {"-h", "--help"}:
         print(_USAGE)  # noqa: T201 - it was asked for
         return
+    arguments = _with_overrides(arguments)
     if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
         raise SystemExit(_USAGE)
     if arguments[0] != "-m" and not Path(arguments[0]).exists():
@@ -56,6 +64,21 @@ def main(arguments: Sequence[str]) -> None:
         # As `python script.py` does; what `python -m` put there is gone, see `__main__`.
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _with_overrides(arguments: Sequence[str]) -> Sequence[str]:
+    """Put `--override` options into the environment; return the other arguments."""
+    given: list[str] = []
+    while arguments and arguments[0].partition("=")[0] == _OVERRIDE:
+        _, equals, value = arguments[0].partition("=")
+        given += [value] if equals else arguments[1:2]
+        arguments = arguments[1 if equals else 2 :]
+    if given:
+        try:
+            os.environ[f"{PREFIX}OVERRIDE"] = json.dumps(Override.parsed(given).values)
+        except ConfigError as error:
+            raise SystemExit(f"accelerate_ckpt: {error}\n{_USAGE}") from None
+    return arguments
 
 
 def _enable_every_accelerator() -> None:

@@ -19,13 +19,14 @@ import psutil
 
 from ckpt_core import CheckpointOptions, ConfigError
 from ckpt_core.options import parse_yaml, read_document
+from ckpt_core.state import Override
 from ckpt_core.storage import Storage
 
 PREFIX = "CKPT_SUITE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 SECTION = "ckpt"
 
-_OWN = ("root", "stock_files")
+_OWN = ("root", "stock_files", "override")
 _NAMES = (*_OWN, *(each.name for each in fields(CheckpointOptions)))
 _SWITCHES = ("stock_files", "verify", *(e.name for e in fields(CheckpointOptions) if type(e.default) is bool))
 
@@ -39,12 +40,14 @@ class Settings:
         root: where automatic names go.
         stock_files: whether plain replicas get single files for the stock loader.
         options: of the managers.
+        override: hyperparameters that a load changes.
         given: the names of settings that were given; the others are defaults.
     """
 
     root: str | os.PathLike[str] | Storage | None = field(repr=False)
     stock_files: bool
     options: CheckpointOptions
+    override: Override = field(default_factory=Override)
     given: frozenset[str] = frozenset()
 
     @classmethod
@@ -75,8 +78,9 @@ class Settings:
         root = merged.pop("root", None)
         if root is not None and not isinstance(root, str | os.PathLike | Storage):
             raise ConfigError(f"root must be a directory, a URL or a Storage, not {type(root).__name__}")
+        override = Override.of(merged.pop("override", None))
         options = CheckpointOptions.from_mapping(merged)
-        return cls(root=root, stock_files=stock_files, options=options, given=names)
+        return cls(root=root, stock_files=stock_files, options=options, override=override, given=names)
 
 
 def _refuse_unknown(found: Collection[str], known: Collection[str], problem: str) -> None:

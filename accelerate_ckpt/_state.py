@@ -50,6 +50,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.state import (
+    Override,
     check_groups,
     derive_rng,
     has_shards,
@@ -294,6 +295,22 @@ class AcceleratorState:
         for note in notes:
             _logger.warning("%s", note)
         return notes
+
+    def check_override(self, change: Override) -> None:
+        """Refuse hyperparameters that no optimizer has; see `AdjustableSource`.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        change.check({name: each.param_groups for name, each in self._optimizers().items()})
+
+    def override(self, change: Override) -> None:
+        """Change hyperparameters, and the schedules of learning rates."""
+        change.apply(self._optimizers(), self._accelerator._schedulers)
+
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        found = [unwrap_optimizer(each) for each in self._accelerator._optimizers]
+        return {"" if len(found) == 1 else str(index): each for index, each in enumerate(found)}
 
     def _large_files(self, directory: Path) -> tuple[list[int], dict[str, bytes]]:
         """Return the models that no hook took over, and files for the stock loader."""

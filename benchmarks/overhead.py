@@ -1,7 +1,8 @@
 """`python -m benchmarks.overhead`: what a step costs while no save is due, in each host, beside stock.
 
-A tiny model, one process, CPU seconds per step of whole trainings in turns within every round, so that other
-programs of the machine count less. The policy asks at every step and never saves.
+A tiny model, one process, stock and ours in turns within every round. Of each training the median of its
+steps counts, in CPU seconds, so that other programs of the machine count less. Both ask at every step
+whether to save, and never do: stock by its own checkpointing (`ModelCheckpoint`, `save_steps`), if any.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,10 @@ import torch
 from accelerate import Accelerator
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 import accelerate_ckpt
 from benchmarks.timing import Spread
@@ -33,8 +37,8 @@ from lightning_ckpt import ShardedCheckpoint
 NEVER = EverySteps(10**9)
 _BATCH = 4
 
-Training = Callable[[Path, int], float]
-"""Trains some steps with a directory of its own; returns CPU seconds from the first step to the last."""
+Training = Callable[[Path, int], Sequence[float]]
+"""Trains some steps with a directory of its own; returns the CPU seconds at which each began."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,15 +63,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(stock: Training, ours: Training, *, steps: int, rounds: int) -> Mapping[str, list[float]]:
-    """CPU seconds per step of every training; the first round is not counted."""
+    """Return the CPU seconds of the median step of every training; the first round is not counted."""
     costs: dict[str, list[float]] = {"stock": [], "ours": []}
     for number in range(rounds + 1):
         for name, train in (("stock", stock), ("ours", ours)):
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 torch.manual_seed(0)
-                seconds = train(Path(folder), steps)
+                began = train(Path(folder), steps)
             if number:
-                costs[name].append(seconds / steps)
+                costs[name].append(statistics.median(b - a for a, b in pairwise(began)))
     return costs
 
 
@@ -103,9 +107,11 @@ class Module(LightningModule):
         super().__init__()
         self.layer = nn.Linear(8, 1)
         self.steps = steps
+        self.began: list[float] = []
 
     def training_step(self, batch: Any) -> torch.Tensor:
         """Return the loss."""
+        self.began.append(time.process_time())
         return self.layer(batch["rows"]).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -116,43 +122,36 @@ class Module(LightningModule):
         """Make the loader of one epoch."""
         return DataLoader(Rows(self.steps), batch_size=_BATCH)
 
-    def on_train_start(self) -> None:
-        """Begin to measure."""
-        self.began = time.process_time()
 
-    def on_train_end(self) -> None:
-        """End the measurement."""
-        self.took = time.process_time() - self.began
-
-
-def _lightning(folder: Path, steps: int, *, ours: bool) -> float:
-    callbacks = [ShardedCheckpoint(folder / "run", save=NEVER, save_last=False)] if ours else []
+def _lightning(folder: Path, steps: int, *, ours: bool) -> Sequence[float]:
+    stock = ModelCheckpoint(folder / "run", every_n_train_steps=10**9, save_on_train_epoch_end=False)
+    callback = ShardedCheckpoint(folder / "run", save=NEVER, save_last=False) if ours else stock
     trainer = LightningTrainer(
         accelerator="cpu", devices=1, max_steps=steps, max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=ours, callbacks=callbacks, default_root_dir=folder,
+        enable_model_summary=False, callbacks=[callback], default_root_dir=folder,
     )  # fmt: skip
     module = Module(steps)
     trainer.fit(module)
-    return module.took
+    return module.began
 
 
-def _accelerate(folder: Path, steps: int, *, ours: bool) -> float:
+def _accelerate(folder: Path, steps: int, *, ours: bool) -> Sequence[float]:
     accelerator = Accelerator(cpu=True)
     if ours:
         accelerate_ckpt.enable(accelerator, folder / "run", save=NEVER)
     model = nn.Linear(8, 1)
     loader = DataLoader(Rows(steps), batch_size=_BATCH)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    began = time.process_time()
+    began = []
     for batch in loader:
+        began.append(time.process_time())
         accelerator.backward(model(batch["rows"]).pow(2).mean())
         optimizer.step()
         optimizer.zero_grad()
         if ours:
             accelerator.save_state()
-    took = time.process_time() - began
     accelerator.end_training()
-    return took
+    return began
 
 
 class Regression(nn.Module):
@@ -161,23 +160,26 @@ class Regression(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 1)
+        self.began: list[float] = []
 
     def forward(self, rows: torch.Tensor) -> Any:
         """Return the loss."""
+        self.began.append(time.process_time())
         return {"loss": self.layer(rows).pow(2).mean()}
 
 
-def _trainer(folder: Path, steps: int, *, ours: bool) -> float:
+def _trainer(folder: Path, steps: int, *, ours: bool) -> Sequence[float]:
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=_BATCH, use_cpu=True,
-        save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True,
+        save_strategy="steps", save_steps=10**9, logging_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(Regression(), arguments, train_dataset=Rows(steps))
+    model = Regression()
+    trainer = Trainer(model, arguments, train_dataset=Rows(steps))
+    trainer.remove_callback(PrinterCallback)
     if ours:
         accelerate_ckpt.enable_trainer(trainer, save=NEVER)
-    began = time.process_time()
     trainer.train()
-    return time.process_time() - began
+    return model.began
 
 
 def _pair(train: Callable[..., float]) -> tuple[Training, Training]:

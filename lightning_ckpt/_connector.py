@@ -17,7 +17,8 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from ckpt_core.hosting import root_of
 from ckpt_core.validation import location
-from lightning_ckpt._hooks import LifeCycle, committed_of, life_cycles, path_of_best
+from lightning_ckpt._committed import committed_of, path_of_best
+from lightning_ckpt._hooks import LifeCycle, life_cycles
 from lightning_ckpt._options import Settings
 
 _WRAPPED = "_ckpt_wrapped"

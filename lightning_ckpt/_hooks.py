@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
-from ckpt_core.commit import Catalog
 from ckpt_core.errors import ConfigError
-from ckpt_core.types import CheckpointInfo
+from lightning_ckpt._committed import best_of, newest_of, path_of_best
 from lightning_ckpt._options import Configured, Settings
 from lightning_ckpt._session import Session
 from lightning_ckpt._strategy import attach
@@ -71,6 +69,12 @@ class LifeCycle:
         del trainer, pl_module
         if self._session is not None:
             self._session.take_part()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count the tokens of the batch."""
+        del trainer, pl_module, batch_idx
+        if self._session is not None and self._session.pacing is not None:
+            self._session.pacing.before_batch(batch)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Finish staged copies first: averaging callbacks exchange weights now."""
@@ -144,8 +148,7 @@ class CheckpointHooks(LifeCycle, Configured):
     @property
     def last_model_path(self) -> str:
         """Path of the newest committed checkpoint; "" if there is none."""
-        committed = committed_of(self.settings)
-        return f"{self.settings.root}/{committed[-1].name}" if committed else ""
+        return newest_of(self.settings)
 
 
 class PluginOptions(Configured):
@@ -208,29 +211,3 @@ def plugins_alive() -> bool:
 def life_cycles(trainer: Any) -> list[LifeCycle]:
     """Return our callbacks of a Trainer."""
     return [callback for callback in trainer.callbacks if isinstance(callback, LifeCycle)]
-
-
-def committed_of(settings: Settings) -> Sequence[CheckpointInfo]:
-    """Return the committed checkpoints of the run's own root, oldest first."""
-    if settings.root is None:
-        return []
-    return Catalog(settings.storage_at(settings.root)).committed()
-
-
-def best_of(settings: Settings) -> CheckpointInfo | None:
-    """Return the best committed checkpoint; of equals the newer, as in retention."""
-    policy = settings.best
-    if policy is None:
-        return None
-    committed = committed_of(settings)
-    steps = policy.keep(committed, 0.0)
-    sign = 1 if policy.mode == "min" else -1
-    # Of one step there may be several, of which some were saved before the metric was measured.
-    ranked = [info for info in committed if info.step in steps and policy.metric in info.metrics]
-    return min(ranked, key=lambda info: (sign * info.metrics[policy.metric], -info.step), default=None)
-
-
-def path_of_best(settings: Settings) -> str:
-    """Return the path of the best committed checkpoint, or ""."""
-    best = best_of(settings)
-    return "" if best is None else f"{settings.root}/{best.name}"

@@ -28,9 +28,11 @@ from ckpt_core.options import (
     VerifyManifest,
 )
 from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
+from ckpt_core.state import Override
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.validation import boolean, location, require
+from lightning_ckpt.loops import TokensInBatch, tokens_in_batch
 
 _NAMED_BY_STEP = "nothing: checkpoints are called step-000000500, and `ckpt ls` shows their metrics"
 _HERE = {
@@ -38,9 +40,9 @@ _HERE = {
     "mode": 'keep=KeepBest("accuracy", mode="max")',
     "save_top_k": 'keep=KeepBest("val_loss", n=3) or keep=KeepLatest(3); without keep= all stay',
     "every_n_train_steps": "save=EverySteps(500)",
-    "every_n_epochs": "save=EverySteps(n), with the number of optimizer steps in so many epochs",
+    "every_n_epochs": "save=EveryEpochs(n)",
     "train_time_interval": "save=EverySeconds(900)",
-    "save_on_train_epoch_end": 'keep=KeepBest("accuracy") for a metric of the epoch, else save=EverySteps(n)',
+    "save_on_train_epoch_end": 'keep=KeepBest("accuracy") for a metric of the epoch, else save=EveryEpochs(n)',
     "save_on_exception": "nothing: what an exception interrupts is resumed from the last save before it",
     "save_weights_only": "nothing: lightning_ckpt.load_from_checkpoint() reads the weights alone",
     "filename": _NAMED_BY_STEP,
@@ -62,12 +64,16 @@ class Settings:
         options: of the manager of that root.
         save_last: whether the last step of a training is saved in any case.
         sinks: receivers of telemetry events.
+        tokens: tokens in a batch of one rank, or what counts them; None if they are not counted.
+        override: hyperparameters that a resumed fit changes.
     """
 
     own: RunRoot | None = field(repr=False)
     options: CheckpointOptions
     save_last: bool
     sinks: Sequence[Sink] = ()
+    tokens: int | TokensInBatch | None = None
+    override: Override = field(default_factory=Override)
 
     @property
     def root(self) -> str | None:
@@ -117,6 +123,11 @@ class Configured:
         save: when to save; a policy, or plain values such as `{every_steps: 500, on_preemption: true}`.
         keep: what to keep; a policy, or plain values such as `{latest: 3, best: {metric: val_loss}}`.
         save_last: whether to save the last step of a training, too.
+        tokens: tokens in a batch of one rank, for `EveryTokens`: a number, a function of the batch, or its
+            name as "package.module:function".
+        override: hyperparameters that a fit changes in the optimizers' parameter groups when it resumes from
+            a checkpoint of `dirpath`, such as `{lr: 1e-4}`, once for all restarts. Learning rate schedules
+            continue from there.
         abandoned: what `keep` does with checkpoints that the run does not go on from, because it was begun
             afresh or went back: `keep` or `prune` them.
         back_pressure: what to do when a save is due and every arena is busy: `wait`, `skip`, or `coalesce`
@@ -172,6 +183,8 @@ class Configured:
         save: SavePolicy | dict[str, Any] | list[Any] | None = None,
         keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
         save_last: bool = True,
+        tokens: int | TokensInBatch | str | None = None,
+        override: dict[str, Any] | None = None,
         abandoned: Abandoned = "keep",
         back_pressure: BackPressure = "wait",
         arenas: int = 1,
@@ -200,6 +213,9 @@ class Configured:
         )
         if dirpath is None and not (save is None and keep is None):
             raise ConfigError("save= and keep= need dirpath=, the directory or URL of the run's checkpoints")
+        change = Override.of(override)
+        if dirpath is None and change:
+            raise ConfigError("override= needs dirpath=, the directory or URL of the run that it changes")
         values = {
             "save": save,
             "keep": keep,
@@ -228,7 +244,15 @@ class Configured:
             options=CheckpointOptions.from_mapping(values),
             save_last=save_last,
             sinks=sinks,
+            tokens=tokens_in_batch(tokens),
+            override=change,
         )
+        policy = self.settings.options.save
+        if policy is not None and "tokens" in policy.counts and tokens is None:
+            raise ConfigError(
+                "EveryTokens needs tokens=, the tokens in a batch of one rank: a number, or a function of the "
+                'batch, such as tokens=lambda batch: batch["input_ids"].numel()'
+            )
 
 
 def unknown_options(given: Iterable[str], known: Collection[str]) -> list[str]:

@@ -7,14 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-from ckpt_core.cadence import PREEMPTION
+from ckpt_core.cadence import PREEMPTION, Counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.saving import SaveHandle
 from ckpt_core.types import CheckpointInfo
+from lightning_ckpt._committed import Announcements
 from lightning_ckpt._options import Settings
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState
-from lightning_ckpt.loops import Evaluations, Running, SignalTakeover, ValidationExit
+from lightning_ckpt.loops import Evaluations, Running, SignalTakeover, TokenCount, ValidationExit
 
 _logger = logger_of(__name__)
 _LAST_STEP = "last step"
@@ -42,9 +43,14 @@ class Pacing:
         self._roots = roots
         policy = settings.options.save
         heard = () if policy is None else policy.preemptions
+        self._counts_anything = settings.tokens is not None or (policy is not None and bool(policy.counts))
+        self._tokens = TokenCount(
+            trainer, settings.tokens, lambda own: roots.managers.coordinator.all_reduce_max(own)
+        )
         self._signals = SignalTakeover(trainer._signal_connector, {n for each in heard for n in each.signals})
         self._manager = self._signals.made_by(lambda: roots.managers.at(self._root))
         self.validation = ValidationExit(trainer, self._manager, roots.same)
+        self._announcements = Announcements(trainer, settings)
         self._evaluations = Evaluations(trainer, settings.bests, running.measured, roots.once)
         self._begun_at = self._seen_step = -1
         self._stepped = False
@@ -74,8 +80,12 @@ class Pacing:
                     _warn_of_abandoned(self._root, committed)
                 self._manager.start_afresh()
             self._evaluations.begin([i for i in committed if origin is not None and i.step <= origin])
-        self._manager.due()
+        self._manager.due(**self._counts())
         self._end_if_preempted(here=False)
+
+    def before_batch(self, batch: Any) -> None:
+        """Count the tokens of a batch."""
+        self._tokens.note(batch)
 
     def after_batch(self) -> None:
         """Save before a validation, at a preemption or in the middle of an epoch.
@@ -84,6 +94,7 @@ class Pacing:
         call the hooks of the epoch's end without what they have collected in the epoch.
         """
         self._running.forget()
+        self._announcements.make()
         step = self._trainer.global_step
         fit_loop = self._trainer.fit_loop
         self._stepped = step != self._seen_step and not fit_loop._should_accumulate()
@@ -107,6 +118,7 @@ class Pacing:
         A `ModelCheckpoint` saves in hooks of the batch, and deletes its checkpoints by a rule of its own.
         """
         step = self._trainer.global_step
+        self._counts()
         if root == self._root and step > 0:
             self._deferred = self._deferred or self._reason(step)
 
@@ -172,8 +184,11 @@ class Pacing:
             self._save(_LAST_STEP)
 
     def look_again(self) -> None:
-        """Wait for the last save, then look for a preemption."""
-        self._manager.wait()
+        """Wait for the last save, and announce it; then look for a preemption."""
+        try:
+            self._manager.wait()
+        finally:
+            self._announcements.end()
         self._manager.due()
 
     def finish(self) -> None:
@@ -181,12 +196,18 @@ class Pacing:
         self._signals.give_back()
 
     def _reason(self, step: int) -> str | None:
-        reason = self._manager.due(step, total_steps=self._total_steps)
+        reason = self._manager.due(step, total_steps=self._total_steps, **self._counts())
         if step in {self._saved_step, self._begun_at}:
             return None
         if reason is None and self._settings.save_last and self._loops.ends_at(step):
             return _LAST_STEP
         return reason
+
+    def _counts(self) -> Counts:
+        if not self._counts_anything:
+            return {}
+        self._running.tokens += self._tokens.take()
+        return {"epochs": self._trainer.current_epoch, "tokens": self._running.tokens}
 
     def _save(self, reason: str) -> None:
         step = self._trainer.global_step
@@ -207,6 +228,7 @@ class Pacing:
         if handle is not None:
             self._saved, self._saved_step = handle, step
             self._evaluations.saved(handle, metrics)
+            self._announcements.saved(handle)
 
     def _end_if_preempted(self, *, here: bool) -> None:
         """End training after this step, whatever the least number of steps is.

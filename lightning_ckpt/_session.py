@@ -15,12 +15,12 @@ from ckpt_core.errors import (
     UntrustedCheckpointError,
 )
 from ckpt_core.hosting import CheckpointPath, Kind
-from ckpt_core.state import unwrap_optimizer
+from ckpt_core.state import Override, unwrap_optimizer
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
-from lightning_ckpt._state import LightningState, LoadedCheckpoint, position_in
+from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number, position_in, tell_of_hidden
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
 from lightning_ckpt.loops import Following, Measured, Running
 
@@ -50,15 +50,17 @@ class Session:
         self._running = False
         self._error: BaseException | None = None
         self._data: DataResume | None = None
+        self._change: Override | None = None
 
     def start(self, stage: str, ckpt_path: str | None) -> None:
         """Begin a run of the Trainer, which may load `ckpt_path`."""
         self._running, self._error = True, None
-        self.loaded = self.pacing = self._data = None
+        self.loaded = self.pacing = self._data = self._change = None
         self._require_same_choice(ckpt_path)
         self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
         if stage != "fit" or self.trainer.fast_dev_run:
             return
+        self._require_origin(ckpt_path)
         self._forget_other_training(ckpt_path)
         self._training = Running(self.trainer)
         if self.settings.root is not None:
@@ -79,6 +81,20 @@ class Session:
                 f"rank {self.trainer.global_rank} of {self.trainer.world_size} is to begin with {found}, "
                 "others are not: every rank must see the same directory, on storage that all of them share, "
                 "and be given the same ckpt_path"
+            )
+
+    def _require_origin(self, ckpt_path: str | None) -> None:
+        """Refuse to change hyperparameters of a training that begins.
+
+        Raises:
+            ConfigError: `override` is given, and nothing is resumed.
+        """
+        goes_on = self._module is not None and self._module is self.trainer.lightning_module
+        if self.settings.override and ckpt_path is None and not goes_on:
+            raise ConfigError(
+                f"override= changes a training midway, and this fit resumes nothing: call fit(..., "
+                f'ckpt_path="last"), and check that {self.settings.root} has checkpoints; or begin with '
+                "these values in the script and without override="
             )
 
     def _forget_other_training(self, ckpt_path: str | None) -> None:
@@ -141,6 +157,8 @@ class Session:
         kind = self._roots.once(lambda: kind_at(text, self.settings.storage_at))
         if kind is Kind.STOCK:
             _refuse_unjudged(text, self.settings)
+            if self.pacing is not None and self.settings.override:
+                raise _no_change_of(text, self.settings)
             if trusted or self.settings.options.allow_pickle:
                 return dict(load_stock(weights_only=False))
             self._roots.once(lambda: check_stock_checkpoint(text))
@@ -152,6 +170,7 @@ class Session:
         self._load(place, state)
         if state.loaded is None:
             raise CheckpointNotFoundError(f"{text} holds no checkpoint any more; was it pruned just now?")
+        self._change = state.change
         self.loaded = loaded = state.loaded
         self._data = DataResume(self.trainer, loaded)
         if self._training is not None and loaded.training is not None:
@@ -163,11 +182,15 @@ class Session:
     def _load(self, place: CheckpointPath, state: LightningState) -> None:
         """Load the checkpoint of that name, or the newest of a root."""
         manager = self._roots.managers.at(place.root)
+        is_own = self.pacing is not None and place.root == self.settings.root
+        change = self.settings.override.values if self.pacing is not None else {}
+        if change and not is_own:
+            raise _no_change_of(str(place), self.settings)
         try:
-            if not place.name and self.pacing is not None and place.root == self.settings.root:
-                manager.resume(state)
+            if not place.name and is_own:
+                manager.resume(state, override=change)
             else:
-                manager.load(state, name=place.name or None)
+                manager.load(state, name=place.name or None, override=change)
         except IncompatibleCheckpointError as error:
             raise in_lightnings_words(error, str(place), state.refusal) from error
         if state.loaded is not None and self.trainer.state.fn == "fit":
@@ -183,6 +206,8 @@ class Session:
         if self.trainer.state.fn != "fit":
             return
         position_in(loader)  # which tracks it from now on
+        if self.trainer.training and self._training is not None and self.trainer.is_global_zero:
+            tell_of_hidden([loader], self._training.untold)
         if self._data is not None:
             self._data.prepare(loader)
 
@@ -206,6 +231,10 @@ class Session:
         if training is not None:
             same_ranks = loaded is not None and loaded.saved.world_size == self.trainer.world_size
             training.begin(None if loaded is None else loaded.training, same_ranks=same_ranks)
+        if self._change is not None:
+            optimizers = map(unwrap_optimizer, self.trainer.strategy.optimizers)
+            schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+            self._change.apply(by_number(optimizers), schedulers)
         if self.pacing is not None:
             self.pacing.begin()
 
@@ -298,6 +327,13 @@ def refuse_hidden_shards(strategy: Any) -> None:
             f"{hidden} hides its shards from a checkpoint: use FSDPStrategy, ModelParallelStrategy or DDP, "
             "or leave ShardedCheckpoint out and save natively"
         )
+
+
+def _no_change_of(place: str, settings: Settings) -> ConfigError:
+    return ConfigError(
+        f"override= changes the training in {settings.root}, and is recorded there as a branch; {place} is "
+        "of another: give that as dirpath=, or leave override= out"
+    )
 
 
 def _refuse_unjudged(path: str, settings: Settings) -> None:

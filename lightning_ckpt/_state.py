@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from ckpt_core.data import LoaderPosition, is_stateful, track
+from ckpt_core.data import LoaderPosition, hidden_position, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
     NotEncodableError,
+    Override,
     check_groups,
     empty_like,
     encode,
@@ -55,6 +56,7 @@ _logger = logger_of(__name__)
 _LOAD_HOOK = "on_load_checkpoint"
 _MARK = "$tensor"
 _SMALL_BYTES = 1 << 16
+_T = TypeVar("_T")
 
 
 @final
@@ -99,6 +101,7 @@ class LightningState:
     Attributes:
         loaded: what was read.
         refusal: why nothing could be: the model or an optimizer is not of the checkpoint's kind.
+        change: hyperparameters to change, once optimizers and schedulers are loaded; None for no change.
 
     Args:
         trainer: the Trainer.
@@ -121,6 +124,16 @@ class LightningState:
         self._has_optimizers = has_optimizers
         self.loaded: LoadedCheckpoint | None = None
         self.refusal: IncompatibleCheckpointError | None = None
+        self.change: Override | None = None
+        self._wanted = Override()
+
+    def check_override(self, change: Override) -> None:
+        """Note what is to be changed; `begin` knows the names, before anything is read."""
+        self._wanted = change
+
+    def override(self, change: Override) -> None:
+        """Note that it is to be changed once optimizers and schedulers are loaded."""
+        self.change = change
 
     def capture(self) -> CapturedState:
         """Capture the state as it is now, with live tensors."""
@@ -195,9 +208,12 @@ class LightningState:
 
         Raises:
             IncompatibleCheckpointError: they are of other parameters or another kind.
+            ConfigError: none of them has a hyperparameter that is to be changed.
         """
         del saved
         tree = loaded[PART]
+        states = _as_list(tree.get(OPTIMIZER, {"param_groups": []}))
+        self._wanted.check(by_number(state["param_groups"] for state in states))
         if OPTIMIZER in tree and self._has_optimizers:
             try:
                 check_optimizers(self._trainer.strategy, _as_list(tree[OPTIMIZER]))
@@ -245,6 +261,12 @@ class LightningState:
         if self._trainer.is_global_zero:
             _logger.warning("%s", note)
         return (note,)
+
+
+def by_number(optimizers: Iterable[_T]) -> dict[str, _T]:
+    """Return what belongs to optimizers under their names in a checkpoint."""
+    found = list(optimizers)
+    return {"" if len(found) == 1 else str(number): each for number, each in enumerate(found)}
 
 
 def check_optimizers(strategy: Any, states: Sequence[Any]) -> None:
@@ -317,6 +339,8 @@ def capture(trainer: Any, checkpoint: Mapping[str, Any], running: Running | None
     if optimizers:
         tree[OPTIMIZER] = _one_or_several(optimizers)
     per_rank = _take_position(trainer, rest)
+    if running is not None and (loaders := trainer.fit_loop._combined_loader) is not None:
+        tell_of_hidden(loaders.flattened, running.untold)
     if "lr_schedulers" in rest:
         rest["lr_schedulers"] = [function_free(state) for state in rest["lr_schedulers"]]
     large: dict[str, torch.Tensor] = {}
@@ -372,7 +396,7 @@ def positions(fit_loop: Any) -> dict[str, Any]:
     return {
         POSITIONS: {
             "training": [
-                each and each.state(ended=ended, ahead=len(ahead) if draws_again else 0) for each in training
+                each and each.state(ended=ended, ahead=len(ahead), kept=not draws_again) for each in training
             ],
             "validation": [each and each.state(ended=True) for each in validation],
             # A loader that is cycled has been through; the epoch ends when all have.
@@ -386,9 +410,22 @@ def position_in(loader: Any) -> LoaderPosition | None:
     """Return the position in a loader; None if it cannot tell any."""
     if isinstance(loader, DataLoader):
         track(loader)
-    elif not is_stateful(loader):
-        return None
-    return LoaderPosition(loader)
+    return LoaderPosition(loader) if hidden_position(loader) is None else None
+
+
+def tell_of_hidden(loaders: Iterable[Any], told: set[str]) -> None:
+    """Warn once of each kind of loader whose position cannot be told."""
+    for loader in loaders:
+        why, kind = hidden_position(loader), type(loader).__name__
+        if why is not None and kind not in told:
+            told.add(kind)
+            _logger.warning(
+                "the position in a %s cannot be saved: %s. A resume in the middle of an epoch begins its "
+                "data again: use a torch DataLoader that hands out each batch as it is drawn, or give it "
+                "state_dict and load_state_dict",
+                kind,
+                why,
+            )
 
 
 def _storable(batches: list[Any]) -> list[Any]:

@@ -25,6 +25,10 @@ settings.load_profile("ckpt-suite")
 # gcsfs asks Google over gRPC what kind of bucket it has, which on an emulator ends in a minute of time-outs.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
+# Threads of one operator, of more processes than there are cores, wait for one another longer than they compute;
+# even tiny batch norms and backward passes have some. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # For its logs torch looks up the name of every peer of a TCPStore, which no hosts file has in its IPv6 form:
 # each connection asks a name server, and an answer that is lost holds it up for 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -56,7 +56,7 @@ class LoaderLayout:
             return cls(
                 unit="" if _is_split_by_files(loader) else SAMPLES,
                 fetches=fetches,
-                per_fetch=_per_fetch(loader),
+                per_fetch=per_fetch_of_stream(loader),
                 batch_size=loader.batch_size or 1,
                 streams=max(1, loader.num_workers),
             )
@@ -77,9 +77,12 @@ class LoaderLayout:
 
     def taken(self, fetched: int) -> list[int]:
         """Return how much of each order was dealt out with that many fetches."""
-        return [
-            -(-max(0, fetched - stream) // self.streams) * self.per_fetch for stream in range(self.streams)
-        ]
+        return dealt_out(fetched, self.per_fetch, self.streams)
+
+
+def dealt_out(fetched: int, per_fetch: int, streams: int) -> list[int]:
+    """Return how much of each of several orders, read in turn, was dealt out."""
+    return [-(-max(0, fetched - stream) // streams) * per_fetch for stream in range(streams)]
 
 
 def _ranks_of(dispatcher: Any) -> int:
@@ -101,7 +104,8 @@ def _stream_of(loader: Any) -> Any:
     return loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
 
 
-def _per_fetch(loader: Any) -> int:
+def per_fetch_of_stream(loader: Any) -> int:
+    """Return the samples of a stream that go, over all ranks, with one fetch."""
     shard: Any = loader.dataset
     if not isinstance(loader.dataset, IterableDatasetShard):
         return loader.batch_size or 1
@@ -172,6 +176,18 @@ def length(loader: Any) -> int | None:
         return None
 
 
+def order_of(loader: Any) -> dict[str, Any]:
+    """Describe what makes the order of an epoch, and of how many samples, if known."""
+    stream = isinstance(loader.dataset, IterableDataset)
+    data = _stream_of(loader) if stream else loader.dataset
+    try:
+        samples = len(data)
+    except TypeError:
+        samples = None
+    maker = data if stream else sampler_of(loader) or _batch_samplers(loader)[-1]
+    return {"type": type(maker).__qualname__, "samples": samples}
+
+
 def padding(loader: Any, remaining: int) -> int:
     """Return how many samples are added to fill the last step of an epoch."""
     if loader._drop_last:
@@ -179,7 +195,11 @@ def padding(loader: Any, remaining: int) -> int:
     if isinstance(loader, DataLoaderDispatcher):
         return -remaining % _ranks_of(loader)
     if isinstance(loader.dataset, IterableDataset):
-        return -remaining % _per_fetch(loader) if isinstance(loader.dataset, IterableDatasetShard) else 0
+        return (
+            -remaining % per_fetch_of_stream(loader)
+            if isinstance(loader.dataset, IterableDatasetShard)
+            else 0
+        )
     shard, layout = _shard_in(_batch_samplers(loader)), LoaderLayout.of(loader)
     even = shard is not None and shard.even_batches
     return -remaining % layout.per_fetch if even and layout.unit == SAMPLES else 0

@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from accelerate_ckpt.data._layout import BATCHES, SAMPLES, LoaderLayout, length, padding
+from torch.utils.data import SequentialSampler
+
+from accelerate_ckpt.data._layout import BATCHES, SAMPLES, LoaderLayout, length, order_of, padding
 from ckpt_core.state import rng_state
 
 
@@ -106,10 +108,31 @@ class Saved:
         if loader.remainder >= 0 and whole is not None and self.layout.unit == SAMPLES:
             loader.remainder = (whole - sum(self.taken)) % self.layout.per_step
 
+    def note_on_end(self) -> str:
+        """Tell what a stateful loader hands out next, which skips nothing by the script's count."""
+        epoch = self.position["iteration"]
+        return (
+            f"data loader {self.index} was saved at the last batch of epoch {epoch - 1}: it goes on with "
+            f"epoch {epoch}, which a loop that begins epoch {epoch - 1} again takes for that"
+        )
+
     def notes(self, loader: Any) -> list[str]:
-        """Return what becomes of the epoch, if batches are dealt out differently now."""
-        if self.as_saved:
+        """Return what becomes of the epoch, if its order or its batches are others now."""
+        return [*self._notes_on_order(loader), *([] if self.as_saved else self._notes_on_layout(loader))]
+
+    def _notes_on_order(self, loader: Any) -> list[str]:
+        """Tell of a data set or a sampler that was changed within the epoch."""
+        before, now = self.position.get("order"), order_of(loader)
+        if before is None or before == now:
             return []
+        before_layout = self.position["layout"]
+        seen = sum(self.taken) * (before_layout["batch_size"] if before_layout["unit"] == BATCHES else 1)
+        return [
+            f"data loader {self.index}, within epoch {self.position['iteration']}: "
+            + change_of_order(before, now, seen)
+        ]
+
+    def _notes_on_layout(self, loader: Any) -> list[str]:
         epoch = self.position["iteration"]
         if not self.can_be_rest:
             return [
@@ -141,3 +164,26 @@ class Saved:
             f"data loader {self.index} makes batches of {self.layout.batch_size} now, and made batches of "
             f"{before}: learning rate schedules count batches, and go on from their own count"
         ]
+
+
+def change_of_order(before: Mapping[str, Any], now: Mapping[str, Any], seen: int) -> str:
+    """Describe what a changed data set or sampler comes to in the middle of an epoch.
+
+    Args:
+        before: the saved one, as by `order_of`.
+        now: the present one.
+        seen: samples that all ranks together were trained on.
+    """
+    text = f"there were {_described(before)} when it was saved, and are {_described(now)} now"
+    if before["type"] == now["type"] == SequentialSampler.__qualname__:
+        return f"{text}: those behind the {seen} seen follow in their order, new ones included"
+    whole = 2 * seen if now["samples"] is None else now["samples"]
+    return (
+        f"{text}: of the {seen} samples seen, up to {min(seen, max(0, whole - seen))} are seen twice, and of "
+        f"the others up to {min(seen, whole)} never in this epoch. To avoid it, change them between epochs"
+    )
+
+
+def _described(order: Mapping[str, Any]) -> str:
+    samples = "an unknown number of" if order["samples"] is None else order["samples"]
+    return f"{samples} samples in the order of {order['type']}"

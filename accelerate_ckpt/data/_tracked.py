@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate_ckpt.data._layout import (
     LoaderLayout,
     is_copy,
+    order_of,
     place_rest,
     sampler_of,
     skip_batches_of_the_users,
@@ -57,6 +59,7 @@ class LoaderEpoch:
         rng: random state to be put back right before the first batch, or at the end if there is none.
         at_edge: whether that state was put back at the beginning already.
         iterator: the iterator of the base loader, while it exists.
+        thread: the one that has fetched the last batch.
     """
 
     loader: Any
@@ -68,6 +71,7 @@ class LoaderEpoch:
     rng: Mapping[str, Any] | None = None
     at_edge: bool = False
     iterator: Callable[[], Any] = lambda: None
+    thread: int | None = None
 
 
 @final
@@ -80,7 +84,7 @@ class TrackedLoader:
     """
 
     def __init__(self, loader: Any) -> None:
-        self.trains = False
+        self.trains = self._told = False
         self.copies: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._loader = loader
         self._layout = LoaderLayout.of(loader)
@@ -181,6 +185,14 @@ class TrackedLoader:
         if self._saved is not None:
             return {**self._saved.position, "trains": self.trains}
         epoch, layout = self._epoch, self._layout
+        if epoch.thread not in {None, threading.get_ident()} and not self._told:
+            self._told = True
+            _logger.warning(
+                "another thread draws the batches of a %s, and may be ahead of the loop: the position that "
+                "is saved is that of the thread, so that a resume in the middle of an epoch passes over what "
+                "was drawn ahead. Save between epochs, or let the loop draw its batches itself",
+                type(self._loader).__name__,
+            )
         ended = epoch.active and bool(epoch.loader.end_of_dataloader)
         within = epoch.active and not ended
         fetched = epoch.skipped + epoch.count * layout.fetches if within else 0
@@ -198,6 +210,8 @@ class TrackedLoader:
             "taken": [a + b for a, b in zip_longest(layout.taken(fetched), epoch.before, fillvalue=0)],
             "rest": within and any(epoch.before),
             "layout": asdict(layout),
+            "order": order_of(self._loader),
+            "ended": ended,
             "left": within and epoch.iterator() is None,
             "generator": generator_state(self._loader),
         }
@@ -231,6 +245,8 @@ class TrackedLoader:
             self._load_own_state(saved)
         if not within:
             set_generator(self._loader, start)
+        if position.get("ended") and _is_stateful(self._loader):
+            return [saved.note_on_end()]
         return [] if self._saved is None else saved.notes(self._loader)
 
     def release(self) -> None:
@@ -341,10 +357,12 @@ class TrackedLoader:
         epoch = self._epoch
         if epoch.loader is not loader:
             return
-        self._undo_all()
+        if self._undo:
+            self._undo_all()
         if loader.end_of_dataloader:
             return  # once more, behind the last batch
         epoch.count += 1
+        epoch.thread = threading.get_ident()
         if epoch.rng is not None and epoch.count > loader.skip_batches:
             if not epoch.at_edge:
                 load_rng_state(epoch.rng)

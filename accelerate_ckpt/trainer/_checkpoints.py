@@ -24,6 +24,7 @@ from ckpt_core.hosting import close_at_exit
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
+from ckpt_core.validation import require
 
 _logger = logger_of(__name__)
 
@@ -138,10 +139,10 @@ class TrainerCheckpoints:
             SaveError: it could not start, or the save before has failed.
         """
         del model, trial
-        state, name = self._trainer.state, f"checkpoint-{self._trainer.state.global_step}"
+        state = self._trainer.state
         if self.events.reason == BEST:
             self.manager.wait()  # back-pressure must not leave it out
-        best = state.best_model_checkpoint
+        name, best = self._session.name_of(state.global_step), state.best_model_checkpoint
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = self._session.path_of(name)
         handle = self.manager.save(
@@ -225,7 +226,8 @@ def enable_trainer(
         keep: which checkpoints stay; `save_total_limit`, and the best one, if None.
         sinks: receivers of telemetry events.
         **options: `stock_files` (whether `model.safetensors` and `optimizer.pt` are written too, by the main
-            process, so that the stock Trainer reads the checkpoint; True) and the other fields of
+            process, so that the stock Trainer reads the checkpoint; True), `override` (hyperparameters that a
+            resumed training changes, such as `{"lr": 1e-4}`, once for all restarts) and the other fields of
             `CheckpointOptions`.
 
     Raises:
@@ -237,6 +239,7 @@ def enable_trainer(
         raise ConfigError("this Trainer is enabled already; call disable_trainer() first")
     settings = Settings.resolve({"root": root, "save": save, "keep": keep, **options})
     _check_supported(trainer)  # before the present one is disabled
+    _require_tokens(trainer, settings.options.save)
     disable_trainer(trainer)
     attach(trainer, settings, sinks)
     return trainer
@@ -251,6 +254,7 @@ def enable_trainer_implicitly(trainer: Trainer) -> None:
         ConfigError: a setting is wrong. What is not supported stays as it is, with a warning.
     """
     settings = Settings.resolve({})
+    _require_tokens(trainer, settings.options.save)
 
     def train(*args: Any, **kwargs: Any) -> Any:
         del trainer.__dict__["train"], trainer.__dict__[_WAITING]
@@ -317,6 +321,13 @@ def _check_is_trainer(trainer: Any) -> None:
         raise ConfigError(f"{trainer.__name__} is a class: make a Trainer of it first, and give that")
     other = "; an Accelerator has accelerate_ckpt.enable()" if type(trainer).__name__ == "Accelerator" else ""
     raise ConfigError(f"a transformers.Trainer is needed, not {type(trainer).__name__}{other}")
+
+
+def _require_tokens(trainer: Trainer, policy: SavePolicy | None) -> None:
+    if policy is not None and "tokens" in policy.counts:
+        problem = 'EveryTokens needs TrainingArguments(include_num_input_tokens_seen="all" or "non_padding")'
+        seen = trainer.args.include_num_input_tokens_seen
+        require("save", problem if seen in {"no", False} else None)
 
 
 def _check_supported(trainer: Trainer) -> None:

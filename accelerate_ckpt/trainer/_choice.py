@@ -29,6 +29,8 @@ from ckpt_core.storage import LocalStorage, Storage
 _logger = logger_of(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+_OURS = re.compile(rf"{_NAME.pattern}(\.run-[0-9a-f]{{8,32}})?")
+"""In a bucket, where nothing is replaced, a step may be there several times."""
 _SENTINEL = "checkpoint-is-incomplete.txt"
 
 
@@ -58,14 +60,14 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
     stock = max(_whole_stock(storage), default=None)
     survey = Catalog(storage).survey()
     passed = [
-        _refused(storage, name, error) for name, error in survey.unreadable.items() if _NAME.fullmatch(name)
+        _refused(storage, name, error) for name, error in survey.unreadable.items() if _OURS.fullmatch(name)
     ]
     if stock is not None and manager.options.verify_manifest is not None:
         passed.append(stock.name)
         _logger.error("%s/%s is passed over: it has no manifest to be judged", storage.url, stock.name)
         stock = None
     for info in reversed(survey.committed):
-        if _NAME.fullmatch(info.name) is None:
+        if _OURS.fullmatch(info.name) is None:
             continue
         if stock is not None and stock.written > info.created:
             _logger.warning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, final
 
 import torch
@@ -77,6 +77,7 @@ class DataProgress:
         sampler: what else the order follows from.
         evaluated: names of the evaluation loaders whose workers live on.
         loss: the sum that is not logged yet, and the step up to which it is.
+        order: what makes the order, and of how many samples; empty in checkpoints of earlier versions.
     """
 
     position: Position
@@ -85,6 +86,7 @@ class DataProgress:
     sampler: Mapping[str, Any]
     evaluated: Sequence[str]
     loss: tuple[torch.Tensor, int]
+    order: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:

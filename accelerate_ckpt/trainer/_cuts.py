@@ -15,7 +15,7 @@ from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
-from accelerate_ckpt.data._layout import makes_plain_batches
+from accelerate_ckpt.data._layout import dealt_out, makes_plain_batches, per_fetch_of_stream
 
 Cut = tuple[int, int]
 """Positions in an order, from the first that is left out to the first that is not."""
@@ -47,9 +47,7 @@ class Intake:
         dispatching = loader.state.num_processes if dispatched and not loader.split_batches else 1
         dataset = loader.dataset
         if isinstance(dataset, IterableDataset):
-            unit = loader.batch_size or 1
-            if isinstance(dataset, IterableDatasetShard):
-                unit = dataset.batch_size * (1 if dataset.split_batches else dataset.num_processes)
+            unit = per_fetch_of_stream(loader)
             return cls(
                 batch=unit * dispatching,
                 unit=unit,
@@ -67,8 +65,7 @@ class Intake:
 
     def taken(self, batches: int) -> list[int]:
         """Return the samples taken from each stream for a number of batches."""
-        fetches, streams = batches * self.fetches, self.streams
-        return [(fetches - stream + streams - 1) // streams * self.unit for stream in range(streams)]
+        return dealt_out(batches * self.fetches, self.unit, self.streams)
 
     def left_out(self, batches: int, done: Sequence[int]) -> list[Cut]:
         """Return what to leave out, if `batches` are skipped and `done` was trained on."""
@@ -80,6 +77,22 @@ def sampler_of(loader: Any) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         return None
     return getattr(_batch_samplers(loader)[1], "sampler", None)
+
+
+def order_made_by(loader: Any) -> dict[str, Any]:
+    """Describe what makes the order of whole epochs, and of how many samples, if known."""
+    data: Any = loader.dataset
+    shard = isinstance(data, IterableDatasetShard)
+    data, sampler = _whole(data.dataset if shard else data), _whole(sampler_of(loader))
+    try:
+        samples = len(data)
+    except TypeError:
+        samples = None
+    return {"type": type(data if sampler is None else sampler).__qualname__, "samples": samples}
+
+
+def _whole(part: Any) -> Any:
+    return part.whole if isinstance(part, _WithCuts) else part
 
 
 def generators_of(loader: Any) -> list[torch.Generator | None]:

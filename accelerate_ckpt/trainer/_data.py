@@ -13,7 +13,7 @@ the resumed epoch from wherever the generators are. So that a resumed run sees t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
+from accelerate_ckpt.data._saved import change_of_order
 from accelerate_ckpt.data._starts import lend_generator
 from accelerate_ckpt.trainer._continuation import (
     Continuation,
@@ -36,9 +37,10 @@ from accelerate_ckpt.trainer._cuts import (
     can_leave_out,
     generators_of,
     leave_out,
+    order_made_by,
     sampler_of,
 )
-from ckpt_core.data import batches_in, draw_seed
+from ckpt_core.data import batches_in, draw_seed, keeps_iterator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -104,6 +106,7 @@ class TrainerData:
         self._resumed: Resumed | None = None
         self._entry: _Entry | None = None
         self._progress: DataProgress | None = None
+        self._drawn = 0
         self._loader: Any = None
         self._exhausted = False
         self._again: str | None = None
@@ -128,7 +131,7 @@ class TrainerData:
     @contextmanager
     def training(self, resumed: Resumed | None) -> Generator[None]:
         """Follow one training, from a checkpoint or from the start."""
-        self._resumed, self._progress = resumed, None
+        self._resumed, self._progress, self._drawn = resumed, None, 0
         try:
             yield
         finally:
@@ -136,7 +139,7 @@ class TrainerData:
 
     def progress(self) -> DataProgress | None:
         """Return this rank's progress, for a save; None if no epoch has begun."""
-        found, trainer = self._progress, self._trainer
+        found, trainer = self._present(), self._trainer
         if found is None:
             return None
         position = replace(found.position, step=trainer.state.global_step)
@@ -146,28 +149,47 @@ class TrainerData:
         loss = (trainer._tr_loss.detach().cpu(), trainer._globalstep_last_logged)
         return replace(found, position=position, evaluated=sorted(alive), loss=loss)
 
+    @property
+    def epochs(self) -> int | None:
+        """Epochs finished; None where the loader is not followed."""
+        if self._progress is not None:
+            return self._progress.position.epoch
+        if self._resumed is None:
+            return None
+        position = self._resumed.first.position
+        return position.epoch + int(position.complete)
+
     def end_epoch(self, *, stopped: bool) -> None:
         """Note that an epoch has ended, or that training is stopped within it."""
-        found = self._progress
+        found = self._present()
         if found is None:
             return
         position = found.position
         if position.complete or (self._exhausted and position.length is None) or not stopped:
             after = replace(position, epoch=position.epoch + 1, batches=0, cuts=())
-            self._progress = replace(found, position=after)
+            self._progress, self._drawn = replace(found, position=after), 0
+
+    def _present(self) -> DataProgress | None:
+        """Return the progress after the batches drawn until now."""
+        if self._progress is None or not self._drawn:
+            return self._progress
+        position = self._progress.position
+        return replace(self._progress, position=replace(position, batches=position.batches + self._drawn))
 
     def _initial_values(self, args: Any, dataloader: Any, *rest: Any) -> tuple[Any, ...]:
         """Compute epochs and steps; those to come follow from the samples to come."""
         stock = self._stock["set_initial_training_values"]
         values: tuple[Any, ...] = stock(args, dataloader, *rest)
         self._loader = dataloader
+        _tell_of_loader(dataloader, args)
         if self._entry is not None:  # a second try, as of `auto_find_batch_size`
             self._entry.undo.close()
         self._entry = None
         if self._resumed is None or not _can_follow(dataloader) or self._trainer.get_sp_size() > 1:
             return values
         position, own = self._resumed.first.position, self._resumed.own
-        chosen = found = _continuation(position, dataloader, args)
+        order = order_made_by(dataloader)
+        chosen = found = _continuation(position, dataloader, args, batches=_steps_in(values).batches)
         if args.ignore_data_skip:
             chosen = Continuation(epoch=found.epoch)
         undo = ExitStack()
@@ -183,6 +205,8 @@ class TrainerData:
         if batches_in(dataloader) is not None:
             steps = steps.after(position, found, first, accumulation, fixed=fixed)
         self._say(position, chosen, steps, dataloader)
+        if args.process_index == 0 and chosen.done:
+            _tell_of_order(progress, order, chosen.done)
         return (steps.epochs, *values[1:6], steps.total)
 
     def _say(self, position: Position, chosen: Continuation, steps: Steps, loader: Any) -> None:
@@ -227,7 +251,7 @@ class TrainerData:
                         "steps_in_epoch": entry.steps.batches,
                         "num_update_steps_per_epoch": entry.steps.per_epoch,
                     }
-            self._progress = self._begin(call, entry) if _can_follow(loader) else None
+            self._progress, self._drawn = self._begin(call, entry) if _can_follow(loader) else None, 0
             return self._stock["_run_epoch"](**call)
 
     def _begin(self, call: dict[str, Any], entry: _Entry | None) -> DataProgress:
@@ -256,7 +280,12 @@ class TrainerData:
             return replace(entry.progress, position=position)
         nothing = (torch.zeros(()), 0)
         return DataProgress(
-            position=position, start=rng_state(), evaluated=(), loss=nothing, **_order_of(loader)
+            position=position,
+            start=rng_state(),
+            evaluated=(),
+            loss=nothing,
+            order=order_made_by(loader),
+            **_order_of(loader),
         )
 
     def _enter(self, entry: _Entry, loader: Any, undo: ExitStack) -> None:
@@ -307,9 +336,7 @@ class TrainerData:
         if checkpoint is not None:
             self._trainer._load_rng_state(checkpoint)
         self._exhausted = len(result[0]) < count
-        if found is not None:
-            position = replace(found.position, batches=found.position.batches + len(result[0]))
-            self._progress = replace(found, position=position)
+        self._drawn += len(result[0])
         return result
 
     def _eval_loader(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,21 +349,44 @@ class TrainerData:
         return loader
 
 
-def _continuation(position: Position, loader: Any, args: Any) -> Continuation:
+def _continuation(position: Position, loader: Any, args: Any, *, batches: int) -> Continuation:
     sampler = sampler_of(loader)
     samples = len(sampler) if sampler is not None else None
-    return continuation(
+    found = continuation(
         position,
         Intake.of(loader),
         args.gradient_accumulation_steps,
         samples=samples,
         divisible=can_leave_out(loader),
     )
+    if position.complete and not found.cuts and found.skip == position.batches < batches:
+        return replace(found, skip=batches)  # the data set has grown since that epoch
+    return found
+
+
+def _tell_of_loader(loader: Any, args: Any) -> None:
+    if not _can_follow(loader) and args.process_index == 0:
+        _logger.warning(
+            "the position in a %s cannot be saved, as it is no torch DataLoader or keeps its iterator: a run "
+            "that is resumed within an epoch finds its place as under the stock Trainer, and draws and drops "
+            "what was seen",
+            type(loader).__name__,
+        )
 
 
 def _can_follow(loader: Any) -> bool:
     """Return whether it is a loader as torch has them, prepared or not."""
-    return isinstance(loader, DataLoader)
+    return isinstance(loader, DataLoader) and not keeps_iterator(loader)
+
+
+def _tell_of_order(saved: DataProgress, order: Mapping[str, Any], done: int) -> None:
+    if saved.order not in ({}, order) and not saved.position.complete:
+        _logger.warning(
+            "epoch %d of step %d: %s",
+            saved.position.epoch,
+            saved.position.step,
+            change_of_order(saved.order, order, done),
+        )
 
 
 def _steps_in(values: tuple[Any, ...]) -> Steps:

@@ -12,6 +12,7 @@ from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._save_limit import is_new_best, wanted_best
 from accelerate_ckpt.trainer._session import TrainerSession
 from ckpt_core import KeepBest
+from ckpt_core.cadence import Counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import RetentionPolicy
 
@@ -68,6 +69,8 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Begin training, or begin again, as `auto_find_batch_size` does."""
         del args, control, kwargs
         self._session.begin(state.global_step)
+        if self.gated:
+            self._session.manager.due(**self._counts(state))
         # Each rank has looked for it on its own disk, and all of them or none must load it at the end.
         state.best_model_checkpoint = self._session.best_left(state.best_model_checkpoint)
 
@@ -86,7 +89,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.reason = "trainer"
         if not self.gated:
             return
-        reason = self._session.manager.due(state.global_step, total_steps=state.max_steps)
+        reason = self._reason(state)
         at_end = state.global_step >= state.max_steps
         wants_end = self._arguments.get("save_strategy") not in {SaveStrategy.NO, None}
         self.reason = reason or "end of training"
@@ -127,10 +130,22 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def left_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
         """Decide again about a step whose evaluation a preemption cut short."""
-        reason = self._session.manager.due(state.global_step, total_steps=state.max_steps)
+        reason = self._reason(state)
         if reason is not None:
             self.reason, control.should_save = reason, True
         self._stop(control)
+
+    def _reason(self, state: TrainerState) -> str | None:
+        """Return the reason to save this step now, or None."""
+        counts = self._counts(state)
+        return self._session.manager.due(state.global_step, total_steps=state.max_steps, **counts)
+
+    def _counts(self, state: TrainerState) -> Counts:
+        epochs = self._data.epochs if state.global_step else 0
+        return {
+            "epochs": int(state.epoch or 0) if epochs is None else epochs,
+            "tokens": state.num_input_tokens_seen,
+        }
 
     def _stop(self, control: TrainerControl) -> None:
         """End training after a preemption, without the evaluation before the save."""
@@ -141,11 +156,13 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Cancel the Trainer's save: the policy has decided at the epoch's last step."""
-        del args, state, kwargs
+        """Decide again about the epoch's last step if the policy counts epochs."""
+        del args, kwargs
         self._data.end_epoch(stopped=control.should_training_stop)
         if self.gated:
-            control.should_save = False
+            policy = self._session.manager.options.save
+            reason = self._reason(state) if policy is not None and "epochs" in policy.counts else None
+            self.reason, control.should_save = reason or self.reason, reason is not None
             self._stop(control)
 
     def on_train_end(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -106,9 +106,11 @@ class TrainerLoading:
                     self._elsewhere(),
                 )
         if checkpoint is None or isinstance(checkpoint, bool):
+            self._require_change(None)
             yield checkpoint
             return
         ours = self._is_ours(checkpoint)
+        self._require_change(checkpoint if ours else None)
         self._require_trusted(checkpoint)
         if ours:
             with self._committed(checkpoint) as view:
@@ -116,6 +118,20 @@ class TrainerLoading:
         else:
             self._check_stock(checkpoint)
             yield os.fspath(checkpoint)
+
+    def _require_change(self, checkpoint: str | os.PathLike[str] | None) -> None:
+        """Refuse a training that would not say which hyperparameters were changed.
+
+        Raises:
+            ConfigError: `override` is given, and no checkpoint of ours in this root is resumed.
+        """
+        url = self._session.manager.storage.url
+        if not self._session.override or (checkpoint and CheckpointPath.of(checkpoint).root == root_of(url)):
+            return
+        raise ConfigError(
+            f"override= changes a training midway, and this one resumes no checkpoint of ours in {url}: call "
+            "train(resume_from_checkpoint=True), or begin with these values in the script, without override="
+        )
 
     def load_model(self, checkpoint: str, model: Any = None) -> None:
         """Load the model of a stock checkpoint; ours is loaded with its optimizer."""
@@ -133,12 +149,14 @@ class TrainerLoading:
         else:
             lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
             origin = checkpoint if lent is None else lent.checkpoint
-            if self._load(origin, self._training_state(with_optimizer=True)):
+            state = self._training_state(with_optimizer=True)
+            if self._load(origin, state, change=self._session.override.values):
                 self._session.saved_step = None
             self._callbacks_from = origin
             if lent is not None and lent.scheduler is not None and self._trainer.lr_scheduler is not None:
                 name = f"{lent.checkpoint}/{SCHEDULER_NAME}"
                 self._trainer.lr_scheduler.load_state_dict(self._session.pickles.load(lent.scheduler, name))
+            state.apply_change()
 
     def load_callbacks(self) -> None:
         """Load the state of callbacks, which may make what it belongs to when training begins."""
@@ -169,11 +187,18 @@ class TrainerLoading:
             with_optimizer=with_optimizer,
         )
 
-    def _load(self, checkpoint: str, state: StateSource, items: Sequence[str] | None = None) -> bool:
+    def _load(
+        self,
+        checkpoint: str,
+        state: StateSource,
+        *,
+        items: Sequence[str] | None = None,
+        change: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Load, and return whether it is a checkpoint of the run's own root."""
         place, manager = CheckpointPath.of(checkpoint), self._session.manager
         if place.root == root_of(manager.storage.url):
-            manager.load(state, name=place.name, items=items)
+            manager.load(state, name=place.name, items=items, override=change)
             return True
         options = replace(manager.options, save=None, keep=None)
         storage = self._session.storage_at(place.root)

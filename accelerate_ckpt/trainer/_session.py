@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,9 +16,13 @@ from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt.trainer._save_limit import retention
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError
 from ckpt_core.coordination import coordinator_for_job
+from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, RunRoot, kind_of, root_of
+from ckpt_core.names import MARKER, run_name
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
+
+_logger = logger_of(__name__)
 
 
 @final
@@ -33,6 +38,7 @@ class TrainerSession:
         output: the output directory, if checkpoints do not go there.
         best: the best checkpoint, as the one resumed from names it.
         pickles: reads small files, and warns of those that need pickle.
+        override: hyperparameters that a resume changes.
         preempted: whether the last training was stopped for a preemption.
         saved_step: the last step saved, if the live state continues from it.
     """
@@ -41,7 +47,8 @@ class TrainerSession:
         self._trainer = trainer
         self._settings = settings
         self._sinks = sinks
-        self._closed = False
+        self._closed, self._tells, self._begun_at = False, True, 0
+        self.override = settings.override
         self.pickles = Pickles(allowed=settings.options.allow_pickle)
         deadline = settings.options.deadline_seconds
         self.coordinator = coordinator_for_job(deadline_seconds=deadline)
@@ -64,7 +71,7 @@ class TrainerSession:
         """
         if self._closed:
             raise ConfigError("the checkpoints of this Trainer are closed: call enable_trainer() again")
-        self.preempted, self.best = False, None
+        self.preempted, self.best, self._tells = False, None, True
         self._options = self._in_training()
         self._replace()
         try:
@@ -89,6 +96,32 @@ class TrainerSession:
             return os.path.join(self._trainer.args.output_dir or ".", name)  # noqa: PTH118 - may be a URL
         return f"{self._storage.url}/{name}"
 
+    def name_of(self, step: int) -> str:
+        """Return the name for a save of `step`; collective in a bucket.
+
+        There nothing is replaced: what has the name already, of a training before or of this step, stays.
+        """
+        name, storage = f"checkpoint-{step}", self._storage
+        again = step == self.saved_step
+        if not storage.supports_rename:
+            taken = {Kind.COMMITTED, Kind.STOCK}
+            return self.coordinator.run_on_coordinator(
+                lambda: (
+                    run_name(name, secrets.token_hex(4)) if again or kind_of(storage, name) in taken else name
+                )
+            )
+        ahead = step > self._begun_at and not again
+        if self._tells and ahead and self.coordinator.is_coordinator and storage.exists(f"{name}/{MARKER}"):
+            self._tells = False
+            _logger.warning(
+                "%s/%s is of a training before, and is replaced when step %d of this one is complete, as by "
+                "the stock Trainer, and so are later ones; to keep those, train into another output_dir",
+                storage.url,
+                name,
+                step,
+            )
+        return name
+
     def best_left(self, found: str | None) -> str | None:
         """Return the best checkpoint, if it is still there.
 
@@ -110,7 +143,7 @@ class TrainerSession:
         """Begin, or begin again; from an earlier step than was saved, on a new lineage."""
         if self.saved_step is not None and step < self.saved_step:
             self._replace()
-        self.saved_step = None
+        self.saved_step, self._begun_at = None, step
 
     def close(self) -> None:
         """Wait for the save in flight and release the output directory; idempotent.

@@ -31,6 +31,7 @@ from accelerate_ckpt.trainer._continuation import DataProgress, encoded
 from accelerate_ckpt.trainer._rank_files import progress_file
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
+    Override,
     check_groups,
     load_model_state,
     load_optimizer_state,
@@ -82,6 +83,25 @@ class TrainingState:
         self._pickles = pickles
         self._stock_files = stock_files
         self._with_optimizer = with_optimizer and not trainer.args.save_only_model
+        self.change: Override | None = None
+
+    def check_override(self, change: Override) -> None:
+        """Refuse hyperparameters that the optimizer lacks; see `AdjustableSource`.
+
+        Raises:
+            ConfigError: it lacks one.
+        """
+        change.check({"": self._trainer.optimizer.param_groups})
+
+    def override(self, change: Override) -> None:
+        """Note what to change once the scheduler is loaded, too."""
+        self.change = change
+
+    def apply_change(self) -> None:
+        """Change hyperparameters, and the schedule of the learning rate."""
+        if self.change is not None:
+            optimizer = unwrap_optimizer(self._trainer.optimizer)
+            self.change.apply({"": optimizer}, [self._trainer.lr_scheduler])
 
     def capture(self) -> CapturedState:
         """Capture the state as it is now, with live tensors."""

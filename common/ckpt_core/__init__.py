@@ -13,9 +13,11 @@ from ckpt_core._version import __version__
 if TYPE_CHECKING:
     from ckpt_core.cadence import (
         AtSteps,
+        EveryEpochs,
         EveryFraction,
         EverySeconds,
         EverySteps,
+        EveryTokens,
         FirstStep,
         OnPreemption,
         SavePolicy,
@@ -55,7 +57,8 @@ if TYPE_CHECKING:
     from ckpt_core.types import CheckpointInfo
 
 _HOMES = {
-    "cadence": "AtSteps EveryFraction EverySeconds EverySteps FirstStep OnPreemption SavePolicy",
+    "cadence": "AtSteps EveryEpochs EveryFraction EverySeconds EverySteps EveryTokens FirstStep OnPreemption "
+    "SavePolicy",
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
     "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError",
@@ -83,9 +86,11 @@ __all__ = [
     "CorruptCheckpointError",
     "Counters",
     "DeadlineError",
+    "EveryEpochs",
     "EveryFraction",
     "EverySeconds",
     "EverySteps",
+    "EveryTokens",
     "FirstStep",
     "IncompatibleCheckpointError",
     "KeepAll",

@@ -70,6 +70,20 @@ def metadata_path(reader: Any, rank: int | None) -> Any:
     return reader._get_metadata_path(rank)
 
 
+def holds_unreduced_gradients(module: Any) -> bool:
+    """Return whether FSDP2 keeps gradients of a module that are not reduced over ranks yet."""
+    get_state = getattr(module, "_get_fsdp_state", None)
+    group = None if get_state is None else get_state()._fsdp_param_group
+    if group is None:
+        return False
+    unsharded = [getattr(each, "_unsharded_param", None) for each in group.fsdp_params]
+    return (
+        group._partial_reduce_output is not None
+        or any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params)
+        or any(each is not None and each.grad is not None for each in unsharded)
+    )
+
+
 MAKES_ITERATOR = "_get_iterator"
 """Method by which a DataLoader makes the iterator of an epoch."""
 
@@ -128,6 +142,7 @@ __all__ = [
     "data_ended",
     "default_store",
     "dtypes_by_storage_type",
+    "holds_unreduced_gradients",
     "index_sampler_of",
     "kept_iterator",
     "layout_named",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePath
-from typing import final
+from typing import ClassVar, Final, Literal, NamedTuple, TypedDict, final
 
 from ckpt_core.errors import ConfigError
 from ckpt_core.validation import boolean, function, instances, integer, integers, positive, require, text
@@ -25,9 +25,23 @@ _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
 _SMALLEST_FRACTION = Fraction(1, 1_000_000)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CadenceContext:
-    """The input of a decision.
+class Counts(TypedDict, total=False):
+    """What a training has done besides steps, the same on every rank.
+
+    Attributes:
+        epochs: epochs finished.
+        tokens: tokens trained on, by all ranks together.
+    """
+
+    epochs: int
+    tokens: int
+
+
+_NO_COUNTS: Final = Counts()
+
+
+class CadenceContext(NamedTuple):
+    """The input of a decision; a tuple, as every step of a training makes one.
 
     Attributes:
         step: the step just finished.
@@ -38,6 +52,8 @@ class CadenceContext:
         last_save_time: time of that save; None if there is none.
         total_steps: length of the training, if known.
         signals: external events of the job, e.g. `PREEMPTION`.
+        counts: of this step, as far as they are known.
+        since_counts: of the last decision or save before it; without a count where it is not known.
     """
 
     step: int
@@ -48,12 +64,17 @@ class CadenceContext:
     last_save_time: float | None = None
     total_steps: int | None = None
     signals: frozenset[str] = frozenset()
+    counts: Counts = _NO_COUNTS
+    since_counts: Counts = _NO_COUNTS
 
     @property
     def since(self) -> int:
         """The last step decided on: a boundary after it and up to `step` is due now."""
-        settled = [s for s in (self.previous_step, self.last_save_step) if s is not None and s < self.step]
-        return max(settled, default=self.step - 1)
+        step, decided, saved = self.step, self.previous_step, self.last_save_step
+        since = decided if decided is not None and decided < step else None
+        if saved is not None and saved < step and (since is None or saved > since):
+            since = saved
+        return step - 1 if since is None else since
 
 
 class SavePolicy(ABC):
@@ -80,6 +101,11 @@ class SavePolicy(ABC):
     def preemptions(self) -> tuple[OnPreemption, ...]:
         """The sources of preemptions of this policy; () if there are none."""
         return ()
+
+    @property
+    def counts(self) -> frozenset[str]:
+        """The names of the counts that it needs, of `Counts`."""
+        return frozenset()
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
         return AnyOf((*_flat(self, AnyOf), *_flat(other, AnyOf)))
@@ -195,6 +221,56 @@ class EveryFraction(SavePolicy):
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class _EveryCount(SavePolicy):
+    """Saves at the first decision that finds a count at or beyond the next multiple."""
+
+    n: int
+
+    _NAME: ClassVar[Literal["epochs", "tokens"]]
+
+    def __post_init__(self) -> None:
+        require(type(self).__name__, integer("n", self.n, minimum=1))
+
+    def decide(self, context: CadenceContext) -> str | None:
+        name = self._NAME
+        count = context.counts.get(name)
+        if count is None:
+            raise ConfigError(
+                f"{self!r}: the number of {name} is unknown here. Give it with every step: "
+                f"maybe_save(step, state, {name}=…)"
+            )
+        due = count // self.n > context.since_counts.get(name, count) // self.n
+        return f"every {self.n} {name}" if due else None
+
+    @property
+    def needs_agreement(self) -> bool:
+        return False
+
+    @property
+    def counts(self) -> frozenset[str]:
+        return frozenset({self._NAME})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EveryEpochs(_EveryCount):
+    """Saves at the end of every `n`th epoch; the training loop gives the number."""
+
+    _NAME = "epochs"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EveryTokens(_EveryCount):
+    """Saves each time that `n` more tokens were trained on, by all ranks together.
+
+    The training loop gives the number so far, which need not be a multiple of `n` at any step.
+    """
+
+    _NAME = "tokens"
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class FirstStep(SavePolicy):
@@ -268,6 +344,10 @@ class AnyOf(SavePolicy):
     def preemptions(self) -> tuple[OnPreemption, ...]:
         return tuple(each for policy in self.policies for each in policy.preemptions)
 
+    @property
+    def counts(self) -> frozenset[str]:
+        return frozenset[str]().union(*(policy.counts for policy in self.policies))
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -291,6 +371,10 @@ class AllOf(SavePolicy):
     def preemptions(self) -> tuple[OnPreemption, ...]:
         return tuple(each for policy in self.policies for each in policy.preemptions)
 
+    @property
+    def counts(self) -> frozenset[str]:
+        return frozenset[str]().union(*(policy.counts for policy in self.policies))
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -313,6 +397,10 @@ class Not(SavePolicy):
     def preemptions(self) -> tuple[OnPreemption, ...]:
         return self.policy.preemptions
 
+    @property
+    def counts(self) -> frozenset[str]:
+        return self.policy.counts
+
 
 def _signals(names: tuple[str, ...]) -> str | None:
     known = set(signal.Signals.__members__) - _UNCATCHABLE
@@ -331,9 +419,12 @@ __all__ = [
     "AnyOf",
     "AtSteps",
     "CadenceContext",
+    "Counts",
+    "EveryEpochs",
     "EveryFraction",
     "EverySeconds",
     "EverySteps",
+    "EveryTokens",
     "FirstStep",
     "Not",
     "OnPreemption",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -168,38 +168,32 @@ def agreed_place(
     step: int | None,
     name: str | None,
     *,
-    check: Callable[[], object] = lambda: None,
+    others: Callable[[], object] = lambda: None,
 ) -> tuple[int | None, str | None]:
     """Agree on a call's checkpoint; the newest without step and name. Collective.
 
-    `check` raises ConfigError if another argument of this rank is invalid.
+    `others` returns plain values of other arguments, and raises ConfigError if one is invalid.
 
     Raises:
         ConfigError: a rank's step or name is invalid, or ranks ask for different ones.
     """
 
-    def get() -> tuple[int | None, str | None]:
+    def get() -> list[Any]:
         require(call, None if name is None else _key("name", name))
-        check()
-        return None if step is None else checked_step(call, step), name
+        also = others()
+        return [None if step is None else checked_step(call, step), name, also]
 
-    return _agreed(coordinator, call, get)
+    step, name, _ = _agreed(coordinator, call, get)
+    return step, name
 
 
-def agreed_values(
-    coordinator: Coordinator, call: str, values: Mapping[str, Any], *, check: Callable[[], object]
-) -> None:
-    """Agree on the values that a call is given. Collective.
+def agreed_values(coordinator: Coordinator, call: str, get: Callable[[], T]) -> T:
+    """Agree on the plain values that a call is given. Collective.
 
     Raises:
-        ConfigError: `check` raises one on any rank, or ranks give different values.
+        ConfigError: `get` raises one on any rank, or ranks give different values.
     """
-
-    def get() -> list[list[Any]]:
-        check()
-        return [[name, list(value) if isinstance(value, tuple) else value] for name, value in values.items()]
-
-    _agreed(coordinator, call, get)
+    return _agreed(coordinator, call, get)
 
 
 def agreed_step(coordinator: Coordinator, call: str, step: int, *reasons: str) -> int:
@@ -222,6 +216,8 @@ def checked_step(owner: str, step: Any) -> int:
     Raises:
         ConfigError: it is no whole number, is negative, or exceeds the limit of the format.
     """
+    if type(step) is int and 0 <= step <= MAX_COUNT:  # every step of a training comes by here
+        return step
     plain = plain_integer(step)
     require(owner, integer("step", plain, minimum=0, maximum=MAX_COUNT))
     return int(plain)

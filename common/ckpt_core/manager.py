@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Self, Unpack, final
 
+from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    FileFailure,
+)
 from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -19,11 +27,10 @@ from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.retention import PrunePlan
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
-from ckpt_core.state import Override, State, TrainState, as_source, takes_all
+from ckpt_core.state import Override, State, as_source, checked_override, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
-from ckpt_core.validation import mapping, require
 
 COALESCED = "coalesced"
 """The reason of a save that replaces those postponed by back-pressure."""
@@ -85,7 +92,7 @@ class CheckpointManager:
         self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
         self._loader = Loader(job, verify_manifest=self.options.manifest_verifier)
-        self._overridden: Mapping[str, Any] = {}
+        self._in_force = Override()
         self._closed = False
 
     @property
@@ -93,12 +100,15 @@ class CheckpointManager:
         """Whether training must stop, as of the last check for preemptions of any rank."""
         return self._cadence.preempted
 
-    def due(self, step: int | None = None, *, total_steps: int | None = None) -> str | None:
+    def due(
+        self, step: int | None = None, *, total_steps: int | None = None, **counts: Unpack[Counts]
+    ) -> str | None:
         """Return the reason to save this step now, or None; for callers of `save`.
 
         Without a step it only checks for a preemption, as during an evaluation: collective if the save policy
         has an `OnPreemption`. If there is one, leave the evaluation, on every rank after the same batch, and
-        call `maybe_save`.
+        call `maybe_save`. `total_steps`, `epochs` (finished), `tokens` (of all ranks) are for policies that
+        need them; counts without a step are where counting begins.
 
         With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
         while every arena was in flight: at the first step at which an arena is free on every rank. While one
@@ -106,9 +116,9 @@ class CheckpointManager:
         """
         self._check()
         if step is None:
-            return self._cadence.check_preemption()
+            return self._cadence.check_preemption(**counts)
         step = checked_step("due", step)
-        reason = self._cadence.due(step, total_steps)
+        reason = self._cadence.due(step, total_steps, **counts)
         return reason or (COALESCED if self._saver.in_flight.overdue() else None)
 
     def maybe_save(
@@ -119,9 +129,10 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         annotations: Mapping[str, Any] | None = None,
         total_steps: int | None = None,
+        **counts: Unpack[Counts],
     ) -> SaveHandle | None:
-        """Save if the save policy requires it, else return None; see `save`."""
-        reason = self.due(step, total_steps=total_steps)
+        """Save if the save policy requires it, else return None; see `due` and `save`."""
+        reason = self.due(step, total_steps=total_steps, **counts)
         if reason is None:
             return None
         return self.save(step, state, metrics=metrics, annotations={"reason": reason, **(annotations or {})})
@@ -158,7 +169,8 @@ class CheckpointManager:
         self._bind()
         try:
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
-            request = replace(request, annotations={**self._overridden, **request.annotations})
+            own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
+            request = replace(request, annotations=own)
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
         except ConfigError as error:
@@ -171,7 +183,6 @@ class CheckpointManager:
         handle = self._saver.save(request, state)
         if handle is not None:
             self._cadence.saved(request.step)
-            self._overridden = {}
         return handle
 
     def prewarm(self, state: State | CapturedState) -> int:
@@ -197,14 +208,15 @@ class CheckpointManager:
 
         Args:
             state: a `TrainState`, any `StateSource`, or a mapping of tensors and Statefuls.
-            override: hyperparameters to change in every group of a `TrainState`'s optimizers that has them,
-                such as `{"lr": 1e-4}`; schedulers continue from a new learning rate. The next save records
-                them as the annotation `override`, and begins a lineage that branches off here.
+            override: hyperparameters to change in the optimizers' groups, such as `{"lr": 1e-4}`, see
+                `Override`; schedulers continue from a new learning rate. Saves record them as the annotation
+                `override`, in a lineage that branches off here. A later resume with the same changes nothing.
 
         Returns:
             The step restored, or None if there is no checkpoint yet.
 
         Raises:
+            CheckpointNotFoundError: there is no checkpoint yet, and `override` is to change it.
             CorruptCheckpointError: there are checkpoints, and all of them are damaged.
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
@@ -212,22 +224,19 @@ class CheckpointManager:
             ConfigError: `state` is no state, or no optimizer has what `override` names, on any rank.
         """
         self._bind()
-        change = Override({} if override is None else override)
-        agreed_values(self._coordinator, "resume", change.values, check=lambda: _check_resume(state, change))
+        agreed_values(self._coordinator, "resume", lambda: checked_override(state, override).items)
         self._rewind()
         self._own_root()
-        request = LoadRequest.of(self.options, Selection())
+        request = LoadRequest.of(self.options, Selection(), Override.of(override))
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
         self._loader.log_surroundings(loaded)
         if loaded is None:
+            request.override.require_origin(self.storage.url)
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
         if loaded.info.damaged is not None and every_byte:
             self._root.note_sound(loaded.info.name)
-        self._root.line.continue_from(loaded.info, branch=bool(override))
-        if override and isinstance(state, TrainState):
-            change.apply(state.optimizers, state.schedulers)
-            self._overridden = {"override": dict(override)}
+        self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
         return loaded.info.step
 
@@ -243,6 +252,7 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
         cast: bool = False,
+        override: Mapping[str, Any] | None = None,
     ) -> SavedState:
         """Load one checkpoint, or a part of one.
 
@@ -258,6 +268,7 @@ class CheckpointManager:
             strict: whether everything must fit; else entries of the model and of mappings that do not fit are
                 skipped, with a warning, and listed in the result's `left`.
             cast: whether values are cast to the live tensor's dtype; else different dtypes do not fit.
+            override: hyperparameters to change, as in `resume`; of a whole state only.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -265,7 +276,7 @@ class CheckpointManager:
             UntrustedCheckpointError: `verify_manifest` does not accept it; nothing was touched.
             IncompatibleCheckpointError: it does not fit; nothing was touched.
             UnsafeCheckpointError: it needs `allow_pickle=True`; nothing was touched.
-            ConfigError: `include` or `rename` has a name that is not in the checkpoint; nothing was touched.
+            ConfigError: `include`, `rename` or `override` has a name that is not there; nothing was touched.
         """
         self._check()
         self._coordinator.check()
@@ -273,13 +284,15 @@ class CheckpointManager:
         def selected() -> Selection:
             return Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
 
-        step, name = agreed_place(
-            self._coordinator, "load", step, name, check=lambda: narrowed(state, selected())
-        )
+        def checked() -> object:
+            narrowed(state, selected())
+            return checked_override(state, override).of_whole(whole=selected().is_all).items
+
+        step, name = agreed_place(self._coordinator, "load", step, name, others=checked)
         selection = selected()
         self._rewind()
         source, narrower = narrowed(state, selection)
-        request = LoadRequest.of(self.options, narrower)
+        request = LoadRequest.of(self.options, narrower, Override.of(override))
         info: CheckpointInfo | None
         if step is None and name is None:
             loaded = self._loader.newest(request, source)
@@ -289,9 +302,16 @@ class CheckpointManager:
         else:
             request = self._loader.locate(request, step=step, name=name)
             saved, info = self._loader.load(request, source), request.committed
-        if info is not None and selection.is_all and takes_all(state, saved):
-            self._root.line.continue_from(info)
+        if selection.is_all and takes_all(state, saved):
+            self._continue_from(info, saved, request.override)
         return saved
+
+    def _continue_from(self, info: CheckpointInfo | None, saved: SavedState, change: Override) -> None:
+        """Let saves continue from what was loaded whole, and perhaps changed."""
+        if info is not None:  # else stock DCP wrote it
+            self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
+            self._cadence.count_from(lambda: saved.annotations)
+        self._in_force = change or Override.in_force(saved.annotations)
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
         """Let saves continue from a checkpoint whose state is live already. Collective.
@@ -309,13 +329,17 @@ class CheckpointManager:
         self._bind()
         self._rewind()
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
-        info = self._coordinator.run_on_coordinator(
-            lambda: (
-                self._newest() if step is None and name is None else self._catalog.find(step=step, name=name)
-            ),
-            what="looking for a checkpoint",
-        )
+
+        def find() -> tuple[CheckpointInfo, list[list[Any]]]:
+            info = self._find(step, name)
+            annotations: Mapping[str, Any] = {}
+            with suppress(CorruptCheckpointError):  # its state is live already
+                annotations = self._catalog.manifest(info.name).annotations
+            return info, Override.in_force(annotations).items
+
+        info, changed = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
         self._root.line.continue_from(info)
+        self._in_force = Override(dict(changed))
         return info
 
     def start_afresh(self) -> None:
@@ -365,7 +389,7 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such checkpoint.
         """
         step = None if step is None else checked_step("verify", step)
-        info = self._newest() if step is None else self._catalog.find(step=step)
+        info = self._find(step)
         failures = verify(self.storage, info.name)
         self._root.note_verified(info, failures)
         return failures
@@ -451,8 +475,10 @@ class CheckpointManager:
         self._saver.in_flight.wait()
         self._saver.in_flight.forget()
 
-    def _newest(self) -> CheckpointInfo:
-        """Find the newest checkpoint of the present lineage, marked or not."""
+    def _find(self, step: int | None, name: str | None = None) -> CheckpointInfo:
+        """Find a checkpoint, by default the present lineage's newest, marked or not."""
+        if step is not None or name is not None:
+            return self._catalog.find(step=step, name=name)
         committed = self._catalog.committed()
         if not committed:
             raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
@@ -480,14 +506,3 @@ class CheckpointManager:
         """Fix the ranks of the job, for which a save or load is about to be planned."""
         self._check()
         self._coordinator.bind()
-
-
-def _check_resume(state: Any, change: Override) -> None:
-    as_source(state)
-    require("resume", mapping("override", change.values))
-    if isinstance(state, TrainState):
-        change.check(state.optimizers)
-    elif change.values:
-        raise ConfigError(
-            f"override= changes the optimizers of a TrainState, not of a {type(state).__name__}"
-        )

@@ -65,7 +65,8 @@ class KeepLatest(RetentionPolicy):
         require("KeepLatest", integer("n", self.n, minimum=1))
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        return frozenset(sorted((info.step for info in history), reverse=True)[: self.n])
+        # In a bucket, where nothing is replaced, one step may have been saved twice.
+        return frozenset(sorted({info.step for info in history}, reverse=True)[: self.n])
 
 
 @final

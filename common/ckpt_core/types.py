@@ -179,6 +179,7 @@ class SavedState:
         include: patterns of selected entries, see `wants`; everything if empty.
         partial: whether it holds more than this rank has, because other ranks have the rest.
         left: descriptions of the entries skipped, because they do not fit, by a load that was not strict.
+        annotations: those given with the save.
     """
 
     sharded: Mapping[str, SavedEntries]
@@ -191,6 +192,7 @@ class SavedState:
     include: tuple[str, ...] = ()
     partial: bool = False
     left: Sequence[str] = ()
+    annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def wants(self, path: tuple[str | int, ...]) -> bool:
         """Return whether to load the live entry at `path`."""

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar, Unpack, final
 
 import torch
 from torch.utils.data import DataLoader
 
-from ckpt_core.cadence import SavePolicy
+from ckpt_core.cadence import Counts, SavePolicy
 from ckpt_core.coordination import Coordinator
 from ckpt_core.data import track
 from ckpt_core.disclosure import logger_of
@@ -162,10 +162,11 @@ class FabricCheckpoints:
         *,
         metrics: Mapping[str, float] | None = None,
         total_steps: int | None = None,
+        **counts: Unpack[Counts],
     ) -> SaveHandle | None:
         """Save if the save policy requires it; see `CheckpointManager.maybe_save`."""
         manager = self.manager
-        reason = manager.due(step, total_steps=total_steps)
+        reason = manager.due(step, total_steps=total_steps, **counts)
         if reason is None:
             return None
         self._wait_for_others(manager)

@@ -240,12 +240,16 @@ class Running:
         loops: of the Trainer, for the position of a save.
         measured: the metrics, by the step at which they were measured.
         repeats_validation: whether the validation that ends now was cut short: a resume repeats it.
+        untold: the kinds of loaders that were named for hiding their position.
+        tokens: tokens trained on, of all ranks together.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.loops = TrainingLoops(trainer)
         self.measured = Measured()
         self.repeats_validation = False
+        self.untold: set[str] = set()
+        self.tokens = 0
         self._trainer = trainer
         self._switches: Switches | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -258,6 +262,7 @@ class Running:
         self._switches.load(saved["switches"])
         load_metrics(self._trainer, saved["metrics"], same_ranks=same_ranks)
         self.measured.resume(saved["measured"], self._trainer._logger_connector._callback_metrics)
+        self.tokens = saved.get("tokens", 0)
         self.loops.catch_up()
         if Following(saved["following"]) not in {Following.EPOCH, Following.EPOCH_UPDATE}:
             _set_up_averaging(self._trainer)
@@ -284,5 +289,6 @@ class Running:
             "switches": self._switches.changed(),
             "metrics": metrics or self._capture_metrics(),
             "measured": dict(self.measured.steps),
+            "tokens": self.tokens,
         }
         return state, rng

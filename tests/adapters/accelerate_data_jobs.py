@@ -22,8 +22,11 @@ EPOCHS = 2
 
 
 class Items(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self.samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([float(index)])
@@ -99,6 +102,7 @@ class Run:
     root: str = ""
     kind: str = "default"
     batch: int = 4
+    samples: int = SAMPLES
     workers: int = 0
     persistent: bool = False
     stateful: bool = False
@@ -155,7 +159,7 @@ def _loader(run: Run) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(5) if run.kind == "shuffled_stream" else None
         return DataLoader(Stream(generator), **options)
     if run.kind in {"default", "in_order"}:
-        return DataLoader(Items(), shuffle=run.kind == "default", **options)
+        return DataLoader(Items(run.samples), shuffle=run.kind == "default", **options)
     if run.kind == "generator":
         return DataLoader(Items(), shuffle=True, generator=torch.Generator().manual_seed(3), **options)
     samplers = {

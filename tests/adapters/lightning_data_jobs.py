@@ -19,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ckpt_core import EverySteps
 from lightning_ckpt import ShardedCheckpoint
 from tests.adapters.lightning_jobs import rank_and_world
+from tests.unit.data.test_hidden import KeepsIterator, ReadsAhead
 
 BATCH = 4
 
@@ -40,6 +41,31 @@ class Stream(IterableDataset[float]):
 
     def __iter__(self) -> Iterator[float]:
         return iter(map(float, range(self.samples)))
+
+
+class Restartable(Stream):
+    """With a position of its own."""
+
+    done = 0
+
+    def __iter__(self) -> Iterator[float]:
+        while self.done < self.samples:
+            self.done += 1
+            yield float(self.done - 1)
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+class Batches:
+    """No DataLoader, as DALI's and WebDataset's iterators."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(24.0).split(BATCH))
 
 
 class Seen(pl.LightningModule):
@@ -84,6 +110,10 @@ def loader(kind: str) -> Any:
         "persistent": lambda: DataLoader(Numbers(), num_workers=1, persistent_workers=True, **plain),
         "custom sampler": lambda: DataLoader(Numbers(90), BATCH, sampler=Backwards(range(90))),
         "stream": lambda: DataLoader(Stream(), BATCH),
+        "restartable": lambda: DataLoader(Restartable(), BATCH),
+        "batches": Batches,
+        "keeps its iterator": lambda: KeepsIterator(Numbers(), **plain),
+        "reads ahead": lambda: ReadsAhead(Numbers(), **plain),
         "min_size": lambda: pair("min_size"),
         "max_size": lambda: pair("max_size"),
         "max_size_cycle": lambda: pair("max_size_cycle"),

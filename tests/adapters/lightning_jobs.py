@@ -120,6 +120,11 @@ def rank_and_world() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def tokens_of(batch: torch.Tensor) -> int:
+    """Ranks whose batches are of different lengths."""
+    return len(batch) * (1 + rank_and_world()[0])
+
+
 def strategy_named(name: str, world: int) -> Any:
     if name == "fsdp":
         return CPUFSDPStrategy(state_dict_type="sharded")

@@ -13,6 +13,7 @@ import pytest
 import accelerate_ckpt
 from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_data_jobs import SAMPLES, STREAMED, Run, loops, prepared
+from tests.unit.data.test_hidden import in_background
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -262,4 +263,60 @@ def test_what_becomes_of_the_epoch_is_told_at_the_load(
         "the last 3, which drop_last leaves out" in caplog.text
     )
     assert "batches of 5 now, and made batches of 4: learning rate schedules count batches" in caplog.text
+    made.end_training()
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "told"),
+    [
+        (
+            Run(),
+            Run(kind="in_order"),
+            "26 samples in the order of RandomSampler when it was saved, and are 26 samples in the order of "
+            "SequentialSampler now: of the 8 samples seen, up to 8 are seen twice, and of the others up to 8",
+        ),
+        (Run(), Run(samples=29), "and are 29 samples in the order of RandomSampler now"),
+        (
+            Run(kind="in_order"),
+            Run(kind="in_order", samples=29),
+            "those behind the 8 seen follow in their order",
+        ),
+        (Run(kind="numpy"), Run(kind="by_epoch"), "26 samples in the order of ByEpoch now"),
+    ],
+    ids=["no longer shuffled", "grown", "grown, in order", "another sampler"],
+)
+def test_data_that_has_changed_within_the_epoch_is_told_with_numbers(
+    saved: Run, now: Run, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loops([saved.but(root=str(tmp_path), save_at=(2, PER_EPOCH), steps=PER_EPOCH)])
+    for step in (2, PER_EPOCH):
+        caplog.clear()
+        made, *_ = prepared(now.but(root=str(tmp_path)))
+        with caplog.at_level(logging.WARNING):
+            made.load_state(f"{tmp_path}/checkpoint_{step}")
+        assert (told in caplog.text) == (step == 2), "between epochs it may change"
+        made.end_training()
+
+
+def test_a_loader_that_another_thread_reads_is_told_by_the_first_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, *_, train, _ = prepared(Run(root=str(tmp_path)))
+    next(in_background(train))
+    for _ in range(2):
+        made.save_state(f"{tmp_path}/checkpoint_0")
+    made.end_training()
+    assert caplog.text.count("another thread draws the batches") == 1
+
+
+def test_a_stateful_loader_saved_at_its_last_batch_goes_on_with_the_next_epoch_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever epoch the script believes it to be; the stock one hands out an order of its own."""
+    run = Run(root=str(tmp_path), stateful=True)
+    (saved,) = loops([run.but(save_at=(PER_EPOCH,))])
+    made, *_, train, _ = prepared(run)
+    made.load_state(f"{tmp_path}/checkpoint_{PER_EPOCH}")
+    assert "was saved at the last batch of epoch 0: it goes on with epoch 1" in caplog.text
+    assert [batch.flatten().tolist() for batch in train] == [each[2] for each in saved["trace"][PER_EPOCH:]]
     made.end_training()

@@ -28,6 +28,7 @@ from ckpt_core.testing import Fault, FaultyStorage, run_ranks
 from lightning_ckpt import ShardedCheckpointIO, setup_fabric
 from tests.adapters.fabric_jobs import Training, net, resumed_on_ranks, whole
 from tests.scripts import run_python
+from tests.unit.data.test_hidden import KeepsIterator, ReadsAhead
 
 # Fabric warns of few workers.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -416,3 +417,14 @@ def test_sharded_trainings_resume_exactly_and_on_other_strategies(tmp_path):
         with CheckpointManager(tmp_path / strategy) as manager:
             manager.load({"model": model}, name="three")
         assert whole(model) == per_rank[0][strategy]["saved"]
+
+
+def test_a_loader_that_hides_its_position_is_refused_by_the_first_save(tmp_path):
+    for kind in (KeepsIterator, ReadsAhead):
+        training = Training(tmp_path / kind.__name__)
+        loader = training.fabric.setup_dataloaders(kind(range(12), batch_size=2))
+        begun = iter(loader)
+        next(begun)
+        with pytest.raises(ConfigError, match=f"a {kind.__name__} cannot tell its position"):
+            training.fabric.save(tmp_path / kind.__name__ / "one", {**training.state, "loader": loader})
+        training.checkpoints.close()

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from ckpt_core.data import LoaderPosition
+from ckpt_core.state import decode_items
 from ckpt_core.testing import run_ranks
 from lightning_ckpt import _state
-from tests.adapters.lightning_data_jobs import DataJob, Trained, train, train_one
+from tests.adapters.lightning_data_jobs import DataJob, Trained, loader, train, train_one
 
 # Lightning warns of small data sets and few workers, and torchdata of torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,6 +63,29 @@ def test_a_stream_without_state_is_drawn_again_with_a_warning(tmp_path):
     resumed = train_one(DataJob(root=str(tmp_path), loader="stream", ckpt_path="last", max_steps=4))
     assert resumed.samples == [12, 13, 14, 15]
     assert any("3 batches of an iterable data set are drawn again" in line for line in resumed.logged)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why", "at"),
+    [
+        ("batches", "it is no torch DataLoader", 0),
+        ("keeps its iterator", "it keeps an iterator of its own", 0),
+        ("reads ahead", "it has drawn 2 batches of this epoch for 1", 1),
+    ],
+)
+def test_a_loader_that_hides_its_position_is_told_by_the_first_save(tmp_path, kind, why, at):
+    job = DataJob(root=str(tmp_path), loader=kind, saves=at > 0, max_steps=2)
+    logged = train_one(job).logged
+    assert [line for line in logged if "cannot be saved" in line] == [logged[0]], "once"
+    assert why in logged[0]
+
+
+def test_batches_that_lightning_drew_ahead_are_not_counted_as_seen(tmp_path):
+    train_one(DataJob(root=str(tmp_path), loader="restartable", saves=True, max_steps=2))
+    content = (tmp_path / "step-000000002" / "rank-00000.json").read_bytes()
+    (state,) = decode_items(content, "rank-00000.json").values[_state.POSITIONS]["training"]
+    (note,) = LoaderPosition(loader("restartable")).restore(state, same_ranks=False)
+    assert "2 batches of 4, is seen twice" in note
 
 
 def test_a_checkpoint_of_an_earlier_version_resumes_by_the_states_of_its_loaders(tmp_path, monkeypatch):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core import CheckpointManager, EverySteps, KeepBest, OnPreemption
+from ckpt_core import CheckpointManager, EverySteps, EveryTokens, KeepBest, OnPreemption
 from ckpt_core.testing import RanksFailedError, run_ranks
-from tests.adapters.lightning_jobs import Job, Outcome, averaged, committed, fit_all
+from tests.adapters.lightning_jobs import Job, Outcome, averaged, committed, fit, fit_all
 from tests.scripts import run_python
 
 pytestmark = pytest.mark.distributed
@@ -17,6 +17,11 @@ pytestmark = pytest.mark.distributed
 STRATEGIES = ("ddp", "fsdp", "fsdp2")
 PLACES = (("single", 1), *((strategy, 2) for strategy in STRATEGIES))
 UNSAVED = {"save": None, "save_last": False}
+BY_TOKENS = {
+    "save": EveryTokens(25),
+    "tokens": "tests.adapters.lightning_jobs:tokens_of",
+    "save_last": False,
+}
 
 
 def on_ranks(world: int, *jobs: Job, **options) -> list[list[Outcome]]:
@@ -63,6 +68,7 @@ def ddp(tmp_path_factory) -> tuple[Path, list[list[Outcome]]]:
         *resumed_in_between(root, "ddp"),
         Job(options=preemption, model={"signal_at": (1, 3)}, **stopped),
         Job(options=preemption, ckpt_path="last", **stopped),
+        Job(root=str(root / "tokens"), strategy="ddp", max_steps=5, options=BY_TOKENS),
         *(Job(max_steps=steps, options=best, trainer=halfway, **evaluated) for steps in (10, 7)),
         Job(root=str(root), strategy="ddp", ckpt_path="last", options=own, expect="ConfigError"),
     )
@@ -93,6 +99,15 @@ def test_ranks_whose_metrics_differ_save_the_best_of_the_first_together(ddp):
         (9, -9.0, True),
     ]
     assert {outcomes[-2].best for outcomes in per_rank} == {str(root / "best" / "run" / "step-000000006")}
+
+
+def test_tokens_of_all_ranks_are_counted_and_counted_on_by_other_ranks(ddp):
+    """Two ranks see 4 and 8 tokens in a step, so 60 in five; a single one then sees 4 in each."""
+    root, _ = ddp
+    fit(Job(root=str(root / "tokens"), max_steps=9, ckpt_path="last", options=BY_TOKENS))
+
+    infos = CheckpointManager(root / "tokens" / "run").checkpoints()
+    assert [info.step for info in infos] == [3, 5, 9]
 
 
 def test_a_checkpoint_that_only_some_ranks_find_is_refused_before_anybody_waits(ddp):

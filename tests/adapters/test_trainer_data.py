@@ -17,7 +17,14 @@ from accelerate_ckpt.trainer._cuts import Intake
 from ckpt_core import CheckpointManager, CorruptCheckpointError
 from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators
-from tests.adapters.trainer_data_jobs import DataJob, data_in_turn, data_trainer, run_data
+from tests.adapters.trainer_data_jobs import (
+    DataJob,
+    collate,
+    data_in_turn,
+    data_trainer,
+    run_data,
+    sample,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -117,6 +124,43 @@ def test_other_batches_see_every_sample_of_the_epoch_once(
     assert elastic["rate"] == [0.0, 0.0], "the schedule ends with the training"
     again = other.but(root=f"{tmp_path}/again", resume=f"{tmp_path}/other/checkpoint-10")
     assert_same_from_there(run(again), elastic)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"samples": 30}, "24 samples in the order of"),
+        (
+            {"arguments": {"train_sampling_strategy": "group_by_length"}},
+            "of the 8 samples seen, up to 8 are seen twice, and of the others up to 8 never",
+        ),
+    ],
+    ids=["grown", "another sampler"],
+)
+def test_data_that_has_changed_within_the_epoch_is_told_with_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], told: str
+) -> None:
+    job = DataJob(root=f"{tmp_path}/run", save_at=[2, 6], arguments={"max_steps": 6})
+    run(job)
+    assert "samples seen" not in caplog.text
+    arguments = {"max_steps": 4, **changes.get("arguments", {})}
+    resumed(job, 2, **{**changes, "arguments": arguments})
+    assert told in caplog.text
+    caplog.clear()
+    later = resumed(job, 6, **{**changes, "arguments": {**arguments, "max_steps": 7}})
+    assert "samples seen" not in caplog.text, "between epochs it may change"
+    assert (later["step"], len(later["seen"]), later["epoch"] > 1) == (7, 1, True), "of the next epoch"
+
+
+def test_a_loader_that_cannot_be_followed_is_told_before_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = data_trainer(DataJob(root=str(tmp_path), arguments={"max_steps": 1}))
+    batch = collate([sample(index) for index in range(4)])
+    made.get_train_dataloader = lambda: [batch, batch]
+    made.train()
+    assert "the position in a list cannot be saved" in caplog.text
+    accelerate_ckpt.disable_trainer(made)
 
 
 @pytest.mark.slow

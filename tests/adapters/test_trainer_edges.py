@@ -167,6 +167,42 @@ def test_going_back_by_path_abandons_what_lies_ahead(tmp_path: Path) -> None:
     assert seen == [5]
 
 
+@pytest.mark.parametrize("root", ["local", "memory://trainers/back"])
+def test_a_step_that_training_reaches_again_supersedes_the_abandoned_one(
+    tmp_path: Path, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a bucket, which replaces nothing, beside it; and the best model is that of this training."""
+    url = str(tmp_path / "run") if root == "local" else root
+    best = {**METRIC, "load_best_model_at_end": True, "save_strategy": "steps"}
+    job = TrainerJob(root=str(tmp_path / "out"), steps=6, save_steps=2, arguments=best, options={"root": url})
+    trained(job, {2: 0.5, 4: 0.1, 6: 0.4})
+    caplog.clear()
+    back = trained(job.but(resume=f"{url}/checkpoint-2"), {4: 0.3, 6: 0.2})
+    told = "checkpoint-4 is of a training before, and is replaced" in caplog.text
+    assert told == (root == "local"), "nothing is lost without a word"
+    with CheckpointManager(url) as checkpoints:
+        line = checkpoints.checkpoints()
+        assert [info.step for info in line] == [2, 4, 6]
+        assert len(checkpoints.checkpoints(abandoned=True)) == (3 if root == "local" else 5)
+        assert newest_to_resume(checkpoints) == f"{url}/{line[-1].name}" == back.state.best_model_checkpoint
+    ended = trained(job.but(resume=True), {})
+    assert ended.state.global_step == 6
+
+
+def test_a_step_is_saved_again_in_a_bucket_when_it_turns_out_to_be_the_best(tmp_path: Path) -> None:
+    """Saved as its last step of an epoch, and evaluated at the epoch's end; then trained on from."""
+    arguments = {**METRIC, "eval_strategy": "epoch"}
+    url = "memory://trainers/twice"
+    options = {"root": url, "save": EverySteps(6), "keep": KeepBest("eval_loss") | KeepLatest(2)}
+    job = TrainerJob(root=str(tmp_path), steps=12, arguments=arguments, options=options)
+    made = trained(job, {6: 0.5, 12: 0.1})
+    with CheckpointManager(url) as checkpoints:
+        infos = checkpoints.checkpoints(abandoned=True)
+        assert {info.step for info in infos} == {6, 12}
+        assert newest_to_resume(checkpoints) == made.state.best_model_checkpoint
+    assert infos[-1].metrics["eval_loss"] == 0.1
+
+
 class Beginning(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def __init__(self, seen: list[int]) -> None:
         self._seen = seen

@@ -12,9 +12,11 @@ from ckpt_core.cadence import (
     AnyOf,
     AtSteps,
     CadenceContext,
+    EveryEpochs,
     EveryFraction,
     EverySeconds,
     EverySteps,
+    EveryTokens,
     FirstStep,
     Not,
     OnPreemption,
@@ -100,6 +102,8 @@ policies = st.recursive(
         st.builds(AtSteps, st.sets(st.integers(0, 200), min_size=1)),
         st.builds(EverySeconds, st.floats(0.5, 50)),
         st.builds(EveryFraction, st.floats(0.01, 1), total_steps=st.integers(1, 500)),
+        st.builds(EveryEpochs, st.integers(1, 5)),
+        st.builds(EveryTokens, st.integers(1, 500)),
         st.just(FirstStep()),
         st.just(OnPreemption()),
     ),
@@ -119,6 +123,10 @@ contexts = st.builds(
     last_save_step=st.none() | st.integers(0, 300),
     last_save_time=st.none() | st.floats(0, 1000),
     signals=st.sampled_from([frozenset[str](), frozenset({PREEMPTION})]),
+    counts=st.fixed_dictionaries({"epochs": st.integers(0, 10), "tokens": st.integers(0, 2000)}),
+    since_counts=st.fixed_dictionaries(
+        {}, optional={"epochs": st.integers(0, 10), "tokens": st.integers(0, 2000)}
+    ),
 )
 
 
@@ -147,6 +155,8 @@ def test_a_policy_that_needs_no_agreement_ignores_time_and_signals(policy, conte
             started=other.started,
             last_save_time=other.last_save_time,
             signals=other.signals,
+            counts=context.counts,
+            since_counts=context.since_counts,
         )
         assert decide(policy, context) == decide(policy, elsewhere)
 
@@ -158,6 +168,8 @@ def test_a_policy_that_needs_no_agreement_ignores_time_and_signals(policy, conte
         (AtSteps([5]), False),
         (EveryFraction(0.5), False),
         (FirstStep(), False),
+        (EveryEpochs(5), False),
+        (EveryTokens(5), False),
         (EverySeconds(5), True),
         (OnPreemption(), True),
         (EverySteps(5) | FirstStep(), False),
@@ -232,6 +244,16 @@ def test_the_reason_names_every_policy_that_fired():
     assert decide(~AtSteps([3]), context) == "not AtSteps(steps=(3,))"
 
 
+def test_every_combination_tells_which_counts_it_needs():
+    assert (EverySteps(5) | (EveryEpochs(1) & ~EveryTokens(9))).counts == {"epochs", "tokens"}
+    assert (EverySteps(5) | ~EverySeconds(5)).counts == frozenset()
+
+
+def test_a_count_that_is_unknown_is_asked_for_by_name():
+    with pytest.raises(ConfigError, match=r"EveryTokens\(n=5\).* maybe_save\(step, state, tokens=…\)"):
+        decide(EverySteps(2) | EveryTokens(5), at(4, counts={"epochs": 1}))
+
+
 def test_chains_of_one_combinator_stay_flat():
     a, b, c = EverySteps(1), EverySteps(2), EverySteps(3)
     assert a | b | c == a | (b | c) == AnyOf((a, b, c))
@@ -275,6 +297,8 @@ def test_every_fraction_without_a_total_says_what_to_do():
         (lambda: OnPreemption(when="module.function"), "package.module:function"),
         (lambda: OnPreemption(when=5), "when must be a function"),
         (lambda: OnPreemption(stop="yes"), "stop must be true or false"),
+        (lambda: EveryEpochs(0), "EveryEpochs: n must be a whole number of at least 1, not 0"),
+        (lambda: EveryTokens(1e9), "EveryTokens: n must be a whole number"),
         (lambda: AnyOf(()), "non-empty"),
         (lambda: EverySteps(5) | KeepLatest(3), "SavePolicy"),
         (lambda: EverySteps(5) & None, "SavePolicy"),

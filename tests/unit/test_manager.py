@@ -9,7 +9,9 @@ from torch import nn
 from ckpt_core import (
     CheckpointManager,
     Counters,
+    EveryEpochs,
     EverySteps,
+    EveryTokens,
     KeepBest,
     KeepEvery,
     KeepLatest,
@@ -28,6 +30,27 @@ from tests.unit.training import LONG, Gate, Run, assert_equal, children, values_
 
 def steps(checkpoints: CheckpointManager) -> list[int]:
     return [info.step for info in checkpoints.checkpoints()]
+
+
+def test_counts_of_tokens_and_epochs_go_on_where_a_checkpoint_was_saved(tmp_path):
+    """Saved by `save` at step 5, or by the policy: neither is saved twice, and no multiple is missed."""
+    run = Run.make()
+
+    def job(begin, until):
+        with CheckpointManager(tmp_path, save=EveryTokens(1000) | EveryEpochs(2)) as checkpoints:
+            begin(checkpoints)
+            for step in range((checkpoints.latest() or Nothing).step + 1, until + 1):
+                checkpoints.maybe_save(step, run.state, tokens=step * 300, epochs=step // 3)
+            if until == 5:
+                checkpoints.save(5, run.state)
+        return steps(checkpoints)
+
+    class Nothing:
+        step = 0
+
+    assert job(lambda checkpoints: None, 5) == [4, 5]
+    assert job(lambda checkpoints: checkpoints.resume(run.state), 7) == [4, 5, 6, 7]
+    assert job(lambda checkpoints: checkpoints.load(run.state), 11) == [4, 5, 6, 7, 10]
 
 
 def test_the_loop_of_the_readme_saves_resumes_and_keeps(tmp_path):

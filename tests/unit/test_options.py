@@ -10,9 +10,11 @@ import pytest
 
 from ckpt_core.cadence import (
     AtSteps,
+    EveryEpochs,
     EveryFraction,
     EverySeconds,
     EverySteps,
+    EveryTokens,
     FirstStep,
     OnPreemption,
 )
@@ -73,6 +75,7 @@ def written(folder: Path, name: str, text: str) -> Path:
         ({"at_steps": [3, 1]}, AtSteps([1, 3])),
         ({"every_seconds": 1.5}, EverySeconds(1.5)),
         ({"every_fraction": 0.1}, EveryFraction(0.1)),
+        ({"every_epochs": 2, "every_tokens": {"n": 9}}, EveryEpochs(2) | EveryTokens(9)),
         ({"every_fraction": {"fraction": 0.1, "total_steps": 50}}, EveryFraction(0.1, total_steps=50)),
         ({"first_step": True, "on_preemption": False}, FirstStep()),
         ({"on_preemption": ["SIGINT"]}, OnPreemption(("SIGINT",))),

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core._torch_internals import kept_iterator
+from ckpt_core.data._hidden import is_stateful
 from ckpt_core.data._order import EpochOrder
 from ckpt_core.data._samplers import (
     Samplers,
     batches_of,
     load_samplers_state,
     load_starting_state,
+    other_seeds,
+    recipe,
+    same_recipe,
     samplers_state,
     samples_of,
     starting_state,
+    style_of,
 )
-from ckpt_core.data._tracking import UNKNOWN, Replay, begun_untracked, epoch_from, track, tracker_of
+from ckpt_core.data._tracking import UNKNOWN, Replay, epoch_from, hidden_position, track, tracker_of
 from ckpt_core.errors import ConfigError
 
 _MARK = "ckpt_position"
@@ -45,41 +51,43 @@ class LoaderPosition:
         self._stateful = is_stateful(loader)
         self._tracked = isinstance(loader, DataLoader)
         self._dealt: tuple[int, int] | None = None
-        if not self._tracked and not self._stateful:
+        self._require_visible()
+        if self._tracked:
+            track(loader)
+
+    def _require_visible(self) -> None:
+        if (why := hidden_position(self._loader)) is not None:
             raise ConfigError(
-                f"a {type(loader).__name__} cannot tell its position, so a resumed run would see other data: "
-                "use a torch DataLoader, give it state_dict and load_state_dict, or leave it out"
+                f"a {type(self._loader).__name__} cannot tell its position, so a resumed run would see other "
+                f"data: {why}. Hand over a torch DataLoader, before the loop and read by the loop alone; "
+                "give it state_dict and load_state_dict; or leave it out"
             )
-        if not self._tracked or tracker_of(loader) is not None:
-            return
-        late = begun_untracked(loader)
-        if late and not self._stateful:
-            raise ConfigError(
-                f"a {type(loader).__name__} is being iterated already, and what its order was made from is "
-                "unknown: hand it over before the loop"
-            )
-        track(loader)
 
     @property
     def replayable(self) -> bool:
         """Whether a batch that was drawn may be counted as not seen."""
         return self._tracked and self._kind() in {"indices", "draw"}
 
-    def state(self, *, ended: bool | None = None, ahead: int = 0) -> dict[str, Any]:
+    def state(self, *, ended: bool | None = None, ahead: int = 0, kept: bool = False) -> dict[str, Any]:
         """Return the position as plain values, for `encode`.
 
         Args:
             ended: whether the epoch is over, so that the next `iter` is to begin another; if None, it is
                 after a `StopIteration`.
             ahead: batches that were drawn, but not trained on yet.
+            kept: whether the caller saves those itself, to train on after a resume on the same ranks.
+
+        Raises:
+            ConfigError: the loop does not see the batches as they are drawn, so that no position can be told.
         """
+        self._require_visible()
         tracker = tracker_of(self._loader)
         if tracker is not None and tracker.restored is not None:
             return dict(tracker.restored)
         kind = self._kind()
         state: dict[str, Any] = {_MARK: _VERSION, "kind": kind}
         if self._tracked:
-            state |= self._tracked_state(ended=ended, ahead=ahead)
+            state |= self._tracked_state(ended=ended, ahead=ahead, kept=kept)
         if kind == "own" and not ended and not state.get("exhausted") and not self._ended_with_workers(state):
             state["own"] = dict(self._loader.state_dict())
         elif kind == "dataset":
@@ -112,7 +120,7 @@ class LoaderPosition:
             return "indices"
         return "dataset" if loader.num_workers == 0 and is_stateful(loader.dataset) else "draw"
 
-    def _tracked_state(self, *, ended: bool | None, ahead: int) -> dict[str, Any]:
+    def _tracked_state(self, *, ended: bool | None, ahead: int, kept: bool) -> dict[str, Any]:
         loader, tracker = self._loader, track(self._loader)
         epoch = tracker.epoch
         if epoch is not None and epoch.ended:
@@ -121,7 +129,8 @@ class LoaderPosition:
         samplers = Samplers.of(loader)
         shard, shards = samplers.shards
         return {
-            "batches": 0 if epoch is None else max(0, epoch.batches - ahead),
+            "batches": 0 if epoch is None else max(0, epoch.batches - (0 if kept else ahead)),
+            "ahead": ahead if kept else 0,
             "ended": over,
             "exhausted": epoch is not None and not over and epoch.ended,
             "begin": None if epoch is None or over else dict(epoch.begin),
@@ -131,6 +140,8 @@ class LoaderPosition:
             "shards": shards,
             "batch_size": samplers.batch_size,
             "named_size": samplers.named_size,
+            "workers": loader.num_workers,
+            "world_size": _world_size(),
         }
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> list[str]:
@@ -149,7 +160,12 @@ class LoaderPosition:
         tracker = track(self._loader)
         tracker.replay = self._dealt = None
         tracker.restored = state
+        notes = other_seeds(self._loader, state["samplers"])
         load_samplers_state(self._loader, state["samplers"])
+        return [*notes, *self._put_back(state, same_ranks=same_ranks)]
+
+    def _put_back(self, state: Mapping[str, Any], *, same_ranks: bool) -> list[str]:
+        tracker = track(self._loader)
         if state["ended"] or ("own" not in state and not state["begin"]):
             if state["kind"] == "dataset" == self._kind():
                 self._loader.dataset.load_state_dict(state["dataset"])
@@ -196,37 +212,74 @@ class LoaderPosition:
 
     def _go_on(self, state: Mapping[str, Any], *, same_ranks: bool) -> list[str]:
         kind, live, begin = state["kind"], self._kind(), state["begin"]
-        notes = self._notes_of_length(begin)
         if kind == "indices" and live == "indices":
             samplers = Samplers.of(self._loader)
             place = (*samplers.shards, samplers.batch_size, samplers.named_size)
             saved = tuple(state[name] for name in ("shard", "shards", "batch_size", "named_size"))
-            if begin["seen"] or place != saved:
+            same = same_recipe(begin["order"], recipe(self._loader), same_ranks=same_ranks)
+            if begin["seen"] or place != saved or not same:
                 return self._deal(state)
-            if not same_ranks and samplers.shard is None:
-                notes.append(
-                    "no sampler deals samples to ranks, so each rank goes on after its own "
-                    f"{state['batches']} batches, and an added one after those of rank 0"
-                )
-        elif not same_ranks:
+            notes = [] if same_ranks or samplers.shard is not None else [self._note_of_ranks(state)]
+            return self._replay(state, batches=state["batches"], notes=notes)
+        if not same_ranks:
             return [self._begin_over(state, "other ranks saved it, and its samples have no numbers")]
-        elif kind == "own" or kind != live:
-            return self._load_own(state)
-        elif kind == "dataset":
+        notes = self._notes_of_length(begin)
+        if kind == "own" or kind != live:
+            return [*notes, *self._load_own(state)]
+        if kind == "dataset":
             self._loader.dataset.load_state_dict(state["dataset"])
-        elif state["batches"]:
-            notes.append(
-                f"{state['batches']} batches of an iterable data set are drawn again, and dropped, to find "
-                "the position: to save this time, give the data set state_dict() and load_state_dict(), and "
-                "use torchdata's StatefulDataLoader if it has workers"
-            )
+            return self._replay(state, batches=state["batches"], notes=notes)
+        return self._draw_again(state, notes)
+
+    def _replay(self, state: Mapping[str, Any], *, batches: int, notes: list[str]) -> list[str]:
         track(self._loader).replay = Replay(
-            begin=begin,
+            begin=state["begin"],
             samplers=state["samplers"],
-            batches=state["batches"],
-            draws=kind == "draw",
+            batches=batches,
+            draws=state["kind"] == "draw",
         )
         return notes
+
+    def _draw_again(self, state: Mapping[str, Any], notes: list[str]) -> list[str]:
+        """Draw and drop what had been handed out of a stream, which has no indices."""
+        batches, size = state["batches"], Samplers.of(self._loader).batch_size
+        workers = self._loader.num_workers
+        before = state["batch_size"], state.get("workers", workers)
+        if before != (size, workers):
+            if workers or before[1] or not size or not before[0]:
+                return [self._begin_over(state, "its workers share the stream in another way now")]
+            batches, twice = divmod(batches * before[0], size)
+            notes = [
+                *notes,
+                f"{twice} samples are seen twice: batches are of {size} now, and were of {before[0]}",
+            ]
+        if batches:
+            notes = [
+                *notes,
+                f"{batches} batches of an iterable data set are drawn again, and dropped, to find "
+                "the position: to save this time, give the data set state_dict() and load_state_dict(), and "
+                "use torchdata's StatefulDataLoader if it has workers",
+            ]
+        return self._replay(state, batches=batches, notes=notes)
+
+    def _note_of_ranks(self, state: Mapping[str, Any]) -> str:
+        """Tell what comes of ranks that deal samples by no means of ours."""
+        note = (
+            f"no sampler deals samples to ranks, so each rank goes on after its own {state['batches']} "
+            "batches, and an added one after those of rank 0"
+        )
+        order, size, before = state["begin"]["order"], state["batch_size"], state.get("world_size")
+        if order is None or size is None or before is None:
+            return note
+        whole, parts = order["length"], order if before > 1 else recipe(self._loader)
+        if parts is not None and parts.get("samples") == whole:
+            return f"{note}: each takes every sample, none twice"
+        here = state["batches"] * size
+        change = here * (before - _world_size())
+        return (
+            f"{note}. If ranks share the {whole} samples of the epoch, {before} had seen {here * before}: at "
+            f"least {abs(change)} are seen {'twice' if change > 0 else 'never'}. Use a DistributedSampler"
+        )
 
     def _deal(self, state: Mapping[str, Any]) -> list[str]:
         """Deal out the rest of the saved epoch, in the present batch size."""
@@ -243,17 +296,36 @@ class LoaderPosition:
             return [self._begin_over(state, f"the order of {begin['order']['type']} cannot be made again")]
         seen = begin["seen"] + state["batches"] * state["batch_size"] * state["shards"]
         drop_last = bool(getattr(samplers.shard, "drop_last", False))
-        order = EpochOrder(samples=samples, seen=min(seen, len(samples)), drop_last=drop_last)
-        rest = batches_of(order.share(shard, shards), self._loader)
+        begin, kept, seen = self._without_lost(begin, samples, min(seen, len(samples)))
+        order = EpochOrder(samples=kept, seen=seen, drop_last=drop_last)
+        share = order.share(shard, shards)
+        rest = batches_of(share, self._loader)
         track(self._loader).replay = Replay(
             begin={**begin, "seen": order.seen}, samplers=state["samplers"], rest=rest
         )
         self._dealt = order.seen // (size * shards), len(rest)
+        left = len(share) - sum(map(len, rest)) if samplers.batch is not None else 0
         return [
-            *self._notes_of_length(begin),
-            f"the epoch goes on in its first order, after {order.seen} of {len(samples)} samples: "
-            f"{shards} rank(s) share the other {len(order.rest)}" + _of_padding(order.padding(shards)),
+            f"the epoch goes on in its first order, after {order.seen} of {len(kept)} samples: "
+            f"{shards} rank(s) share the other {len(order.rest)}"
+            + _of_padding(order.padding(shards))
+            + (f"; drop_last leaves {left * shards} out" if left else ""),
+            *self._notes_of_order(begin["order"], len(samples)),
         ]
+
+    def _without_lost(
+        self, begin: Mapping[str, Any], samples: Sequence[Any], seen: int
+    ) -> tuple[Mapping[str, Any], Sequence[Any], int]:
+        """Leave out what the data set has lost since the save; return begin, samples, seen."""
+        order, length = begin["order"], len(self._loader.dataset)
+        before = order.get("kept", order["length"])
+        kept = min(before, length)
+        if kept == order["length"]:
+            return begin, samples, seen
+        had = [each for each in samples if each < before]
+        here = [each for each in had if each < kept]
+        seen = sum(each < kept for each in had[:seen])
+        return {**begin, "order": {**order, "kept": kept}}, here, seen
 
     def _samples(self, begin: Mapping[str, Any]) -> Sequence[Any] | None:
         here = starting_state(self._loader)
@@ -274,9 +346,24 @@ class LoaderPosition:
             "saved: the rest of the epoch is not the one that it would have been"
         ]
 
+    def _notes_of_order(self, order: Mapping[str, Any], samples: int) -> list[str]:
+        """Tell of a data set or a sampler that was changed within the epoch."""
+        now, notes = recipe(self._loader), list[str]()
+        length = len(self._loader.dataset)
+        if length != order["length"]:
+            new, lost = max(0, length - order["length"]), samples - order.get("kept", samples)
+            notes = [
+                f"the data set has {length} samples, and had {order['length']} when the epoch began: "
+                f"{new} new ones are seen from the next epoch on, {lost} are gone"
+            ]
+        if now is None or style_of(now) != style_of(order):
+            present = "as the present sampler deals them" if now is None else style_of(now)
+            notes.append(f"samples came {style_of(order)}, and do so until the epoch ends; then {present}")
+        return notes
+
     def _begin_over(self, state: Mapping[str, Any], why: str) -> str:
         self._dealt = None if (length := batches_in(self._loader)) is None else (0, length)
-        seen = f"{state['batches']} batches"
+        seen = f"{state['batches'] - state.get('ahead', 0)} batches"
         if state["batch_size"] is not None:
             seen += f" of {state['batch_size']}"
         return (
@@ -285,17 +372,17 @@ class LoaderPosition:
         )
 
 
-def is_stateful(value: Any) -> bool:
-    """Return whether `value` has `state_dict` and `load_state_dict`."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
 def batches_in(loader: Any) -> int | None:
     """Return the number of batches in an epoch of a loader, None if it does not know."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _world_size() -> int:
+    """Return how many ranks train."""
+    return dist.get__world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _has_live_workers(loader: DataLoader[Any]) -> bool:

@@ -21,6 +21,7 @@ from ckpt_core.data._generators import (
 
 _LONGEST = 8
 _KNOWN = {"builtins", "torch", "torchdata", "lightning", "lightning_fabric"}
+_OF_ORDER = ("kind", "type", "length", "samples")
 _TORCHDATA = "torchdata.stateful_dataloader.sampler"
 
 
@@ -132,6 +133,33 @@ def load_samplers_state(loader: DataLoader[Any], state: Mapping[str, Any]) -> No
                 setattr(each, name, value)
 
 
+def other_seeds(loader: DataLoader[Any], state: Mapping[str, Any]) -> list[str]:
+    """Tell of seeds of samplers that are others than at the save, whose places those take."""
+    notes: list[str] = []
+    for part, each in _parts(loader):
+        present, saved = _seeds(each, _own_state(each)), _seeds(each, state.get(part, {}))
+        notes += [
+            f"the {name} of its {type(each).__name__} stays {saved[name]}, as it was saved, and is not "
+            f"{present[name]}, for the order to stay the same"
+            for name in present.keys() & saved.keys()
+            if present[name] != saved[name]
+        ]
+    return notes
+
+
+def _seeds(each: Any, state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the seeds in what `_own_state` gave; torchdata seeds generators by chance."""
+    if type(each).__module__ == _TORCHDATA:
+        return {}
+    found = {name: value for name, value in state.items() if type(value) is int and "seed" in name}
+    for name, value in state.items():
+        if isinstance(getattr(each, name, None), torch.Generator):
+            generator = torch.Generator()
+            generator.set_state(value)
+            found[f"seed of the {name}"] = generator.initial_seed()
+    return found
+
+
 def _parts(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
     samplers = Samplers.of(loader)
     parts = [
@@ -190,6 +218,7 @@ def recipe(loader: DataLoader[Any]) -> dict[str, Any] | None:
         "kind": _kind(base),
         "type": type(base or shard).__qualname__,
         "length": len(data),
+        "samples": len(base) if hasattr(base, "__len__") else len(data),
         "shuffled": bool(getattr(shard, "shuffle", False)),
         "lazy": type(base).__module__ != _TORCHDATA,
         # Whether the seed of the workers is drawn from the generator that makes the order, too.
@@ -197,6 +226,25 @@ def recipe(loader: DataLoader[Any]) -> dict[str, Any] | None:
         "owns": own is not None,
         "workers": loader.num_workers > 0,
     }
+
+
+def same_recipe(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, *, same_ranks: bool) -> bool:
+    """Return whether a loader makes the order of an epoch as at the save."""
+    if saved is None or now is None:
+        return saved is now
+    names = {*_OF_ORDER, "shuffled", "lazy"}
+    if saved["kind"] == "other":
+        names.add("workers")  # which have a sampler begin twice
+    if not same_ranks:
+        names.remove("samples")  # of a sampler that deals to ranks by itself
+    return all(saved.get(name, now[name]) == now[name] for name in names)
+
+
+def style_of(order: Mapping[str, Any]) -> str:
+    """Describe the order that a recipe makes."""
+    if order["shuffled"] or order["kind"] == "random":
+        return "shuffled"
+    return "in the order of the data set" if order["kind"] == "sequential" else f"in that of {order['type']}"
 
 
 def _kind(base: Any) -> str:
@@ -232,7 +280,10 @@ def _of_base(
         return range(order["length"])
     load_starting_state(loader, begin["start"])
     sampler = _random(order, begin) if order["kind"] == "random" else Samplers.of(loader).base
-    if sampler is None or (order["kind"] == "other" and type(sampler).__qualname__ != order["type"]):
+    live = recipe(loader)
+    if sampler is None or live is None:
+        return None
+    if order["kind"] == "other" and any(order.get(name, live[name]) != live[name] for name in _OF_ORDER):
         return None
     indices = iter(sampler)
     seeded = begin["created"] is None

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import gc
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,15 +19,13 @@ from torch.utils.data import DataLoader
 from ckpt_core._torch_internals import (
     BEGINS_AGAIN,
     MAKES_ITERATOR,
-    LoaderIterator,
-    batches_given,
     count_as_given,
     data_ended,
-    index_sampler_of,
     kept_iterator,
     let_draw_from,
 )
 from ckpt_core.data._generators import global_state, load_global_state, same_values
+from ckpt_core.data._hidden import EPOCH, CountedBatches, Outer, begun_untracked, is_stateful, keeps_iterator
 from ckpt_core.data._samplers import (
     draw_seed,
     load_samplers_state,
@@ -40,7 +38,6 @@ from ckpt_core.disclosure import logger_of
 
 _log = logger_of(__name__)
 _TRACKER = "_ckpt_tracker"
-_EPOCH = "_ckpt_epoch"
 _STOCK = "_ckpt_stock_class"
 UNKNOWN: Mapping[str, Any] = {}
 """What an epoch began from that began untracked."""
@@ -56,7 +53,9 @@ class Epoch:
         begin: what its order was made from, as plain values.
         made: the state of generators when its iterator had been made; None once that has begun to draw.
         batches: how many batches it has handed out.
+        skipped: those of them that were handed out before a resume.
         ended: whether it has raised `StopIteration`.
+        thread: the one that has drawn the last batch; None before the first.
         iterator: refers to what hands them out, as long as it lives.
         loader: refers to the loader.
     """
@@ -64,7 +63,9 @@ class Epoch:
     begin: Mapping[str, Any]
     made: Mapping[str, Any] | None = None
     batches: int = 0
+    skipped: int = 0
     ended: bool = False
+    thread: int | None = None
     iterator: Callable[[], Any] = lambda: None
     loader: Callable[[], Any] = lambda: None
 
@@ -114,13 +115,17 @@ class Tracker:
         replay: how the next one is to begin, if not as usual.
         created: what the iterator began from that persistent workers belong to.
         restored: the position that was put back, until the next pass begins.
+        late: whether an untracked iterator was in use when tracking began.
+        outer: the last pass over a loader with an `__iter__` of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, late: bool = False) -> None:
         self.epoch: Epoch | None = None
         self.replay: Replay | None = None
         self.created: Mapping[str, Any] | None = None
         self.restored: Mapping[str, Any] | None = None
+        self.late = late
+        self.outer: Outer | None = None
 
     def begin(self, loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
         """Make an iterator; note or replay what its order is made from."""
@@ -207,7 +212,7 @@ class Tracker:
         load_samplers_state(loader, replay.samplers)
         begun = replay.batches or loader.num_workers or replay.rest is not None
         self.epoch = Epoch(replay.begin, made=None if begun else UNKNOWN, loader=ref(loader))
-        self.epoch.batches = replay.batches if replay.rest is None else 0
+        self.epoch.batches = self.epoch.skipped = replay.batches if replay.rest is None else 0
         return iterator
 
 
@@ -316,7 +321,7 @@ def track(loader: DataLoader[Any]) -> Tracker:
     """
     tracker = tracker_of(loader)
     if tracker is None:
-        tracker = Tracker()
+        tracker = Tracker(late=begun_untracked(loader))
         setattr(loader, _TRACKER, tracker)
         if not hasattr(type(loader), _STOCK):
             loader.__class__ = _subclass(type(loader), _loader_overrides)
@@ -333,26 +338,37 @@ def tracker_of(loader: Any) -> Tracker | None:
     return getattr(loader, "__dict__", {}).get(_TRACKER)
 
 
-def begun_untracked(loader: DataLoader[Any]) -> bool:
-    """Return whether an iterator of this loader is in use, of which nothing is known."""
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    iterators = [each for each in gc.get_referrers(sampler) if isinstance(each, LoaderIterator)]
-    iterators = [each for each in iterators if index_sampler_of(each) is sampler]
-    if (kept := kept_iterator(loader)) is not None:
-        iterators.append(kept)
-    return any(not hasattr(each, _EPOCH) and _unfinished(loader, each) for each in iterators)
+def hidden_position(loader: Any) -> str | None:
+    """Return why the position in a loader cannot be told at present; None if it can."""
+    if not isinstance(loader, DataLoader):
+        stateful = is_stateful(loader)
+        return None if stateful else "it is no torch DataLoader, and has no state_dict and load_state_dict"
+    tracker, why = tracker_of(loader), None
+    begun = tracker is not None and (tracker.epoch is not None or not tracker.late)
+    if keeps_iterator(loader):
+        why = "it keeps an iterator of its own for all epochs"
+    elif not begun and not is_stateful(loader) and begun_untracked(loader):
+        why = "it is being iterated already, and what its order was made from is unknown"
+    return why if why is not None or tracker is None else _read_otherwise(tracker)
 
 
-def _unfinished(loader: DataLoader[Any], iterator: Any) -> bool:
-    try:
-        return batches_given(iterator) < len(loader)
-    except TypeError:
-        return True
+def _read_otherwise(tracker: Tracker) -> str | None:
+    """Return how batches are drawn other than one by one, as the loop sees them."""
+    epoch, outer = tracker.epoch, tracker.outer
+    if epoch is not None and epoch.thread not in {None, threading.get_ident()}:
+        return "another thread draws its batches, and may be ahead of the loop"
+    drawn = 0 if epoch is None else epoch.batches - epoch.skipped
+    over = outer is not None and outer.ended
+    if outer is None or not outer.batches or (over and epoch is not None and epoch.ended):
+        return None
+    if not over and outer.batches == drawn:
+        return None
+    return f"it has drawn {drawn} batches of this epoch for {outer.batches} that it has handed out"
 
 
 def _watch(iterator: Any, epoch: Epoch) -> None:
     epoch.iterator = ref(iterator)
-    setattr(iterator, _EPOCH, epoch)
+    setattr(iterator, EPOCH, epoch)
     if not hasattr(type(iterator), _STOCK):
         iterator.__class__ = _subclass(type(iterator), _iterator_overrides)
 
@@ -389,7 +405,19 @@ def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
             case other:
                 return other
 
-    return {MAKES_ITERATOR: make_iterator, "__reduce_ex__": reduce}
+    overrides = {MAKES_ITERATOR: make_iterator, "__reduce_ex__": reduce}
+    iterate: Any = stock.__iter__
+    if iterate.__module__.partition(".")[0] not in {"torch", "torchdata"}:
+        overrides["__iter__"] = lambda self: _counted(self, iterate(self))
+    return overrides
+
+
+def _counted(loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    tracker = tracker_of(loader)
+    if tracker is None:
+        return batches
+    tracker.outer = Outer()
+    return CountedBatches(batches, tracker.outer)
 
 
 def _iterator_overrides(stock: type[Any]) -> Mapping[str, Any]:
@@ -397,7 +425,7 @@ def _iterator_overrides(stock: type[Any]) -> Mapping[str, Any]:
     draw = stock.__next__
 
     def draw_next(self: Any) -> Any:
-        epoch = self.__dict__[_EPOCH]
+        epoch = self.__dict__[EPOCH]
         if epoch.made is not None:
             epoch.note_first()
         try:
@@ -406,6 +434,7 @@ def _iterator_overrides(stock: type[Any]) -> Mapping[str, Any]:
             epoch.ended = True
             raise
         epoch.batches += 1
+        epoch.thread = threading.get_ident()
         return batch
 
     def begin_again(self: Any, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's signature

@@ -177,6 +177,7 @@ def open_checkpoint(
         world_size=None if manifest is None else manifest.world_size,
         step=None if manifest is None else manifest.step,
         name=directory,
+        annotations={} if manifest is None else manifest.annotations,
     )
     return OpenCheckpoint(
         files=files,

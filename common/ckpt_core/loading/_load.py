@@ -43,7 +43,7 @@ from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
 from ckpt_core.root import Job
 from ckpt_core.staging import free_memory
-from ckpt_core.state import CarefulSource, StateSource, leaves, put_buffers
+from ckpt_core.state import AdjustableSource, CarefulSource, Override, StateSource, leaves, put_buffers
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
 
 _logger = logger_of(__name__)
@@ -63,6 +63,7 @@ class LoadRequest:
         read_once: whether ranks read for each other.
         committed: the checkpoint found there; None if it may be a directory that stock DCP wrote.
         manifest_sha256: of the trusted manifest; None if manifests are not judged.
+        override: hyperparameters to change, unless the checkpoint says that they are changed already.
     """
 
     directory: str
@@ -72,9 +73,10 @@ class LoadRequest:
     read_once: bool = True
     committed: CheckpointInfo | None = None
     manifest_sha256: str | None = None
+    override: Override = field(default_factory=Override)
 
     @classmethod
-    def of(cls, options: CheckpointOptions, selection: Selection) -> Self:
+    def of(cls, options: CheckpointOptions, selection: Selection, override: Override | None = None) -> Self:
         """Make a request of a manager's options, without a directory yet."""
         return cls(
             directory="",
@@ -82,6 +84,7 @@ class LoadRequest:
             allow_pickle=options.allow_pickle,
             verification=options.verification,
             read_once=options.read_once,
+            override=override or Override(),
         )
 
 
@@ -293,6 +296,15 @@ class Load:
         for part, load in parts.items():
             put_buffers(opened.local, part, load.entries)
         self._source.apply(_loaded(parts), opened.saved)
+        change = self._request.override
+        if isinstance(self._source, AdjustableSource) and change.differs_from(opened.saved.annotations):
+            self._source.override(change)
+        elif change and self._coordinator.is_coordinator:
+            _logger.warning(
+                "%s: the override %s is in force already, and nothing was changed",
+                self._place,
+                dict(change.values),
+            )
 
     @contextmanager
     def _no_damage(self) -> Generator[None]:

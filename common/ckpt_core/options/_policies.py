@@ -156,6 +156,8 @@ _SAVE: _Grammar[SavePolicy] = _Grammar(
         "at_steps": _with(cadence.AtSteps, "steps"),
         "every_seconds": _with(cadence.EverySeconds, "seconds"),
         "every_fraction": _with(cadence.EveryFraction, "fraction", "total_steps"),
+        "every_epochs": _with(cadence.EveryEpochs, "n"),
+        "every_tokens": _with(cadence.EveryTokens, "n"),
         "first_step": _switch(cadence.FirstStep),
         "on_preemption": _on_preemption,
     },

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Unpack, cast, final
 
-from ckpt_core.cadence import PREEMPTION, CadenceContext, SavePolicy, decide
+from ckpt_core.cadence import PREEMPTION, CadenceContext, Counts, SavePolicy, decide
 from ckpt_core.coordination import Coordinator
 from ckpt_core.preemption._sources import PreemptionSources
+from ckpt_core.validation import integer, one_of, plain_integer, require
 
 _MICROSECONDS = 1_000_000
 _SAME_SECONDS = 30.0
 _SAVE, _STOP = 1, 2
+_ANNOUNCED, _NONE = frozenset({PREEMPTION}), frozenset[str]()
+_COUNTS: Final = "counts"
+"""The annotation that holds the counts of a checkpoint."""
 
 
 @final
@@ -46,6 +50,7 @@ class CadenceKeeper:
         listen: bool = True,
     ) -> None:
         self._policy = policy
+        self._collective = policy is not None and policy.needs_agreement
         self._coordinator = coordinator
         self._clock = clock
         self._started = clock()
@@ -53,37 +58,50 @@ class CadenceKeeper:
         self._last_save_step: int | None = None
         self._last_save_time: float | None = None
         self._timed = True
+        self._counts = Counts(epochs=0, tokens=0)
+        self._since_counts = self._counts
         self._sources = self._listening() if listen else None
         self._known = 0
         self._now = self._announced_at = -math.inf
         self.pending = False
         self.preempted = False
 
-    def check_preemption(self) -> str | None:
-        """Return "preemption" if a save or stop is due. Collective if the policy has any."""
+    def check_preemption(self, **counts: Unpack[Counts]) -> str | None:
+        """Return "preemption" if a save or stop is due. Collective if the policy has any.
+
+        Args:
+            **counts: if given, where counting begins.
+        """
+        if found := _checked(counts):
+            self._counts = self._since_counts = {**self._counts, **found}
         if self._policy is not None and self._policy.preemptions:
             self._agree()
         return PREEMPTION if self.preempted or self.pending else None
 
-    def due(self, step: int, total_steps: int | None = None) -> str | None:
+    def due(self, step: int, total_steps: int | None = None, **counts: Unpack[Counts]) -> str | None:
         """Return the reason to save this step now, or None."""
+        found = _checked(counts) if counts else Counts()
         if self._policy is None:
             return None
-        if self._policy.needs_agreement:
+        if self._collective:
             self._agree()
         if step == self._last_save_step:
             self.pending = False  # this step is saved already
         context = CadenceContext(
             step=step,
-            now=self._now if self._policy.needs_agreement else self._started,
+            now=self._now if self._collective else self._started,
             started=self._started,
             previous_step=self._previous_step,
             last_save_step=self._last_save_step,
             last_save_time=self._last_save_time,
             total_steps=total_steps,
-            signals=frozenset({PREEMPTION}) if self.pending else frozenset(),
+            signals=_ANNOUNCED if self.pending else _NONE,
+            counts=found,
+            since_counts=self._since(step),
         )
         self._previous_step = step
+        if found:
+            self._counts = {**self._counts, **found}
         return decide(self._policy, context)
 
     def saved(self, step: int) -> None:
@@ -93,6 +111,31 @@ class CadenceKeeper:
         self._last_save_time = self._now if self._timed else None
         self._last_save_step = self._previous_step = step
         self.pending = False  # this was the requested save
+
+    def _since(self, step: int) -> Counts:
+        """Return the counts before a step."""
+        if step != self._previous_step:
+            self._since_counts = self._counts
+        return self._since_counts
+
+    @property
+    def annotations(self) -> dict[str, Any]:
+        """The counts that the policy needs, for the manifest of a save."""
+        wanted = frozenset[str]() if self._policy is None else self._policy.counts
+        found = {name: count for name, count in self._counts.items() if name in wanted}
+        return {_COUNTS: found} if found else {}
+
+    def count_from(self, annotations: Callable[[], Mapping[str, Any]]) -> None:
+        """Continue counting where a checkpoint was saved. Collective if the policy counts.
+
+        Args:
+            annotations: reads its annotations, on the coordinator; without counts in them, those of the next
+                decision are where counting begins.
+        """
+        if self._policy is None or not self._policy.counts:
+            return
+        found = self._coordinator.run_on_coordinator(lambda: _recorded(annotations()), what="counting")
+        self._counts = self._since_counts = cast("Counts", found)
 
     def close(self) -> None:
         """Restore signal handlers and stop polling."""
@@ -125,3 +168,26 @@ class CadenceKeeper:
         if 0 <= self._now - self._announced_at < _SAME_SECONDS:
             self._known = sources.count
         return _SAVE if sources.count > self._known else 0
+
+
+def _checked(counts: Mapping[str, Any]) -> Counts:
+    """Return counts as integers; None is the same as no count.
+
+    Raises:
+        ConfigError: one of them is no count.
+    """
+    given = {name: plain_integer(value) for name, value in counts.items() if value is not None}
+    require("due", *(_problem(name, value) for name, value in given.items()))
+    return cast("Counts", given)
+
+
+def _problem(name: str, value: Any) -> str | None:
+    known = sorted(Counts.__annotations__)
+    return one_of("a count", name, known) or integer(name, value, minimum=0)
+
+
+def _recorded(annotations: Mapping[str, Any]) -> dict[str, int]:
+    """Return the counts in annotations, which a user may have written, too."""
+    found = annotations.get(_COUNTS)
+    pairs = found.items() if isinstance(found, Mapping) else ()
+    return {name: value for name, value in pairs if _problem(name, value) is None}

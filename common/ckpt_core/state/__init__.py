@@ -1,6 +1,6 @@
 """Training state as items: captured as live tensors and values, restored exactly."""
 
-from ckpt_core.state._groups import Override, fit_of
+from ckpt_core.state._groups import fit_of
 from ckpt_core.state._items import (
     PICKLED,
     Counters,
@@ -32,21 +32,25 @@ from ckpt_core.state._optimizer import (
 from ckpt_core.state._rank_buffers import BufferKey, RankBuffers, decode_buffers, put_buffers
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._source import (
+    AdjustableSource,
     CarefulSource,
     DictState,
     State,
     StateSource,
     as_captured,
     as_source,
+    checked_override,
     takes_all,
 )
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import empty_like, template
 from ckpt_core.state._train_state import TrainState
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
+from ckpt_core.state.overriding import Override
 
 __all__ = [
     "PICKLED",
+    "AdjustableSource",
     "BufferKey",
     "CarefulSource",
     "Counters",
@@ -62,6 +66,7 @@ __all__ = [
     "as_module",
     "as_source",
     "check_groups",
+    "checked_override",
     "decode",
     "decode_buffers",
     "decode_items",

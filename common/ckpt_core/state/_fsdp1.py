@@ -42,6 +42,17 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list
     return [group["params"] for group in _clean(_groups(model, optimizer))["param_groups"]]
 
 
+def by_name(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]
+) -> Mapping[str, Mapping[str, Any]]:
+    """Convert values of this rank's shards, by index, to sharded tensors by name; a collective."""
+    groups = optimizer.state_dict()["param_groups"]
+    named: Mapping[str, Mapping[str, Any]] = _clean(
+        _convert(model, optimizer, {"state": dict(state), "param_groups": groups})
+    )["state"]
+    return named
+
+
 def to_index_form(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from ckpt_core._torch_internals import without_step_hooks
-from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.types import SavedState
 
 
@@ -239,85 +238,3 @@ def _of_kind(live: Any, saved: Any) -> Any:
     if isinstance(live, int | float) and isinstance(saved, torch.Tensor) and saved.numel() == 1:
         return saved.item()
     return saved
-
-
-_RATES = ("initial_lr", "max_lr", "min_lr")
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Override:
-    """Hyperparameters that a resume changes, in every parameter group that has them.
-
-    A learning rate takes its schedule along: the rates from which schedulers compute change in proportion, so
-    that the schedule continues from the new value.
-    """
-
-    values: Mapping[str, Any]
-
-    def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse a hyperparameter that no group has, or a value of another kind.
-
-        Raises:
-            ConfigError: there is one; nothing was changed.
-        """
-        live = {
-            key: value for each in optimizers for group in each.param_groups for key, value in group.items()
-        }
-        live.pop("params", None)
-        if unknown := sorted(self.values.keys() - live.keys()):
-            there_are = f"there are {', '.join(sorted(live))}" if live else "the state has no optimizer"
-            raise ConfigError(f"override: no optimizer has {', '.join(unknown)}; {there_are}")
-        for key, value in self.values.items():
-            if not _is_like(live[key], value):
-                raise ConfigError(f"override: {key} is {live[key]!r}, which {value!r} cannot replace")
-
-    def apply(self, optimizers: Sequence[torch.optim.Optimizer], schedulers: Iterable[Any]) -> None:
-        """Change live groups, and the schedulers of those whose learning rate changes."""
-        schedulers = [inner for each in schedulers for inner in _with_parts(each)]
-        for optimizer in optimizers:
-            own = [each for each in schedulers if getattr(each, "optimizer", None) is optimizer]
-            for number, group in enumerate(optimizer.param_groups):
-                before = float(group["lr"]) if "lr" in self.values and "lr" in group else None
-                for key in self.values.keys() & group.keys():
-                    _set(group, key, self.values[key])
-                if before is not None:
-                    self._rescale(group, number, before, own)
-
-    def _rescale(self, group: dict[str, Any], number: int, before: float, schedulers: list[Any]) -> None:
-        rate = float(self.values["lr"])
-        for name in group.keys() & set(_RATES) - self.values.keys():
-            _set(group, name, rate if before == 0 else float(group[name]) * (rate / before))
-        for scheduler in schedulers:
-            of_scheduler: list[list[Any]] = [
-                getattr(scheduler, "base_lrs", []),
-                getattr(scheduler, "_last_lr", []),
-            ]
-            for rates in of_scheduler:
-                if number < len(rates):
-                    new = rate if before == 0 else float(rates[number]) * (rate / before)
-                    rates[number] = _of_kind(rates[number], new)
-
-
-def _with_parts(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler, and those that it is made of."""
-    yield scheduler
-    for each in getattr(scheduler, "_schedulers", ()):
-        yield from _with_parts(each)
-
-
-def _is_like(live: Any, value: Any) -> bool:
-    if isinstance(live, bool) or isinstance(value, bool):
-        return isinstance(live, bool) and isinstance(value, bool)
-    if isinstance(live, tuple | list):
-        numbers = isinstance(value, tuple | list) and all(isinstance(each, int | float) for each in value)
-        return numbers and len(value) == len(live)
-    return isinstance(value, int | float)
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    live = group[key]
-    if isinstance(live, torch.Tensor):
-        live.fill_(value)
-    else:
-        group[key] = tuple(value) if isinstance(live, tuple) else value

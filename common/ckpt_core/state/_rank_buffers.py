@@ -42,7 +42,7 @@ class RankBuffers:
         Beyond `_MAX_DIGESTS` keys it is one digest of all.
         """
         values = self._whole()
-        each = [_digest(values[key]) for key in sorted(values)]
+        each = [digest(values[key]) for key in sorted(values)]
         if len(each) <= _MAX_DIGESTS:
             return b"".join(each)
         return hashlib.blake2b(b"".join(each), digest_size=_DIGEST_BYTES).digest()
@@ -77,8 +77,9 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
+def digest(tensor: torch.Tensor) -> bytes:
+    """Return a digest by which ranks compare a tensor, copied to the host."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     array: Any = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
     return hashlib.blake2b(array, digest_size=_DIGEST_BYTES).digest()
 

@@ -14,6 +14,7 @@ from ckpt_core.state._items import load_item
 from ckpt_core.state._nested import get, is_leaf, under
 from ckpt_core.state._tensors import template
 from ckpt_core.state._train_state import TrainState
+from ckpt_core.state.overriding import Override
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 
 
@@ -72,6 +73,23 @@ class CarefulSource(StateSource, Protocol):
         Raises:
             IncompatibleCheckpointError: a part of the state refuses; everything is unchanged.
         """
+        ...
+
+
+@runtime_checkable
+class AdjustableSource(StateSource, Protocol):
+    """A training state whose hyperparameters a load may change."""
+
+    def check_override(self, change: Override) -> None:
+        """Refuse names and values that cannot be changed, before anything is read.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        ...
+
+    def override(self, change: Override) -> None:
+        """Change hyperparameters, after `apply`."""
         ...
 
 
@@ -187,6 +205,22 @@ def as_source(state: State, items: Collection[str] | None = None) -> StateSource
         f"a {type(state).__name__} is no training state: give TrainState(model=..., optimizer=...), "
         "or a mapping of tensors and objects with state_dict and load_state_dict"
     )
+
+
+def checked_override(state: State, override: Any) -> Override:
+    """Return what a user asks to change, if it can be changed in a state.
+
+    Raises:
+        ConfigError: it cannot, or `state` is no training state.
+    """
+    source, change = as_source(state), Override.of(override)
+    if change and not isinstance(source, AdjustableSource):
+        raise ConfigError(
+            f"override= changes the optimizers of a TrainState, not of a {type(state).__name__}"
+        )
+    if change and isinstance(source, AdjustableSource):
+        source.check_override(change)
+    return change
 
 
 def as_captured(state: State | CapturedState) -> CapturedState:

@@ -41,7 +41,10 @@ from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template
+from ckpt_core.state.gradients import Gradients
+from ckpt_core.state.overriding import Override
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
+from ckpt_core.validation import boolean, require
 
 _log = logger_of(__name__)
 _T = TypeVar("_T")
@@ -53,6 +56,7 @@ _BARE = (
 )
 _PART = ""
 _SEED = "rng_seed"
+_GRADIENTS = "gradients"
 _POSITIONS = "dataloader.positions"
 """Shared item: rank 0's positions, for ranks that are added later; no item can have this name."""
 
@@ -74,14 +78,18 @@ class TrainState:
         dataloader: one or several torch DataLoaders, or objects with `state_dict` and `load_state_dict`. The
             next `iter` after a load gives the rest of the epoch. Not yet being iterated, unless they tell
             their position themselves.
+        gradients: whether the parameters' gradients are part of the state, for saves within an accumulation
+            window. A capture compares them between ranks.
         rng: whether the random number generators are part of the state.
         items: any other objects with `state_dict` and `load_state_dict`; `Counters` for plain values.
 
     Raises:
-        ConfigError: an object has no state that could be saved, or a loader is being iterated already.
+        ConfigError: an object has no state that could be saved, an item has a name that is taken, or a loader
+            is being iterated already.
     """
 
-    def __init__(
+    # Every part of a training is a keyword of its own.
+    def __init__(  # noqa: PLR0913
         self,
         *,
         model: Models,
@@ -89,6 +97,7 @@ class TrainState:
         scheduler: Several[Any] = None,
         scaler: Any = None,
         dataloader: Several[Any] = None,
+        gradients: bool = False,
         rng: bool = True,
         **items: Any,
     ) -> None:
@@ -98,10 +107,14 @@ class TrainState:
         loaders = dict(_named("dataloader", dataloader))
         self._dataloaders = {name: LoaderPosition(each) for name, each in loaders.items()}
         self._items = items
-        self._with_model, self._with_rng = True, rng
+        self._with_model, self._with_rng, self._with_gradients = True, rng, gradients
+        require("TrainState", boolean("gradients", gradients))
         self._begun: tuple[SavedState, list[str]] | None = None
         for each in self._optimizers.values():
             unwrap_optimizer(each)
+        taken = {*self._optimizers, *self._shared, *loaders, *([_SEED] if rng else ())}
+        if refused := sorted((taken | {_POSITIONS}) & items.keys()):
+            raise ConfigError(f"no item can be called {', '.join(refused)}: the state uses the name itself")
         for name, each in (self._shared | items).items():
             check_stateful(name, each)
 
@@ -116,17 +129,15 @@ class TrainState:
         return tuple(map(unwrap_optimizer, self._optimizers.values()))
 
     @property
-    def schedulers(self) -> Sequence[Any]:
-        """The schedulers, as they were given."""
-        return tuple(each for name, each in self._shared.items() if name.partition(".")[0] == "scheduler")
-
-    @property
     def names(self) -> frozenset[str]:
         """The items of this state, as `select` takes them."""
         several = (self._optimizers, self._shared, self._dataloaders)
         names = {name.partition(".")[0] for group in several for name in group} | set(self._items)
         return frozenset(
-            names | ({"model"} if self._with_model else set()) | ({"rng"} if self._with_rng else set())
+            names
+            | ({"model"} if self._with_model else set())
+            | ({"rng"} if self._with_rng else set())
+            | ({_GRADIENTS} if self._with_gradients else set())
         )
 
     def select(self, names: Collection[str]) -> TrainState:
@@ -145,6 +156,7 @@ class TrainState:
         selected._dataloaders = _only(self._dataloaders, names)
         selected._items = {name: item for name, item in self._items.items() if name in names}
         selected._with_model, selected._with_rng = "model" in names, "rng" in names
+        selected._with_gradients = _GRADIENTS in names
         return selected
 
     def capture(self) -> CapturedState:
@@ -163,6 +175,8 @@ class TrainState:
                 put(tree, ("items", name), state)
             else:
                 shared[name] = state
+        if self._with_gradients:
+            tree[_GRADIENTS], shared[_GRADIENTS] = self._gradients().capture()
         per_rank: dict[str, Any] = {name: each.state() for name, each in self._dataloaders.items()}
         if per_rank:
             shared[_POSITIONS] = dict(per_rank)
@@ -198,6 +212,8 @@ class TrainState:
         for name, item in self._items.items():
             if found := under(entries, "items", name):
                 put(tree, ("items", name), template(item.state_dict(), found))
+        if self._with_gradients and _GRADIENTS in saved.shared:
+            tree[_GRADIENTS] = self._gradients().target(under(entries, _GRADIENTS), saved.shared[_GRADIENTS])
         for name, each in self._kept_by_stock(saved):
             put(tree, _path(name), template(function_free(each.state_dict()), under(entries, *_path(name))))
         return {_PART: tree}
@@ -259,12 +275,27 @@ class TrainState:
         for path, name, item in inside:
             if (state := get(tree, path)) is not None:
                 load_item(name, item, state, of_tree=True)
+        notes += self._apply_gradients(tree, saved)
         if self._with_rng:
             # Last: making the iterator of a loader draws from the global generator.
             notes += _apply_rng(saved)
         for note in notes:
             _log.warning("%s", note)
         return notes
+
+    def _gradients(self) -> Gradients:
+        return Gradients(model=self._model, optimizers=self.optimizers)
+
+    def _apply_gradients(self, tree: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
+        if self._with_gradients and _GRADIENTS in saved.shared:
+            self._gradients().put_back(tree.get(_GRADIENTS, {}))
+        elif self._with_gradients:
+            yield "the checkpoint was saved without gradients=True; gradients are unchanged"
+        elif self._with_model and self._optimizers and under(saved.sharded.get(_PART, {}), _GRADIENTS):
+            yield (
+                "the checkpoint was saved within an accumulation window, and its gradients are not loaded "
+                "without gradients=True: the first optimizer step is made of fewer batches than others"
+            )
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
         """Put back schedulers, scaler, small items and data positions.
@@ -294,6 +325,22 @@ class TrainState:
             raise
         self._begun = saved, notes
         return roll_back
+
+    def check_override(self, change: Override) -> None:
+        """Refuse hyperparameters that no optimizer has; see `AdjustableSource`.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        change.check({name: each.param_groups for name, each in self._torch_optimizers().items()})
+
+    def override(self, change: Override) -> None:
+        """Change hyperparameters, and the schedules of learning rates."""
+        schedulers = [each for name, each in self._shared.items() if name.partition(".")[0] == "scheduler"]
+        change.apply(self._torch_optimizers(), schedulers)
+
+    def _torch_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {name.partition(".")[2]: unwrap_optimizer(each) for name, each in self._optimizers.items()}
 
     def _loaded_optimizers(
         self, tree: Mapping[str, Any], saved: SavedState

@@ -228,13 +228,6 @@ def test_a_state_of_torchdata_of_an_earlier_version_still_loads():
     assert [batch.tolist() for batch in again] == full[1:]
 
 
-def test_a_data_set_that_has_grown_is_told():
-    _, saved = positions_of(lambda: loader("sequential"))
-    state = decode(json.loads(saved[2, False][1]))
-    notes = LoaderPosition(DataLoader(Numbers(SAMPLES + 2), batch_size=BATCH)).restore(state)
-    assert "has 25 samples, and had 23" in notes[0]
-
-
 def test_capture_draws_nothing():
     live = loader("own generator")
     position = LoaderPosition(live)

@@ -6,8 +6,19 @@ import threading
 from collections.abc import Generator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ckpt_core import AtSteps, EverySeconds, EverySteps, FirstStep, OnPreemption
+from ckpt_core import (
+    AtSteps,
+    ConfigError,
+    EveryEpochs,
+    EverySeconds,
+    EverySteps,
+    EveryTokens,
+    FirstStep,
+    OnPreemption,
+)
 from ckpt_core.coordination import Solo
 from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.testing import FakeClock
@@ -201,3 +212,69 @@ def test_a_policy_without_preemption_looks_for_none():
     cadence = keeper(EverySteps(5) | EverySeconds(5))
     assert not cadence.check_preemption()
     assert not keeper(None).check_preemption()
+
+
+@given(
+    n=st.integers(1, 50),
+    strides=st.lists(st.integers(0, 120), min_size=1, max_size=40),
+    others=st.sets(st.integers(1, 40)),
+    crashes=st.sets(st.integers(1, 40)),
+)
+def test_every_multiple_of_tokens_is_saved_once_across_crashes_and_resumes(n, strides, others, crashes):
+    """A run that crashes goes on from its last save, made for this policy or another, on any ranks."""
+    tokens = [sum(strides[: step + 1]) for step in range(len(strides))]
+    cadence, last, saves, step = keeper(EveryTokens(n)), (0, {}), [], 0
+    while step < len(tokens):
+        step += 1
+        if step in crashes:
+            crashes = crashes - {step}
+            step, annotations = last
+            saves = [save for save in saves if save <= step]
+            cadence = keeper(EveryTokens(n))
+            if step:
+                cadence.saved(step)
+                cadence.count_from(lambda found=annotations: found)
+            continue
+        due = cadence.due(step, tokens=tokens[step - 1])
+        if due:
+            saves.append(step)
+        if due or step in others:
+            last = step, cadence.annotations
+            cadence.saved(step)
+    before = [0, *tokens]
+    assert saves == [step for step in range(1, len(before)) if before[step] // n > before[step - 1] // n]
+
+
+def test_an_end_of_an_epoch_after_the_look_at_its_last_step_is_due_at_that_step():
+    cadence = keeper(EverySteps(5) | EveryEpochs(1))
+    looks = [(2, 0), (3, 0), (3, 1), (4, 1), (5, 1), (5, 2), (6, 2)]
+    due = []
+    for step, epochs in looks:
+        if cadence.due(step, epochs=epochs):
+            due.append((step, epochs))
+            cadence.saved(step)
+    assert due == [(3, 1), (5, 1)]
+
+
+def test_counting_begins_where_the_host_says_or_else_where_an_older_checkpoint_is_resumed():
+    told, resumed, fresh = (keeper(EveryEpochs(2)) for _ in range(3))
+    told.check_preemption(epochs=3)
+    resumed.saved(7)
+    resumed.count_from(lambda: {"counts": "the user's own"})
+    due = [bool(each.due(8, epochs=epochs)) for each, epochs in ((told, 3), (resumed, 4), (fresh, 3))]
+    assert due == [False, False, True]
+    assert [bool(each.due(9, epochs=6)) for each in (told, resumed, fresh)] == [True] * 3
+
+
+def test_going_back_neither_blocks_nor_floods_a_count():
+    cadence = keeper(EveryTokens(100))
+    assert [bool(cadence.due(step, tokens=t)) for step, t in ((9, 950), (3, 250), (4, 290), (5, 300))] == [
+        True, False, False, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": -1}, {"tokens": 1.5}, {"epochs": True}, {"batches": 3}])
+def test_a_wrong_count_is_named_whatever_the_policy(wrong):
+    for policy in (EverySteps(3), None):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            keeper(policy).due(1, **wrong)

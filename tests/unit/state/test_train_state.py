@@ -179,6 +179,47 @@ def test_an_item_of_any_name_comes_back_beside_loaders(tmp_path, name):
     assert loaded == saved
 
 
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rng_seed", "dataloader.positions", "scheduler.a", "optimizer.a", "dataloader.a"),
+        *(
+            "items",
+            "pickled",
+            "shared",
+            "kept_by_rank",
+            "param_groups",
+            "state",
+            "names",
+            "rng.seed",
+            "scaler.a",
+        ),
+    ],
+)
+def test_an_item_of_any_name_comes_back_or_is_refused_at_once(tmp_path, name, large):
+    """No name saves that does not load."""
+
+    def state(value):
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        counters = Counters(n=torch.full((1 << 19 if large else 2,), value))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        named = {"optimizer": {"a": optimizer}, "scheduler": {"a": scheduler}, name: counters}
+        return TrainState(model=net, dataloader={"a": DataLoader(range(8))}, **named), counters
+
+    taken = name in {"rng_seed", "dataloader.positions", "scheduler.a", "optimizer.a", "dataloader.a"}
+    if taken:
+        with pytest.raises(ConfigError, match=f"no item can be called {name}"):
+            state(7.0)
+        return
+    (saved, _), (loaded, counters) = state(7.0), state(0.0)
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, saved).result()
+        checkpoints.load(loaded)
+    assert torch.all(counters.n == 7.0)
+
+
 def test_a_missing_item_is_named_before_anything_is_loaded(tmp_path):
     net = model()
     written = save(TrainState(model=net), tmp_path)

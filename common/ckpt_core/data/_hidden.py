@@ -1,0 +1,81 @@
+"""What hides the position in a loader: iterators of its own, and reads ahead of the loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+from torch.utils.data import DataLoader
+
+from ckpt_core._torch_internals import LoaderIterator, batches_given, index_sampler_of, kept_iterator
+
+EPOCH = "_ckpt_epoch"
+"""Attribute of a tracked iterator: its epoch."""
+
+
+@final
+@dataclass(slots=True)
+class Outer:
+    """The last pass over a loader with an `__iter__` of its own, as the loop sees it.
+
+    Attributes:
+        batches: how many the loop was given.
+        ended: whether it has raised `StopIteration`.
+    """
+
+    batches: int = 0
+    ended: bool = False
+
+
+@final
+class CountedBatches:
+    """Counts the batches that a loader's own `__iter__` gives the loop."""
+
+    def __init__(self, batches: Iterator[Any], outer: Outer) -> None:
+        self._batches = batches
+        self._outer = outer
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._outer.ended = True
+            raise
+        self._outer.batches += 1
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def keeps_iterator(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader keeps an iterator besides the one that torch keeps."""
+    kept = [each for each in vars(loader).values() if isinstance(each, LoaderIterator)]
+    return any(each is not kept_iterator(loader) for each in kept)
+
+
+def begun_untracked(loader: DataLoader[Any]) -> bool:
+    """Return whether an iterator of this loader is in use, of which nothing is known."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    iterators = [each for each in gc.get_referrers(sampler) if isinstance(each, LoaderIterator)]
+    iterators = [each for each in iterators if index_sampler_of(each) is sampler]
+    if (kept := kept_iterator(loader)) is not None:
+        iterators.append(kept)
+    return any(not hasattr(each, EPOCH) and _unfinished(loader, each) for each in iterators)
+
+
+def _unfinished(loader: DataLoader[Any], iterator: Any) -> bool:
+    try:
+        return batches_given(iterator) < len(loader)
+    except TypeError:
+        return True
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether `value` has `state_dict` and `load_state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -1,0 +1,196 @@
+"""Committed checkpoints as users and their loggers see them.
+
+Loggers hear of each checkpoint once it is committed, on the thread that trains. Lightning's own look at
+attributes of a `ModelCheckpoint`, and upload files that these name. A checkpoint of ours is a directory, which
+they pass over; those that shall log models get a reference to it instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+
+from ckpt_core.commit import Catalog
+from ckpt_core.disclosure import logger_of, public_url
+from ckpt_core.saving import SaveHandle
+from ckpt_core.types import CheckpointInfo
+from lightning_ckpt._options import Settings
+
+_UPLOADS_DIRECTORIES: Final = "NeptuneLogger"
+_logger = logger_of(__name__)
+
+
+def committed_of(settings: Settings) -> Sequence[CheckpointInfo]:
+    """Return the committed checkpoints of the run's own root, oldest first."""
+    if settings.root is None:
+        return []
+    return Catalog(settings.storage_at(settings.root)).committed()
+
+
+def best_of(settings: Settings) -> CheckpointInfo | None:
+    """Return the best committed checkpoint; of equals the newer, as in retention."""
+    policy = settings.best
+    if policy is None:
+        return None
+    committed = committed_of(settings)
+    steps = policy.keep(committed, 0.0)
+    sign = 1 if policy.mode == "min" else -1
+    # Of one step there may be several, of which some were saved before the metric was measured.
+    ranked = [info for info in committed if info.step in steps and policy.metric in info.metrics]
+    return min(ranked, key=lambda info: (sign * info.metrics[policy.metric], -info.step), default=None)
+
+
+def path_of_best(settings: Settings) -> str:
+    """Return the path of the best committed checkpoint, or ""."""
+    best = best_of(settings)
+    return "" if best is None else f"{settings.root}/{best.name}"
+
+
+def newest_of(settings: Settings) -> str:
+    """Return the path of the newest committed checkpoint, or ""."""
+    committed = committed_of(settings)
+    return f"{settings.root}/{committed[-1].name}" if committed else ""
+
+
+@final
+class LoggedCheckpoints:
+    """What loggers read of a `ModelCheckpoint`, for the checkpoints of a run.
+
+    Attributes:
+        dirpath: the root.
+        current_score: the ranking metric of the checkpoint that was committed last.
+        save_top_k: -1, as retention is not by number.
+        save_last: whether the last step is saved.
+        save_weights_only: False.
+    """
+
+    save_top_k = -1
+    save_weights_only = False
+
+    def __init__(self, settings: Settings) -> None:
+        self.dirpath = str(settings.root)
+        self.save_last = settings.save_last
+        self.current_score: torch.Tensor | None = None
+        self._settings = settings
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric of `KeepBest`."""
+        return None if self._settings.best is None else self._settings.best.metric
+
+    @property
+    def mode(self) -> str:
+        """Whether the least or the greatest value is the best."""
+        return "min" if self._settings.best is None else self._settings.best.mode
+
+    @property
+    def last_model_path(self) -> str:
+        """Path of the newest committed checkpoint, or ""."""
+        return newest_of(self._settings)
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best committed checkpoint, or ""."""
+        return path_of_best(self._settings)
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        """The metric of the best checkpoint."""
+        best = best_of(self._settings)
+        return None if best is None else self.score(best.metrics)
+
+    @property
+    def best_k_models(self) -> dict[str, torch.Tensor | None]:
+        """Path and score of the checkpoints that are there because they are the best."""
+        policy, infos = self._settings.best, committed_of(self._settings)
+        steps = frozenset[int]() if policy is None else policy.keep(infos, 0.0)
+        return {f"{self.dirpath}/{i.name}": self.score(i.metrics) for i in infos if i.step in steps}
+
+    def score(self, metrics: Mapping[str, float]) -> torch.Tensor | None:
+        """Return the ranking metric among `metrics`."""
+        value = metrics.get(self.monitor or "")
+        return None if value is None else torch.tensor(value)
+
+
+@final
+class Announcements:
+    """Tells the loggers of a Trainer about commits. The thread that trains, on rank 0.
+
+    An exception of a logger is logged, once for each, and changes nothing else.
+    """
+
+    def __init__(self, trainer: Any, settings: Settings) -> None:
+        self._trainer = trainer
+        self._logged = LoggedCheckpoints(settings)
+        self._saves: list[SaveHandle] = []
+        self._newest: CheckpointInfo | None = None
+        self._broken = set[int]()
+
+    def saved(self, handle: SaveHandle) -> None:
+        """Announce a save once it is committed."""
+        if self._trainer.is_global_zero and self._trainer.loggers:
+            self._saves.append(handle)
+
+    def make(self) -> None:
+        """Announce what was committed since the last call; cheap if nothing was."""
+        while self._saves and self._saves[0].done():
+            committed = self._saves.pop(0).committed
+            if committed.exception() is None:
+                self._announce(committed.result(), last=False)
+
+    def end(self) -> None:
+        """Announce what is left, after the last save; and the last as the last."""
+        self.make()
+        if self._newest is not None:
+            self._announce(self._newest, last=True)
+
+    def _announce(self, info: CheckpointInfo, *, last: bool) -> None:
+        self._newest = info
+        self._logged.current_score = self._logged.score(info.metrics)
+        for logger in self._trainer.loggers:
+            try:
+                kinds = {cls.__name__ for cls in type(logger).__mro__}
+                if not last and _UPLOADS_DIRECTORIES not in kinds:
+                    logger.after_save_checkpoint(self._logged)
+                refer = next((_REFERENCES[name] for name in _REFERENCES if name in kinds), None)
+                if refer is not None and logger._log_model == (True if last else "all"):
+                    refer(logger, self._logged, info)
+            except Exception as error:  # noqa: BLE001 - logged; training does not depend on a logger
+                if id(logger) not in self._broken:
+                    self._broken.add(id(logger))
+                    _logger.warning(
+                        "%s failed when it was told of checkpoint %s, which is committed: %r. Training "
+                        "continues; further failures of this logger are not reported",
+                        type(logger).__name__, info.name, error,
+                    )  # fmt: skip
+
+
+def _described(logged: LoggedCheckpoints, info: CheckpointInfo) -> tuple[str, list[str], dict[str, Any]]:
+    """Return the URL of a checkpoint, its aliases, and what it is."""
+    path = f"{logged.dirpath}/{info.name}"
+    url = public_url(path) if "://" in path else Path(path).as_uri()
+    aliases = ["latest", "best"] if path == logged.best_model_path else ["latest"]
+    return url, aliases, {"step": info.step, "metrics": dict(info.metrics), "bytes": info.size_bytes}
+
+
+def _refer_in_wandb(logger: Any, logged: LoggedCheckpoints, info: CheckpointInfo) -> None:
+    """Log an artifact that holds the URL only, and no checksums of what it names."""
+    url, aliases, described = _described(logged, info)
+    name = logger._checkpoint_name or f"model-{logger.experiment.id}"
+    artifact = sys.modules["wandb"].Artifact(name=name, type="model", metadata=described)
+    artifact.add_reference(url, name=info.name, checksum=False)
+    logger.experiment.log_artifact(artifact, aliases=aliases)
+
+
+def _refer_in_mlflow(logger: Any, logged: LoggedCheckpoints, info: CheckpointInfo) -> None:
+    """Log a small file that names the URL."""
+    url, aliases, described = _described(logged, info)
+    content = {"url": url, "aliases": aliases, **described}
+    logger.experiment.log_dict(logger.run_id, content, f"checkpoints/{info.name}.json")
+
+
+_REFERENCES: Final = {"WandbLogger": _refer_in_wandb, "MLFlowLogger": _refer_in_mlflow}
