@@ -382,7 +382,7 @@ def batches_in(loader: Any) -> int | None:
 
 def _world_size() -> int:
     """Return how many ranks train."""
-    return dist.get__world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _has_live_workers(loader: DataLoader[Any]) -> bool:
