@@ -1,4 +1,7 @@
-"""The state of callbacks, such as moving averages; the Trainer itself keeps only what fits into JSON."""
+"""The state of callbacks, such as a moving average of the weights.
+
+The Trainer itself keeps only what fits into JSON.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class CallbackStates:
                     )
 
     def capture(self) -> CapturedState:
-        """Return the present states: large or sharded ones beside the model, others as shared values."""
+        """Return the present states: large or sharded ones as tensors, others as values."""
         states = {name: each.state_dict() for name, each in self._live.items()}
         large = {name: state for name, state in states.items() if is_large(state)}
         small = {name: state for name, state in states.items() if name not in large}
@@ -87,7 +90,7 @@ class CallbackStates:
                 where = f"callback {name} of checkpoint {saved.name}"
                 load_item(where, each, large.get(name, small.get(name)), of_tree=name in large)
         notes = [
-            f"checkpoint {saved.name} has no state of callback {name}, which begins anew"
+            f"checkpoint {saved.name} has no state of callback {name}: it begins as new"
             for name in self._live
             if name not in large and name not in small
         ]
@@ -123,7 +126,7 @@ def _is_json(state: Any) -> bool:
 
 
 def _weights(callback: Any, model: nn.Module) -> list[str]:
-    """Return the attributes that hold weights beside those of the model, or values for each of them."""
+    """Return the attributes with weights of their own, or values for the model's."""
     trained = {id(each) for each in model.parameters()}
     names = {name for name, _ in model.named_parameters()}
 

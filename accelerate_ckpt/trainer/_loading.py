@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -74,7 +75,7 @@ class TrainerLoading:
         self._trainer = trainer
         self._stock = stock
         self._session = session
-        self._stock_files = stock_files
+        self._state = partial(TrainingState, trainer, stock, session.pickles, stock_files=stock_files)
         self._lent: _Lent | None = None
         self._callbacks_from: str | None = None
 
@@ -149,7 +150,7 @@ class TrainerLoading:
         else:
             lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
             origin = checkpoint if lent is None else lent.checkpoint
-            state = self._training_state(with_optimizer=True)
+            state = self._state()
             if self._load(origin, state, change=self._session.override.values):
                 self._session.saved_step = None
             self._callbacks_from = origin
@@ -159,7 +160,7 @@ class TrainerLoading:
             state.apply_change()
 
     def load_callbacks(self) -> None:
-        """Load the state of callbacks, which may make what it belongs to when training begins."""
+        """Load the state of callbacks, once all of them have begun to train."""
         origin, self._callbacks_from = self._callbacks_from, None
         callbacks = CallbackStates(self._trainer)
         if origin is not None and callbacks:
@@ -170,22 +171,13 @@ class TrainerLoading:
         self._session.manager.wait()
         best = self._trainer.state.best_model_checkpoint
         if best is not None and self._is_ours(best):
-            self._load(best, self._training_state(with_optimizer=False), items=["model"])
+            self._load(best, self._state(with_optimizer=False), items=["model"])
         else:
             if best is not None:
                 self._require_trusted(best)
                 self._check_stock(best)
             with self._unpickling_nothing():
                 self._stock.load_best_model()
-
-    def _training_state(self, *, with_optimizer: bool) -> TrainingState:
-        return TrainingState(
-            self._trainer,
-            self._stock,
-            self._session.pickles,
-            stock_files=self._stock_files,
-            with_optimizer=with_optimizer,
-        )
 
     def _load(
         self,
@@ -262,7 +254,8 @@ class TrainerLoading:
 
     def _read(self, storage: Storage, name: str) -> tuple[dict[str, bytes], list[str]]:
         """Return the files that the Trainer reads, and paths that others may look for."""
-        small = verified_files(storage, name, self._is_read)
+        rank = self._trainer.args.process_index
+        small = verified_files(storage, name, lambda path: _is_read(path, rank))
         for path, content in small.items():
             # Whatever is allowed, the Trainer itself reads its own without pickle.
             if not self._session.pickles.allowed and any(fnmatchcase(path, each) for each in _TORCH_FILES):
@@ -313,10 +306,9 @@ class TrainerLoading:
     def _unpickling_nothing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._session.pickles.allowed else without_pickle()
 
-    def _is_read(self, path: str) -> bool:
-        if path in of_rank(self._trainer.args.process_index):
-            return True
-        return not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
+
+def _is_read(path: str, rank: int) -> bool:
+    return path in of_rank(rank) or not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
 
 
 def _state_in(content: bytes, path: str) -> TrainerState:

@@ -43,17 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [cell for cell in cells if all(_has(cell, *each) for each in chosen.only)]
     verdicts = [each for cell in wanted if (each := known.get(cell)) is not None and each.as_expected]
     done = {each.cell for each in verdicts}
-    for verdict in _run([cell for cell in wanted if cell not in done], chosen.root):
-        verdicts.append(verdict)
-        _keep(verdict, chosen.verdicts)
-        mark = "" if verdict.as_expected else "  <-- "
-        print(f"{verdict.cell}: {verdict.word} {verdict.why}{mark}", flush=True)
+    try:
+        for verdict in _run([cell for cell in wanted if cell not in done], chosen.root):
+            verdicts.append(verdict)
+            _keep(verdict, chosen.verdicts)
+            mark = "" if verdict.as_expected else "  <-- "
+            print(f"{verdict.cell}: {verdict.word} {verdict.why}{mark}", flush=True)
+    finally:  # also what was run until somebody stopped it
+        if not chosen.only:
+            chosen.page.write_text(page(verdicts, chosen.strength), encoding="utf-8")
     unexpected = [each for each in verdicts if not each.as_expected]
     seconds = sum(each.seconds for each in verdicts)
     print(f"{len(verdicts)} cells, {seconds:.0f} s of processor time")
     print(f"{len(unexpected)} are not what they should be")
-    if not chosen.only:
-        chosen.page.write_text(page(verdicts, chosen.strength), encoding="utf-8")
     return int(bool(unexpected))
 
 

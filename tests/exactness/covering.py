@@ -30,11 +30,8 @@ def covering(
     value that covers most; the best of a few such cells is taken.
     """
     chance = random.Random(seed)
-    missing = possible_combinations(strength, axes)
+    missing = uncovered(strength, begin, axes)
     cells = list(begin)
-    for cell in begin:
-        for combination in _combinations_of(cell.values, missing):
-            del missing[combination]
     while missing:
         # The first that is left: sorted, so that no order of a set decides.
         start = next(iter(missing))
@@ -54,6 +51,17 @@ def possible_combinations(strength: int, axes: Mapping[str, tuple[Any, ...]] = A
         for values in product(*(axes[name] for name in names))
         if _completed(dict(combination := tuple(zip(names, values, strict=True))), axes) is not None
     }
+
+
+def uncovered(
+    strength: int, cells: Sequence[Cell], axes: Mapping[str, tuple[Any, ...]] = AXES
+) -> dict[Values, None]:
+    """Every such combination that none of some cells has."""
+    missing = possible_combinations(strength, axes)
+    for cell in cells:
+        for combination in _combinations_of(cell.values, missing):
+            del missing[combination]
+    return missing
 
 
 def _completed(

@@ -8,6 +8,7 @@ from itertools import combinations, product
 from typing import Final
 
 from tests.exactness.cells import AXES, Cell, impossible, limited
+from tests.exactness.covering import possible_combinations, uncovered
 from tests.exactness.verdicts import GOOD, Verdict
 
 _WORDS: Final = {True: "yes", False: "no"}
@@ -36,8 +37,9 @@ scheduler, and the random number generators of torch, numpy and Python.
 `epoch 2` one in the middle of the second. A `stream` is an iterable data set, and `stateful` is torchdata's
 `StatefulDataLoader`.
 
-The {axes} axes have {product:,} combinations, of which {possible:,} are possible. {cells} of these were run,
-chosen so that every possible combination of values of any {strength} axes occurs in at least one.
+The {axes} axes have {product:,} combinations, of which {possible:,} are possible. {cells} of these were run.
+They were chosen for the combinations of values of any {strength} axes. Of these,
+{combinations:,} are possible, and {covered:,} occur in at least one cell.
 """
 
 
@@ -46,7 +48,11 @@ def page(verdicts: Sequence[Verdict], strength: int) -> str:
     from tests.exactness.cells import EPOCHS
 
     every = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
+    wanted = possible_combinations(strength)
+    left = uncovered(strength, [each.cell for each in verdicts])
     head = _HEAD.format(
+        covered=len(wanted) - len(left),
+        combinations=len(wanted),
         epochs=EPOCHS,
         cells=len(verdicts),
         strength=strength,
