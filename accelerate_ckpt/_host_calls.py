@@ -42,8 +42,13 @@ class StockMethods:
 
 
 @contextmanager
-def small_things_only(accelerator: Accelerator) -> Generator[None]:
-    """Hide everything large from the stock methods, and save exactly where told."""
+def small_things_only(accelerator: Accelerator, **replaced: Any) -> Generator[None]:
+    """Hide everything large from the stock methods, and save exactly where told.
+
+    Args:
+        accelerator: the accelerator.
+        replaced: further attributes of it, and what they are meanwhile.
+    """
     configuration = accelerator.project_configuration
     naming, iteration = configuration.automatic_checkpoint_naming, configuration.iteration
     # The stock rotation deletes before anything is written.
@@ -56,6 +61,7 @@ def small_things_only(accelerator: Accelerator) -> Generator[None]:
             _dataloaders=[],
             _save_model_state_pre_hook=OrderedDict(),
             _load_model_state_pre_hook=OrderedDict(),
+            **replaced,
         ):
             yield
     finally:

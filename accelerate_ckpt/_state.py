@@ -4,6 +4,7 @@
     gradients_{i}/            DCP, {"gradients": …}, within an accumulation window, if they are asked for
     scheduler.bin, scaler.pt, random_states_{rank}.pkl, custom_checkpoint_{i}.pkl     written by stock
     model.safetensors, optimizer.bin                     for the stock loader of plain replicas
+    custom_checkpoint_{i}/    DCP, {"object": …}, for a registered object with shards; its file is empty
 
 Loader positions and random states are our own items: stock has no place for the first, and loses the second
 when there are more ranks than before.
@@ -12,8 +13,9 @@ when there are more ranks than before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -53,6 +55,8 @@ from ckpt_core.state import (
     Override,
     check_groups,
     derive_rng,
+    has_shards,
+    load_item,
     load_model_state,
     load_optimizer_state,
     load_rng_state,
@@ -65,6 +69,7 @@ from ckpt_core.state import (
     rng_seed,
     rng_state,
     stable_tensors,
+    template,
     unwrap_optimizer,
 )
 from ckpt_core.storage import LocalStorage, Storage
@@ -85,6 +90,11 @@ def model_part(index: int) -> str:
 def optimizer_part(index: int) -> str:
     """Return the directory of an optimizer's shards, as stock FSDP names it."""
     return f"optimizer_{index}"
+
+
+def _object_part(index: int) -> str:
+    """Return the directory of a registered object's shards; stock has none."""
+    return f"custom_checkpoint_{index}"
 
 
 def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[nn.Module]:
@@ -150,6 +160,7 @@ class AcceleratorState:
         self._coordinator = coordinator
         self._storage = storage
         self._models_left: list[int] = []
+        self._objects: dict[str, Any] = {}
         self._small = SmallState()
         self._for_hooks: Mapping[str, bytes] | Sequence[str] | None = None
         self._generators: Mapping[str, Any] = {}
@@ -162,9 +173,16 @@ class AcceleratorState:
         accelerator = self._accelerator
         # First: nothing below may draw random numbers any more.
         positions = self._progress.loaders.positions()
+        objects = [each.state_dict() for each in accelerator._custom_objects]
+        sharded_objects = {index for index, state in enumerate(objects) if has_shards(state)}
         with private_directory() as directory:
             left, large = self._large_files(directory)
-            with small_things_only(accelerator):
+            # In a file of stock there would be the first rank's shards alone.
+            stand_ins = [
+                SimpleNamespace(state_dict=lambda each={} if index in sharded_objects else state: each)
+                for index, state in enumerate(objects)
+            ]
+            with small_things_only(accelerator, _custom_objects=stand_ins):
                 self._stock.save_state(str(directory), safe_serialization=self._arguments.safe)
             files = {**files_in(directory), **large}
         self._arguments.pickles.warn(files, small_owners(accelerator))
@@ -178,6 +196,7 @@ class AcceleratorState:
                 **{model_part(index): {"model": state} for index, state in states.items()},
                 **self._optimizer_parts(),
                 **gradients,
+                **{_object_part(index): {"object": objects[index]} for index in sharded_objects},
             },
             per_rank={_LOADERS: positions, _RNG: rng},
             shared={_SHARED: {**self._shared(positions, rng), **facts}},
@@ -228,6 +247,16 @@ class AcceleratorState:
             entries = inner_entries(saved, optimizer_part(index), "optimizer")
             model = owner(accelerator._models, optimizer)
             tree[optimizer_part(index)] = {"optimizer": optimizer_target(model, optimizer, entries)}
+        self._objects = {
+            _object_part(index): each
+            for index, each in enumerate(accelerator._custom_objects)
+            if _object_part(index) in saved.sharded
+        }
+        for part, each in self._objects.items():
+            tree[part] = {"object": template(each.state_dict(), inner_entries(saved, part, "object"))}
+        elsewhere = set(map(id, self._objects.values()))
+        left = [(each, state) for each, state in self._small.loads if id(each) not in elsewhere]
+        self._small = replace(self._small, loads=left)
         return {**tree, **self._window.targets(saved, saved.shared.get(_SHARED, {}))}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
@@ -258,6 +287,10 @@ class AcceleratorState:
         for index in self._models_left:
             state = loaded[model_part(index)]["model"]
             load_model_state(accelerator._models[index], state, strict=saved.strict)
+        for part, each in self._objects.items():
+            load_item(
+                f"the registered object in {saved.name}/{part}", each, loaded[part]["object"], of_tree=True
+            )
         if accelerator._load_model_state_pre_hook:
             self._run_load_hooks(saved)
         self._window.put_back(loaded, saved.shared.get(_SHARED, {}))

@@ -70,7 +70,8 @@ class TrainerCheckpoints:
         self._session = TrainerSession(trainer, settings, sinks)
         self._loading = TrainerLoading(trainer, self._stock, self._session, stock_files=self._stock_files)
         self._data = TrainerData(trainer)
-        self.events = TrainerEvents(self._session, self._data, gated=settings.options.save is not None)
+        gated = settings.options.save is not None
+        self.events = TrainerEvents(self._session, self._data, self._loading.load_callbacks, gated=gated)
         self.implicit = implicit
 
     def shadows(self) -> dict[str, Any]:

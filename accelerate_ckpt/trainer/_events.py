@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -35,9 +36,12 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         own_evaluation: whether the evaluation that runs is one of the training's own.
     """
 
-    def __init__(self, session: TrainerSession, data: TrainerData, *, gated: bool) -> None:
+    def __init__(
+        self, session: TrainerSession, data: TrainerData, load_callbacks: Callable[[], None], *, gated: bool
+    ) -> None:
         self._session = session
         self._data = data
+        self._load_callbacks = load_callbacks
         self._arguments: dict[str, Any] = {}
         self._wanted: list[KeepBest] = []
         self.gated = gated
@@ -69,6 +73,13 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             self._session.manager.due(**self._counts(state))
         # Each rank has looked for it on its own disk, and all of them or none must load it at the end.
         state.best_model_checkpoint = self._session.best_left(state.best_model_checkpoint)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Load the state of callbacks: all of them have begun to train."""
+        del args, state, control, kwargs
+        self._load_callbacks()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -159,6 +170,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Wait until the last checkpoint is committed."""
         del args, state, control, kwargs
+        self._load_callbacks()  # if there was no epoch left
         self._session.manager.wait()
         self._session.manager.due()
 

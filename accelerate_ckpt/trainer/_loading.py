@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
+from accelerate_ckpt.trainer._callbacks import CallbackStates
 from accelerate_ckpt.trainer._choice import newest_to_resume
 from accelerate_ckpt.trainer._data import Resumed
 from accelerate_ckpt.trainer._rank_files import (
@@ -36,6 +38,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
+from ckpt_core.state import StateSource
 from ckpt_core.storage import LocalStorage, Storage
 
 _logger = logger_of(__name__)
@@ -72,8 +75,9 @@ class TrainerLoading:
         self._trainer = trainer
         self._stock = stock
         self._session = session
-        self._stock_files = stock_files
+        self._state = partial(TrainingState, trainer, stock, session.pickles, stock_files=stock_files)
         self._lent: _Lent | None = None
+        self._callbacks_from: str | None = None
 
     @property
     def resumed(self) -> Resumed | None:
@@ -145,18 +149,29 @@ class TrainerLoading:
                 self._stock.load_optimizer_and_scheduler(checkpoint)
         else:
             lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
-            state = self._load(checkpoint if lent is None else lent.checkpoint, with_optimizer=True)
+            origin = checkpoint if lent is None else lent.checkpoint
+            state = self._state()
+            if self._load(origin, state, change=self._session.override.values):
+                self._session.saved_step = None
+            self._callbacks_from = origin
             if lent is not None and lent.scheduler is not None and self._trainer.lr_scheduler is not None:
                 name = f"{lent.checkpoint}/{SCHEDULER_NAME}"
                 self._trainer.lr_scheduler.load_state_dict(self._session.pickles.load(lent.scheduler, name))
             state.apply_change()
+
+    def load_callbacks(self) -> None:
+        """Load the state of callbacks, once all of them have begun to train."""
+        origin, self._callbacks_from = self._callbacks_from, None
+        callbacks = CallbackStates(self._trainer)
+        if origin is not None and callbacks:
+            self._load(origin, callbacks)
 
     def load_best(self) -> None:
         """Load the model of the best checkpoint."""
         self._session.manager.wait()
         best = self._trainer.state.best_model_checkpoint
         if best is not None and self._is_ours(best):
-            self._load(best, with_optimizer=False)
+            self._load(best, self._state(with_optimizer=False), items=["model"])
         else:
             if best is not None:
                 self._require_trusted(best)
@@ -164,27 +179,24 @@ class TrainerLoading:
             with self._unpickling_nothing():
                 self._stock.load_best_model()
 
-    def _load(self, checkpoint: str, *, with_optimizer: bool) -> TrainingState:
-        state = TrainingState(
-            self._trainer,
-            self._stock,
-            self._session.pickles,
-            stock_files=self._stock_files,
-            with_optimizer=with_optimizer,
-        )
+    def _load(
+        self,
+        checkpoint: str,
+        state: StateSource,
+        *,
+        items: Sequence[str] | None = None,
+        change: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Load, and return whether it is a checkpoint of the run's own root."""
         place, manager = CheckpointPath.of(checkpoint), self._session.manager
-        items = None if with_optimizer else ["model"]
-        change = self._session.override.values if with_optimizer else {}
         if place.root == root_of(manager.storage.url):
             manager.load(state, name=place.name, items=items, override=change)
-            if with_optimizer:
-                self._session.saved_step = None
-            return state
+            return True
         options = replace(manager.options, save=None, keep=None)
         storage = self._session.storage_at(place.root)
         with CheckpointManager(storage, coordinator=self._session.coordinator, options=options) as other:
             other.load(state, name=place.name, items=items)
-        return state
+        return False
 
     def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:
         """Refuse what `verify_manifest` does not accept; stock writes no manifest."""
@@ -242,7 +254,8 @@ class TrainerLoading:
 
     def _read(self, storage: Storage, name: str) -> tuple[dict[str, bytes], list[str]]:
         """Return the files that the Trainer reads, and paths that others may look for."""
-        small = verified_files(storage, name, self._is_read)
+        rank = self._trainer.args.process_index
+        small = verified_files(storage, name, lambda path: _is_read(path, rank))
         for path, content in small.items():
             # Whatever is allowed, the Trainer itself reads its own without pickle.
             if not self._session.pickles.allowed and any(fnmatchcase(path, each) for each in _TORCH_FILES):
@@ -293,10 +306,9 @@ class TrainerLoading:
     def _unpickling_nothing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._session.pickles.allowed else without_pickle()
 
-    def _is_read(self, path: str) -> bool:
-        if path in of_rank(self._trainer.args.process_index):
-            return True
-        return not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
+
+def _is_read(path: str, rank: int) -> bool:
+    return path in of_rank(rank) or not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
 
 
 def _state_in(content: bytes, path: str) -> TrainerState:

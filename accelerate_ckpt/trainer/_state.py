@@ -26,6 +26,7 @@ from accelerate_ckpt._host_calls import files_in
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
+from accelerate_ckpt.trainer._callbacks import CallbackStates
 from accelerate_ckpt.trainer._continuation import DataProgress, encoded
 from accelerate_ckpt.trainer._rank_files import progress_file
 from ckpt_core.errors import IncompatibleCheckpointError
@@ -105,6 +106,8 @@ class TrainingState:
     def capture(self) -> CapturedState:
         """Capture the state as it is now, with live tensors."""
         trainer, model = self._trainer, self._trainer.model_wrapped
+        callbacks = CallbackStates(trainer)
+        callbacks.check()
         files = self._files()
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
         state = model_state(model)
@@ -112,8 +115,10 @@ class TrainingState:
         if self._with_optimizer:
             sharded[optimizer_part(0)] = {"optimizer": optimizer_state(model, trainer.optimizer)}
         optimizers = [unwrap_optimizer(trainer.optimizer)]
+        extra = CapturedState() if trainer.args.save_only_model else callbacks.capture()
         return CapturedState(
-            sharded=sharded,
+            sharded={**sharded, **extra.sharded},
+            shared=extra.shared,
             files=files,
             local=local_buffers(model, state, part=part),
             stable=stable_tensors(model, optimizers),
@@ -248,10 +253,11 @@ def weights_for_files(trainer: Any, *, stock_files: bool) -> Mapping[str, Any] |
         are written always: they are small, and `PeftModel.from_pretrained` reads nothing else.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if trainer.is_fsdp_enabled or getattr(trainer, "is_distributed_loading_by_transformers", False):
+    gathers = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    if gathers or trainer.is_fsdp_enabled or any(isinstance(each, DTensor) for each in model.parameters()):
         if has_adapters(model):
             return _gathered_adapters(trainer.model)
-        if trainer.is_fsdp_enabled or not stock_files:
+        if trainer.is_fsdp_enabled or not (gathers and stock_files):
             return {}
         gathered: Mapping[str, Any] = model.gather_sharded_state_dict_for_save(
             model,

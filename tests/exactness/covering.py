@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, Final
 
@@ -15,15 +15,23 @@ Values = tuple[tuple[str, Any], ...]
 _TRIES: Final = 12
 
 
-def covering(strength: int, *, seed: int = 1, axes: Mapping[str, tuple[Any, ...]] = AXES) -> list[Cell]:
+def covering(
+    strength: int,
+    *,
+    seed: int = 1,
+    axes: Mapping[str, tuple[Any, ...]] = AXES,
+    begin: Sequence[Cell] = (),
+) -> list[Cell]:
     """Cells that cover every possible combination of `strength` values; the same ones each time.
+
+    Those of `begin` are among them, whatever they cover.
 
     Greedy: a cell begins with a combination that is not covered yet, and each of its other axes gets the
     value that covers most; the best of a few such cells is taken.
     """
     chance = random.Random(seed)
-    missing = possible_combinations(strength, axes)
-    cells = []
+    missing = uncovered(strength, begin, axes)
+    cells = list(begin)
     while missing:
         # The first that is left: sorted, so that no order of a set decides.
         start = next(iter(missing))
@@ -43,6 +51,17 @@ def possible_combinations(strength: int, axes: Mapping[str, tuple[Any, ...]] = A
         for values in product(*(axes[name] for name in names))
         if _completed(dict(combination := tuple(zip(names, values, strict=True))), axes) is not None
     }
+
+
+def uncovered(
+    strength: int, cells: Sequence[Cell], axes: Mapping[str, tuple[Any, ...]] = AXES
+) -> dict[Values, None]:
+    """Every such combination that none of some cells has."""
+    missing = possible_combinations(strength, axes)
+    for cell in cells:
+        for combination in _combinations_of(cell.values, missing):
+            del missing[combination]
+    return missing
 
 
 def _completed(
@@ -90,4 +109,4 @@ def _combinations_of(values: Mapping[str, Any], missing: Mapping[Values, None]) 
     if missing:
         strength = len(next(iter(missing)))
         ordered = [(name, values[name]) for name in AXES if name in values]
-        yield from (each for each in combinations(ordered, strength) if each in missing)
+        yield from [each for each in combinations(ordered, strength) if each in missing]

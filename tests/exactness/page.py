@@ -8,6 +8,7 @@ from itertools import combinations, product
 from typing import Final
 
 from tests.exactness.cells import AXES, Cell, impossible, limited
+from tests.exactness.covering import possible_combinations, uncovered
 from tests.exactness.verdicts import GOOD, Verdict
 
 _WORDS: Final = {True: "yes", False: "no"}
@@ -16,7 +17,7 @@ _BESIDE: Final = ("data", "workers", "shuffle", "dropout", "accumulation", "poin
 _HEAD: Final = """# Exactness
 
 Written by `make exactness`; do not edit. One small training is run under every host and strategy, with
-every kind of loader, and is cut and resumed at every kind of place: on CPU with gloo, on one to four ranks.
+every kind of loader, and is cut and resumed at every kind of place: on CPU with gloo, on one to six ranks.
 
 Each cell is three trainings of {epochs} epochs: one without ckpt-suite, one that saves once and goes on,
 and one that resumes from that save in new processes, in new objects and under another seed. Compared bit
@@ -31,12 +32,14 @@ scheduler, and the random number generators of torch, numpy and Python.
   ([below](#what-cannot-be-exact)).
 - **wrong**: anything else. `make exactness` fails then.
 
-`fewer` and `more` ranks: one process becomes two, two become one or three, four become two. `last batch` is
-a save inside the loop after the last batch of an epoch, `edge` one between two epochs, `epoch 2` one in the
-middle of the second. A `stream` is an iterable data set, and `stateful` is torchdata's
+`fewer` and `more` ranks: one process becomes two, two become one or three, four become two or six.
+`last batch` is a save inside the loop after the last batch of an epoch, `edge` one between two epochs,
+`epoch 2` one in the middle of the second. A `stream` is an iterable data set, and `stateful` is torchdata's
 `StatefulDataLoader`.
 
-{cells} cells cover every possible combination of any {strength} of the {axes} axes.
+The {axes} axes have {product:,} combinations, of which {possible:,} are possible. {cells} of these were run.
+They were chosen for the combinations of values of any {strength} axes. Of these,
+{combinations:,} are possible, and {covered:,} occur in at least one cell.
 """
 
 
@@ -44,7 +47,19 @@ def page(verdicts: Sequence[Verdict], strength: int) -> str:
     """The whole page."""
     from tests.exactness.cells import EPOCHS
 
-    head = _HEAD.format(epochs=EPOCHS, cells=len(verdicts), strength=strength, axes=len(AXES))
+    every = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
+    wanted = possible_combinations(strength)
+    left = uncovered(strength, [each.cell for each in verdicts])
+    head = _HEAD.format(
+        covered=len(wanted) - len(left),
+        combinations=len(wanted),
+        epochs=EPOCHS,
+        cells=len(verdicts),
+        strength=strength,
+        axes=len(AXES),
+        product=len(every),
+        possible=sum(not impossible(values) for values in every),
+    )
     parts = [head, *_summary(verdicts)]
     for host in AXES["host"]:
         parts += _of_host(host, [each for each in verdicts if each.cell.host == host])

@@ -131,13 +131,15 @@ def _elastic_differs(cell: Cell, runs: Runs) -> str:
         for ids, *_ in each.rows[start : start + batches]
         for sample in ids
     )
+    if batches == cell.batches:
+        # Whatever the uninterrupted training has seen of it, that epoch is over.
+        seen = Counter(range(SAMPLES))
     at, number, most = 0, epoch, max(len(rows) for rows in after)
     while at < most or number < EPOCHS:
         due = Counter(range(SAMPLES)) - seen
-        count = -(-due.total() // (place.batch * place.replicas))
+        count, padding = _batches_of(cell, due)
         given = Counter(s for rows in after for ids, *_ in rows[at : at + count] for s in ids)
         never, twice = (due - given).total(), (given - due).total()
-        padding = -due.total() % (place.batch * place.replicas)
         cut = _counts_steps(cell) and most < at + count
         if (never and not cut) or twice > padding:
             return f"of epoch {number + 1}, {twice} samples twice and {never} never ({padding} are padding)"
@@ -147,6 +149,15 @@ def _elastic_differs(cell: Cell, runs: Runs) -> str:
     if number > EPOCHS and not _counts_steps(cell):
         return f"{most} batches after the resume, which are {number - epoch} epochs"
     return ""
+
+
+def _batches_of(cell: Cell, due: Counter[int]) -> tuple[int, int]:
+    """How many batches of every rank some samples are, and how many samples fill these up."""
+    together = cell.place_of_resume.replicas * cell.place_of_resume.batch
+    # Accelerate shares out what each worker reads of a stream by itself; the Trainer lets one rank read.
+    streams = 2 if cell.host == "accelerate" and "stream" in cell.data and cell.workers != "0" else 1
+    sizes = [sum(each for sample, each in due.items() if sample % streams == n) for n in range(streams)]
+    return sum(-(-size // together) for size in sizes), sum(-size % together for size in sizes)
 
 
 def _counts_steps(cell: Cell) -> bool:

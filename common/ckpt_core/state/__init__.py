@@ -8,6 +8,9 @@ from ckpt_core.state._items import (
     decode_items,
     encode_items,
     function_free,
+    has_shards,
+    is_large,
+    load_item,
     pickled_key,
 )
 from ckpt_core.state._model import (
@@ -76,7 +79,10 @@ __all__ = [
     "fit_of",
     "function_free",
     "get",
+    "has_shards",
+    "is_large",
     "leaves",
+    "load_item",
     "load_model_state",
     "load_optimizer_state",
     "load_rng_state",

@@ -59,17 +59,21 @@ def check_placed(name: str, item: Any, state: Any) -> None:
     Raises:
         ConfigError: it is one.
     """
-    if isinstance(item, torch.optim.Optimizer) and any(is_sharded(value) for _, value in leaves(state)):
+    if isinstance(item, torch.optim.Optimizer) and has_shards(state):
         raise ConfigError(
             f"{name} is a {type(item).__name__} with sharded state, which cannot be put back from an item: "
             "give it, or the optimizer inside it, as TrainState(optimizer=...)"
         )
 
 
+def has_shards(state: Any) -> bool:
+    """Return whether a nested state holds tensors of which this rank has a shard only."""
+    return any(is_sharded(value) for _, value in leaves(state))
+
+
 def is_large(state: Any) -> bool:
     """Return whether an item belongs into the sharded data: it is sharded or large."""
-    values = [value for _, value in leaves(state)]
-    return any(map(is_sharded, values)) or local_bytes(values) > MAX_SHARED_BYTES
+    return has_shards(state) or local_bytes(value for _, value in leaves(state)) > MAX_SHARED_BYTES
 
 
 def function_free(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,14 @@ import os
 from typing import Any
 
 import torch
+from torch.distributed.tensor.parallel import parallelize_module
 
 import accelerate_ckpt
 from tests.adapters import accelerate_jobs
-from tests.exactness.cells import EPOCHS
+from tests.exactness.cells import EPOCHS, Place
+from tests.exactness.hosts.strategies import TENSOR_PLAN
 from tests.exactness.training import (
+    DEADLINE_SECONDS,
     Job,
     Net,
     Observed,
@@ -26,14 +29,14 @@ def train(job: Job) -> Observed:
     """Train as Accelerate's examples do."""
     cell = job.cell
     accelerator = _accelerator(job)
-    model = Net(cell, seed=job.seed)
+    model = parallelized(Net(cell, seed=job.seed), accelerator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     seed_everything(job, accelerator.process_index)
     options = {} if "stream" in cell.data else {"shuffle": cell.shuffle}
     loader = loader_of(cell, job.place, dataset_of(cell), **options)
     if job.role != "stock":
-        accelerate_ckpt.enable(accelerator, job.root, deadline_seconds=30)
+        accelerate_ckpt.enable(accelerator, job.root, deadline_seconds=DEADLINE_SECONDS)
     prepared = accelerator.prepare(model, optimizer, scheduler, loader)
     recorder = Recorder(job)
     first, skip = 0, 0
@@ -86,11 +89,36 @@ def _accelerator(job: Job) -> Any:
     """An accelerator on the CPU; accelerate itself never selects FSDP there."""
     stateful = "stateful" if job.cell.data.startswith("stateful") else "skip"
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if job.cell.precision == "bf16" else "no"
-    return accelerate_jobs.accelerator(
-        accelerate_jobs.Job(
-            strategy=job.place.strategy,
-            root=job.root,
-            data=stateful,
-            accumulation=job.cell.accumulation,
-        )
+    place = job.place
+    kind = {"hsdp": "fsdp2", "tp": "ddp", "fsdp2+tp": "fsdp2"}.get(place.strategy, place.strategy)
+    accelerator = accelerate_jobs.accelerator(
+        accelerate_jobs.Job(strategy=kind, root=job.root, data=stateful, accumulation=job.cell.accumulation)
     )
+    choose_mesh(accelerator, place)
+    return accelerator
+
+
+def choose_mesh(accelerator: Any, place: Place) -> None:
+    """What Accelerate does for a `ParallelismConfig` on a GPU; on the CPU it refuses one."""
+    if place.strategy not in {"hsdp", "tp", "fsdp2+tp"}:
+        return
+    from accelerate import ParallelismConfig
+
+    replicas = 2 if place.strategy == "hsdp" else 1
+    config = ParallelismConfig(
+        dp_replicate_size=replicas,
+        dp_shard_size=place.replicas // replicas,
+        tp_size=place.world // place.replicas,
+    )
+    accelerator.state.parallelism_config = config
+    accelerator.state.device_mesh = config.get_device_mesh("cpu")
+
+
+def parallelized(net: Net, accelerator: Any) -> Net:
+    """The net, spread over a tensor parallel group if there is one: Accelerate leaves that to its user."""
+    config = accelerator.parallelism_config
+    if config is None or not config.tp_enabled:
+        return net
+    parallelize_module(net, accelerator.torch_device_mesh["tp"], TENSOR_PLAN)
+    net.tp_size = config.tp_size  # type: ignore[assignment]
+    return net

@@ -13,8 +13,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_ckpt import setup_fabric
 from tests.exactness.cells import EPOCHS, Place
-from tests.exactness.hosts.strategies import TENSOR_PLAN
+from tests.exactness.hosts.strategies import TENSOR_PLAN, mesh_of_replicas
 from tests.exactness.training import (
+    DEADLINE_SECONDS,
     Job,
     Net,
     Observed,
@@ -38,7 +39,7 @@ def train(job: Job) -> Observed:
     fabric.launch()
     checkpoints = None
     if job.role != "stock":
-        checkpoints = setup_fabric(fabric, job.root, deadline_seconds=30)
+        checkpoints = setup_fabric(fabric, job.root, deadline_seconds=DEADLINE_SECONDS)
     model = fabric.setup_module(Net(cell, seed=job.seed))
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
     seed_everything(job, fabric.global_rank)
@@ -100,9 +101,10 @@ class _CPUFSDPStrategy(FSDPStrategy):
 def _strategy(place: Place) -> Any:
     if place.strategy == "fsdp1":
         return _CPUFSDPStrategy()
-    if place.strategy in {"fsdp2", "tp", "fsdp2+tp"}:
+    if place.strategy in {"fsdp2", "hsdp", "tp", "fsdp2+tp"}:
         tensor = place.world // place.replicas
-        return ModelParallelStrategy(_spread, data_parallel_size=place.replicas, tensor_parallel_size=tensor)
+        spread = _replicate if place.strategy == "hsdp" else _spread
+        return ModelParallelStrategy(spread, data_parallel_size=place.replicas, tensor_parallel_size=tensor)
     return "ddp" if place.strategy == "ddp" else "auto"
 
 
@@ -112,6 +114,10 @@ def _spread(model: nn.Module, device_mesh: Any) -> nn.Module:
     if device_mesh["data_parallel"].size() > 1:
         fully_shard(model, mesh=device_mesh["data_parallel"])
     return model
+
+
+def _replicate(model: nn.Module, device_mesh: Any) -> nn.Module:
+    return fully_shard(model, mesh=mesh_of_replicas(device_mesh.size()))
 
 
 def _loader(job: Job, rank: int) -> Any:

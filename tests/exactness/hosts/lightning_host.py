@@ -16,8 +16,9 @@ from ckpt_core import AtSteps
 from lightning_ckpt import ShardedCheckpoint
 from tests.adapters.lightning_jobs import CPUFSDPStrategy
 from tests.exactness.cells import EPOCHS, Place
-from tests.exactness.hosts.strategies import TENSOR_PLAN
+from tests.exactness.hosts.strategies import TENSOR_PLAN, mesh_of_replicas
 from tests.exactness.training import (
+    DEADLINE_SECONDS,
     Batch,
     Job,
     Net,
@@ -43,6 +44,8 @@ class Module(pl.LightningModule):
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], TENSOR_PLAN)
         if self.job.place.strategy in {"fsdp2", "fsdp2+tp"}:
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        if self.job.place.strategy == "hsdp":
+            fully_shard(self.net, mesh=mesh_of_replicas(self.job.place.world))
 
     def training_step(self, batch: Batch, index: int) -> torch.Tensor:
         del index
@@ -89,7 +92,9 @@ def train(job: Job) -> Observed:
     callbacks: list[pl.Callback] = [watch]
     if job.role != "stock":
         due = AtSteps([steps]) if job.saves and job.cell.point != "edge" else None
-        callbacks.append(ShardedCheckpoint(job.root, save=due, save_last=False, deadline_seconds=30))
+        callbacks.append(
+            ShardedCheckpoint(job.root, save=due, save_last=False, deadline_seconds=DEADLINE_SECONDS)
+        )
     torch.manual_seed(job.seed)
     module = Module(job, recorder)
     seed_everything(job, rank)
@@ -125,7 +130,7 @@ def _strategy(place: Place) -> Any:
     match place.strategy:
         case "fsdp1":
             return CPUFSDPStrategy(state_dict_type="sharded")
-        case "fsdp2" | "tp" | "fsdp2+tp":
+        case "fsdp2" | "hsdp" | "tp" | "fsdp2+tp":
             tensor = place.world // place.replicas
             return ModelParallelStrategy(data_parallel_size=place.replicas, tensor_parallel_size=tensor)
         case "ddp":

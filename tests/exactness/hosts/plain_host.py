@@ -11,7 +11,16 @@ from torch import distributed as dist
 from ckpt_core import CheckpointManager, Counters, TrainState
 from tests.exactness.cells import EPOCHS
 from tests.exactness.hosts.strategies import model_of, through
-from tests.exactness.training import Job, Observed, Recorder, dataset_of, loader_of, schedule, seed_everything
+from tests.exactness.training import (
+    DEADLINE_SECONDS,
+    Job,
+    Observed,
+    Recorder,
+    dataset_of,
+    loader_of,
+    schedule,
+    seed_everything,
+)
 
 
 def train(job: Job) -> Observed:
@@ -29,7 +38,7 @@ def train(job: Job) -> Observed:
     with contextlib.ExitStack() as stack:
         manager = None
         if job.role != "stock":
-            manager = stack.enter_context(CheckpointManager(job.root, deadline_seconds=30))
+            manager = stack.enter_context(CheckpointManager(job.root, deadline_seconds=DEADLINE_SECONDS))
         if job.role == "resumed":
             assert manager is not None
             manager.resume(state)

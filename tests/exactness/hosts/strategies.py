@@ -38,8 +38,7 @@ def _over_mesh(net: Net, place: Place) -> nn.Module:
         case "fsdp2":
             return _sharded(net, init_device_mesh("cpu", (place.world,)))
         case "hsdp":
-            mesh = init_device_mesh("cpu", (2, place.world // 2), mesh_dim_names=("replicate", "shard"))
-            return _sharded(net, mesh)
+            return _sharded(net, mesh_of_replicas(place.world))
         case "tp":
             return parallelize_module(net, init_device_mesh("cpu", (place.world,)), TENSOR_PLAN)
         case "fsdp2+tp":
@@ -47,6 +46,11 @@ def _over_mesh(net: Net, place: Place) -> nn.Module:
             return _sharded(parallelize_module(net, mesh["tensor"], TENSOR_PLAN), mesh["data"])
         case _:
             return net
+
+
+def mesh_of_replicas(world: int) -> Any:
+    """Two replicas, each of which is sharded over half of the ranks."""
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
 
 
 def _sharded(net: nn.Module, mesh: Any) -> nn.Module:

@@ -12,8 +12,9 @@ import torch
 import accelerate_ckpt
 from ckpt_core import AtSteps
 from tests.adapters.trainer_jobs import _choose_fsdp2
-from tests.exactness.cells import EPOCHS, SAMPLES
-from tests.exactness.training import Job, Net, Observed, Recorder, dataset_of, schedule
+from tests.exactness.cells import EPOCHS, SAMPLES, Place
+from tests.exactness.hosts.accelerate_host import choose_mesh, parallelized
+from tests.exactness.training import DEADLINE_SECONDS, Job, Net, Observed, Recorder, dataset_of, schedule
 
 
 def train(job: Job) -> Observed:
@@ -23,24 +24,22 @@ def train(job: Job) -> Observed:
 
     recorder = Recorder(job)
     net = _Recorded(job, recorder)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-    net.optimizer = [optimizer]
     trainer = Trainer(
         model=net,
         args=_arguments(job),
         train_dataset=dataset_of(job.cell),
-        optimizers=(optimizer, scheduler),
         callbacks=[_watch(job, recorder)],
     )
     trainer.remove_callback(PrinterCallback)
-    if job.place.strategy == "fsdp2":
-        _choose_fsdp2(trainer)
+    _choose(trainer, job.place)
+    trainer.optimizer = optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    net.optimizer = [optimizer]
     if job.role != "stock":
         step = _step_of_save(job)
         in_loop = job.saves and job.cell.point != "edge"
         save = {"save": AtSteps([step])} if in_loop else {}
-        accelerate_ckpt.enable_trainer(trainer, deadline_seconds=30, **save)
+        accelerate_ckpt.enable_trainer(trainer, deadline_seconds=DEADLINE_SECONDS, **save)
     if job.role == "resumed":
         # Other numbers follow, of the same seed: from that the Trainer takes the order of the data.
         torch.rand(3), np.random.rand(3), random.random()
@@ -49,6 +48,23 @@ def train(job: Job) -> Observed:
     if job.role != "stock":
         accelerate_ckpt.disable_trainer(trainer)
     return observed
+
+
+def _choose(trainer: Any, place: Place) -> None:
+    """What the Trainer and Accelerate do for their options on a GPU; on the CPU they never select it."""
+    if place.strategy in {"fsdp1", "fsdp2", "hsdp"}:
+        _choose_fsdp2(trainer)
+    if place.strategy == "fsdp1":
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        trainer.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=1,
+            state_dict_type="SHARDED_STATE_DICT",
+            use_orig_params=True,
+            sync_module_states=False,
+        )
+    choose_mesh(trainer.accelerator, place)
+    parallelized(trainer.model, trainer.accelerator)
 
 
 class _Recorded(Net):

@@ -1,0 +1,139 @@
+"""The state of callbacks, such as a moving average of the weights.
+
+The Trainer itself keeps only what fits into JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from torch import nn
+from transformers.trainer_callback import ExportableState
+
+from ckpt_core.data import is_stateful
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import ConfigError
+from ckpt_core.state import is_large, load_item, template, under
+from ckpt_core.types import CapturedState, SavedState
+
+_PART = "callbacks"
+
+_logger = logger_of(__name__)
+
+
+@final
+class CallbackStates:
+    """Captures and loads a Trainer's callbacks that have a state; a `StateSource`.
+
+    Those with `state_dict` and `load_state_dict`. Main thread only.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._live = _by_name([each for each in trainer.callback_handler.callbacks if is_stateful(each)])
+
+    def __bool__(self) -> bool:
+        return bool(self._live)
+
+    def check(self) -> None:
+        """Refuse a state that no resume would find; warn of weights without one.
+
+        Raises:
+            ConfigError: the Trainer would write it as JSON, which it is not.
+        """
+        others = [each for each in self._trainer.callback_handler.callbacks if not is_stateful(each)]
+        for each in others:
+            name = type(each).__name__
+            if isinstance(each, ExportableState) and not _is_json(each.state()):
+                raise ConfigError(
+                    f"the state() of callback {name} is no JSON, and the Trainer stores nothing else: give "
+                    "the callback state_dict and load_state_dict for its tensors, which are saved then"
+                )
+            for attribute in _weights(each, self._trainer.model):
+                if (name, attribute) not in _warned:
+                    _warned.add((name, attribute))
+                    _logger.warning(
+                        "callback %s holds weights, %s, that are in no checkpoint: a resumed run has those "
+                        "that the script makes. Give the callback state_dict and load_state_dict, and its "
+                        "state is saved and loaded",
+                        name,
+                        attribute,
+                    )
+
+    def capture(self) -> CapturedState:
+        """Return the present states: large or sharded ones as tensors, others as values."""
+        states = {name: each.state_dict() for name, each in self._live.items()}
+        large = {name: state for name, state in states.items() if is_large(state)}
+        small = {name: state for name, state in states.items() if name not in large}
+        return CapturedState(sharded={_PART: large} if large else {}, shared={_PART: small} if small else {})
+
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        """Return what to load into."""
+        entries = saved.sharded.get(_PART, {})
+        found = {name: under(entries, name) for name in self._live}
+        tree = {
+            name: template(self._live[name].state_dict(), inside) for name, inside in found.items() if inside
+        }
+        return {_PART: tree} if tree else {}
+
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
+        """Load the states; return notes on callbacks without one.
+
+        Raises:
+            IncompatibleCheckpointError: a callback refuses its state.
+        """
+        large, small = loaded.get(_PART, {}), saved.shared.get(_PART, {})
+        for name, each in self._live.items():
+            if name in large or name in small:
+                where = f"callback {name} of checkpoint {saved.name}"
+                load_item(where, each, large.get(name, small.get(name)), of_tree=name in large)
+        notes = [
+            f"checkpoint {saved.name} has no state of callback {name}: it begins as new"
+            for name in self._live
+            if name not in large and name not in small
+        ]
+        for note in notes:
+            _logger.warning("%s", note)
+        return notes
+
+    def takes_all(self, saved: SavedState) -> bool:
+        """Return False: it is a part of a checkpoint."""
+        del saved
+        return False
+
+
+_warned = set[tuple[str, str]]()
+
+
+def _by_name(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Name callbacks by their class, and others of the same class by number, too."""
+    found: dict[str, Any] = {}
+    for each in callbacks:
+        name = type(each).__name__
+        same = sum(type(other).__name__ == name for other in found.values())
+        found[f"{name}-{same + 1}" if same else name] = each
+    return found
+
+
+def _is_json(state: Any) -> bool:
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _weights(callback: Any, model: nn.Module) -> list[str]:
+    """Return the attributes with weights of their own, or values for the model's."""
+    trained = {id(each) for each in model.parameters()}
+    names = {name for name, _ in model.named_parameters()}
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return bool(names & value.keys())
+        own = {id(each) for each in value.parameters()} if isinstance(value, nn.Module) else set[int]()
+        return bool(own) and not own & trained
+
+    return [name for name, value in getattr(callback, "__dict__", {}).items() if holds(value)]
