@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -16,6 +17,9 @@ from tests.support.emulators import emulator, forget_memory
 from tests.support.fork_server import start_fork_server, use_fork_server
 from tests.support.thorough import THOROUGH
 
+# All that is imported stays: to look through it again and again is a tenth of the time that imports take.
+gc.disable()
+
 pytest.register_assert_rewrite("ckpt_core.testing._storage_suite")
 
 # A busy machine is no defect: no property may fail for being slow.
@@ -25,8 +29,8 @@ settings.load_profile("ckpt-suite")
 # gcsfs asks Google over gRPC what kind of bucket it has, which on an emulator ends in a minute of time-outs.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
-# Threads of one operator, of more processes than there are cores, wait for one another longer than they compute;
-# even tiny batch norms and backward passes have some. Read when torch is imported.
+# Where more processes run than there are cores, the threads of one operator spin while they wait for one
+# another, longer than they compute; even a tiny batch norm has some. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # For its logs torch looks up the name of every peer of a TCPStore, which no hosts file has in its IPv6 form:
@@ -80,6 +84,7 @@ def pytest_collection_finish() -> None:
     of_hosts = [name for name in _OF_HOSTS if name in sys.modules]
     multiprocessing.set_forkserver_preload([*of_torch, *of_hosts, "tests.frozen"])
     freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -360,6 +360,7 @@ def test_a_second_setup_and_a_close_leave_nothing_behind(tmp_path):
     assert names(tmp_path / "run") == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_a_script_that_just_ends_has_saved_and_given_its_root_back(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("""

@@ -22,6 +22,8 @@ from torch import nn
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, OnPreemption, TrainState
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage, Operation
+from tests.frozen import freeze
+from tests.support.system_calls import SystemCalls
 
 
 def training_state() -> TrainState:
@@ -107,6 +109,13 @@ def preempted(root: str) -> None:
     say("stopped" if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else "handler left behind")
 
 
+def hangs_in_a_write(root: str) -> None:
+    """The script ends though one write of its save never does."""
+    hang = Fault(method="write", key="*.distcp", before=lambda _operation: threading.Event().wait())
+    SystemCalls(Path(root), [hang]).__enter__()
+    CheckpointManager(root, deadline_seconds=1.0).save(1, {"w": torch.zeros(4096)})
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -116,6 +125,7 @@ PROGRAMS = {
         exits_before_the_last_prune,
         exits_where_no_thread_begins_any_more,
         preempted,
+        hangs_in_a_write,
     )
 }
 
@@ -123,6 +133,7 @@ PROGRAMS = {
 def main(folder: Path) -> None:
     """Start every program; in a child this returns, and the interpreter ends by itself."""
     torch.set_num_threads(1)
+    freeze()
     children: dict[int, str] = {}
     for name, program in PROGRAMS.items():
         child = os.fork()

@@ -65,6 +65,7 @@ def strays(root):
     return names - checkpoints - small - {name.partition("/")[0] for name in FOREIGN}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [claim, pin, mark])
 def test_a_draft_of_a_small_file_is_removed_by_the_next_run(tmp_path, job):
     assert killed(job, tmp_path, "replace")
@@ -85,6 +86,7 @@ def test_a_kill_at_any_call_of_ckpt_mark_leaves_the_marks_of_before_or_all_of_th
     assert (bad[0], bad[-1]) == ([], [two])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("renames", "left"), [(0, 1), (1, 1), (2, 2)])
 def test_a_replacement_cut_short_without_exchange_loses_neither_name_nor_checkpoint(tmp_path, renames, left):
     assert killed(replace_last, tmp_path, "rename", renames)
@@ -95,6 +97,7 @@ def test_a_replacement_cut_short_without_exchange_loses_neither_name_nor_checkpo
     assert strays(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_without_exchange_three_renames_replace(tmp_path):
     assert not killed(replace_last, tmp_path, "rename", 3)
     assert next_run(tmp_path) == {"last.ckpt": 2, "step-000000001": 1, "step-000000002": 2}
@@ -111,6 +114,7 @@ def test_what_waits_for_a_name_that_is_no_checkpoint_is_left_for_a_person(tmp_pa
     assert "being replaced" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("renames", "there"), [(0, True), (1, False)])
 def test_a_prune_or_quarantine_cut_short_keeps_or_removes_the_whole(tmp_path, renames, there):
     for job in (prune, set_quarantine):
@@ -120,6 +124,7 @@ def test_a_prune_or_quarantine_cut_short_keeps_or_removes_the_whole(tmp_path, re
         assert strays(root) == set() or next(iter(strays(root))).startswith(".corrupt-")
 
 
+@pytest.mark.slow
 def test_a_prune_killed_while_it_deletes_is_finished_by_the_next_run(tmp_path):
     assert killed(prune, tmp_path, "unlink", 1)
     assert any(".trash-" in name for name in strays(tmp_path))

@@ -18,14 +18,14 @@ RANKS = {"plain": 1, "ddp": 2, "fsdp2": 2}
 
 
 def shapes_of(column: str) -> list[str]:
-    """All shapes in one process; over two ranks every fifth with DDP, and every fifth other with FSDP2.
+    """All shapes in one process; over two ranks every tenth with DDP, and every tenth other with FSDP2.
 
     Sharding changes what becomes of optimizers, so all of them are tried with it, and what becomes of a
     refusal; other models, buffers, items and schedulers it leaves alone. `THOROUGH=1` tries all with each.
     """
     if column == "plain" or THOROUGH:
         return list(SHAPES)
-    some = set(list(SHAPES)[column == "ddp" :: 5])
+    some = set(list(SHAPES)[column == "ddp" :: 10])
     always = REFUSED.keys() | REFUSED_SHARDED.keys() | PICKLED.keys()
     return [
         name

@@ -11,7 +11,7 @@ from tests.reliability.training.sweeps import ALL_KILLS, SWEEPS
 
 pytestmark = pytest.mark.reliability
 
-SAMPLE = 10
+SAMPLE = 6
 
 
 @pytest.mark.slow
