@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401 - for the fork server of ranks: see `tests/conftest.py`
@@ -19,13 +20,13 @@ from tests.exactness.rig import judged
 
 pytestmark = pytest.mark.distributed
 
-SMALL = ("single", "ddp", "fsdp1", "fsdp2", "tp", "pp", "ep")
-"""Strategies on two ranks at most; the others take four processes."""
+TOGETHER = (("single",), ("ddp", "fsdp1"), ("fsdp2", "tp"), ("pp", "ep"))
+"""Strategies on two ranks at most, by what shares a pair of ranks; the others take four processes."""
 
 
 @cache
 def pairs() -> list[Cell]:
-    return covering(2, axes={**AXES, "strategy": SMALL})
+    return covering(2, axes={**AXES, "strategy": tuple(chain.from_iterable(TOGETHER))})
 
 
 def assert_exact(cells: Sequence[Cell], folder: Path, *, stock: bool = True) -> None:
@@ -53,8 +54,8 @@ def test_every_host_resumes_in_the_middle_of_a_shuffled_epoch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_pair_of_values_is_exact(tmp_path, world):
-    cells = [cell for cell in pairs() if cell.place.world == world]
+@pytest.mark.parametrize("strategies", TOGETHER, ids="+".join)
+def test_every_pair_of_values_is_exact(tmp_path, strategies):
+    cells = [cell for cell in pairs() if cell.strategy in strategies]
     assert len(cells) > 3
     assert_exact(cells, tmp_path, stock=False)
