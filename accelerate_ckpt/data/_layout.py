@@ -51,7 +51,7 @@ class LoaderLayout:
         """Return the layout of a prepared loader."""
         fetches = 1
         if isinstance(loader, DataLoaderDispatcher) and not loader.split_batches:
-            fetches = 1 if loader.submesh_tp is not None else _ranks_of(loader)
+            fetches = ranks_of(loader)
         if isinstance(loader.dataset, IterableDataset):
             return cls(
                 unit="" if _is_split_by_files(loader) else SAMPLES,
@@ -85,8 +85,9 @@ def dealt_out(fetched: int, per_fetch: int, streams: int) -> list[int]:
     return [-(-max(0, fetched - stream) // streams) * per_fetch for stream in range(streams)]
 
 
-def _ranks_of(dispatcher: Any) -> int:
-    return int(dispatcher.state.num_processes)
+def ranks_of(dispatcher: Any) -> int:
+    """Return for how many ranks a dispatcher fetches; those of a tensor parallel group get the same."""
+    return 1 if dispatcher.submesh_tp is not None else int(dispatcher.state.num_processes)
 
 
 def _is_split_by_files(loader: Any) -> bool:
@@ -199,7 +200,7 @@ def padding(loader: Any, remaining: int) -> int:
     if loader._drop_last:
         return 0
     if isinstance(loader, DataLoaderDispatcher):
-        return -remaining % _ranks_of(loader)
+        return -remaining % ranks_of(loader)
     if isinstance(loader.dataset, IterableDataset):
         return (
             -remaining % per_fetch_of_stream(loader)
@@ -211,7 +212,13 @@ def padding(loader: Any, remaining: int) -> int:
     return -remaining % layout.per_fetch if even and layout.unit == SAMPLES else 0
 
 
-def place_rest(loader: Any, taken: Sequence[int], *, sampler: Any = None) -> Callable[[], None]:
+def place_rest(
+    loader: Any,
+    taken: Sequence[int],
+    *,
+    sampler: Any = None,
+    rewind: Callable[[], object] = lambda: None,
+) -> Callable[[], None]:
     """Make a loader begin behind what was taken; return the function that undoes it.
 
     The next iterator sees it. It skips nothing else, even if it is a copy by `skip_first_batches`.
@@ -220,17 +227,21 @@ def place_rest(loader: Any, taken: Sequence[int], *, sampler: Any = None) -> Cal
         loader: a prepared loader, or a copy of one.
         taken: of `LoaderLayout.taken`.
         sampler: the sampler to order the samples, if not the loader's own.
+        rewind: called before each time that the order is drawn, until it is undone: an iterator with workers
+            has it drawn twice when it is made.
     """
     base, place = vars(loader.base_dataloader), _place(loader)
     before = base[place]
+    rewinds = [rewind]
     if place == "dataset":
         base[place] = _rest_of_stream(before, taken)
         loader.skip_batches = 0
     else:
-        base[place] = _rest_of_batches(_batch_samplers(loader), taken[0], sampler)
+        base[place] = _rest_of_batches(_batch_samplers(loader), sampler, Rest(None, taken[0], rewinds))
 
     def undo() -> None:
         base[place] = before
+        rewinds.clear()
 
     return undo
 
@@ -254,13 +265,15 @@ def _rest_of_stream(dataset: Any, taken: Sequence[int]) -> Any:
     return shard
 
 
-def _rest_of_batches(chain: Sequence[Any], taken: int, sampler: Any) -> Any:
+def _rest_of_batches(chain: Sequence[Any], sampler: Any, inmost: Rest) -> Any:
     own = chain[-1]
+    rest: Any = inmost
     if makes_plain_batches(own):
+        inmost.whole = sampler or own.sampler
         rest = copy.copy(own)
-        rest.sampler = Rest(sampler or own.sampler, taken)
+        rest.sampler = inmost
     else:
-        rest = Rest(own, taken)
+        inmost.whole = own
     for outer in reversed(chain[:-1]):
         if isinstance(outer, BatchSamplerShard):
             inner, rest = rest, copy.copy(outer)
@@ -272,11 +285,14 @@ def _rest_of_batches(chain: Sequence[Any], taken: int, sampler: Any) -> Any:
 class Rest(BatchSampler):
     """A sampler, or batch sampler, behind its first elements."""
 
-    def __init__(self, whole: Any, taken: int) -> None:
+    def __init__(self, whole: Any, taken: int, rewinds: Sequence[Callable[[], object]]) -> None:
         self.whole = whole
         self._taken = taken
+        self._rewinds = rewinds
 
     def __iter__(self) -> Iterator[Any]:
+        for rewind in self._rewinds:
+            rewind()
         return islice(iter(self.whole), self._taken, None)
 
     def __len__(self) -> int:

@@ -123,6 +123,8 @@ class TrackedLoader:
         if copy in self.copies:
             return
         self.copies[copy] = False
+        if isinstance(copy, DataLoaderDispatcher):
+            copy.submesh_tp = self._loader.submesh_tp  # stock forgets it, and deals out what all must see
         self._watch(copy)
         saved = self._saved
         if saved is not None and saved.is_rest(copy=True, stateful=False):
@@ -280,7 +282,9 @@ class TrackedLoader:
             epoch.skipped = saved.batches * self._layout.fetches
         elif saved.is_rest(copy=not original, stateful=stateful):
             if not self.copies.get(loader):
-                undo = place_rest(loader, saved.taken, sampler=saved.sampler)
+                again = partial(rewind, self._loader, saved.start)
+                once = {"rewind": again} if original and saved.start.get("anew") else {}
+                undo = place_rest(loader, saved.taken, sampler=saved.sampler, **once)
                 self._undo += [undo] if original else []
             epoch.skipped, epoch.before = 0, saved.taken
             saved.set_remainder(loader, self._loader)

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
-from accelerate_ckpt.data._layout import dealt_out, makes_plain_batches, per_fetch_of_stream
+from accelerate_ckpt.data._layout import dealt_out, makes_plain_batches, per_fetch_of_stream, ranks_of
 
 Cut = tuple[int, int]
 """Positions in an order, from the first that is left out to the first that is not."""
@@ -44,7 +44,7 @@ class Intake:
     def of(cls, loader: Any) -> Self:
         """Return the intake of a loader, prepared by Accelerate or not."""
         dispatched = isinstance(loader, DataLoaderDispatcher)
-        dispatching = loader.state.num_processes if dispatched and not loader.split_batches else 1
+        dispatching = ranks_of(loader) if dispatched and not loader.split_batches else 1
         dataset = loader.dataset
         if isinstance(dataset, IterableDataset):
             unit = per_fetch_of_stream(loader)
