@@ -220,12 +220,12 @@ def test_a_checkpoint_that_is_named_can_be_changed_as_a_whole_only(tmp_path):
 def test_every_group_key_can_be_changed_and_tensors_stay_tensors(tmp_path):
     saved(tmp_path)
     state, optimizer, _ = made()
-    change = {"lr": 3e-3, "weight_decay": 0.5, "betas": [0.8, 0.9], "amsgrad": True}
+    change = {"lr": 3e-3, "weight_decay": 0.5, "betas": [0.8, 0.9], "maximize": True}
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.resume(state, override=change)
     for group in optimizer.param_groups:
         assert (group["lr"], group["weight_decay"], group["betas"]) == (3e-3, 0.5, (0.8, 0.9))
-        assert group["amsgrad"] is True
+        assert group["maximize"] is True
 
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
@@ -278,6 +278,9 @@ def test_a_resume_without_one_continues_the_lineage(tmp_path):
         ({"optimizer.gen.lr": 1}, "no optimizer has optimizer.gen.lr"),
         ({"fused": True}, "no optimizer has fused"),
         ({"lr": True}, "cannot replace"),
+        ({"lr": -1e-3}, "-0.001 is out of range for lr"),
+        ({"betas": [0.9, 1.0]}, "out of range for betas"),
+        ({"amsgrad": True}, "amsgrad=True needs a state that this optimizer, made with False, does not have"),
         ({"betas": [0.9]}, "cannot replace"),
         (["lr"], "override must be a mapping"),
     ],

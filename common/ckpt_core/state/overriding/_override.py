@@ -29,6 +29,8 @@ _NAME: Final = re.compile(
 _NOT_HYPERPARAMETERS: Final = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 )
+_MAKE_STATE: Final = frozenset({"amsgrad", "centered"})
+"""Switches of torch's optimizers that need a state which an optimizer made without them does not have."""
 _RATE: Final = "lr"
 
 
@@ -156,6 +158,13 @@ class Override:
                     raise ConfigError(
                         f"override: {name} is {group[option]!r}, which {value!r} cannot replace"
                     )
+                if not _is_in_range(option, value):
+                    raise ConfigError(f"override: {value!r} is out of range for {name}")
+                if _needs_state(option, group, value):
+                    raise ConfigError(
+                        f"override: {name}={value!r} needs a state that this optimizer, made with "
+                        f"{group[option]!r}, does not have"
+                    )
 
     def apply(self, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Iterable[Any]) -> None:
         """Change live groups, and the schedules of those whose learning rate changes."""
@@ -263,6 +272,18 @@ def _is_like(live: Any, value: Any) -> bool:
     if isinstance(live, str) or isinstance(value, list):
         return False
     return not isinstance(live, torch.Tensor) or live.numel() == 1
+
+
+def _is_in_range(option: str, value: Any) -> bool:
+    """Return whether torch's optimizers could be made with a value: none takes a negative one."""
+    values = value if isinstance(value, list) else [value]
+    return all(each >= 0 for each in values) and (option != "betas" or all(each < 1 for each in values))
+
+
+def _needs_state(option: str, group: Mapping[str, Any], value: Any) -> bool:
+    if option == "momentum" and "centered" in group:  # RMSprop makes its buffer at its first step only
+        return bool(value) and not group[option]
+    return option in _MAKE_STATE and bool(value) and not group[option]
 
 
 def _is_undone(

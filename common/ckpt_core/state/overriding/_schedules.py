@@ -9,6 +9,10 @@ from typing import Any, Final, final
 
 import torch
 
+from ckpt_core.disclosure import logger_of
+
+_logger = logger_of(__name__)
+
 _OF_GROUP: Final = ("initial_lr", "max_lr", "min_lr", "swa_lr")
 _OF_SCHEDULER: Final = ("base_lrs", "max_lrs", "_last_lr")
 
@@ -46,7 +50,13 @@ class Schedules:
                 for name in _OF_SCHEDULER:
                     rates = getattr(scheduler, name, None)
                     if isinstance(rates, list) and number < len(rates):
-                        rates[number] = _like(rates[number], _scaled(rates[number], before, rate, least))
+                        new = _scaled(rates[number], before, rate, least)
+                        if name == "base_lrs":
+                            _logger.info(
+                                "override: the %s of parameter group %d computes from %.6g, not %.6g",
+                                type(scheduler).__name__, number, new, float(rates[number]),
+                            )  # fmt: skip
+                        rates[number] = _like(rates[number], new)
 
     def next_values(
         self, optimizers: Iterable[torch.optim.Optimizer]
