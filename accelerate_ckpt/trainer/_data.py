@@ -232,8 +232,8 @@ class TrainerData:
             )
         if args.process_index == 0 and chosen.skip and getattr(loader, "submesh_tp", None) is not None:
             _logger.warning(
-                "the copy of a loader by which Accelerate skips batches forgets the tensor parallel group: its "
-                "ranks see different samples for the rest of epoch %d. Set dispatch_batches=False in "
+                "the copy of a loader by which Accelerate skips batches forgets the tensor parallel group: "
+                "its ranks see different samples for the rest of epoch %d. Set dispatch_batches=False in "
                 "accelerator_config, and each of them reads the dataset itself",
                 chosen.epoch,
             )

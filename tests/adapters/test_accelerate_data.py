@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import accelerate_ckpt
+from accelerate_ckpt.data._layout import Rest
 from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_data_jobs import SAMPLES, STREAMED, Run, loops, prepared
 from tests.unit.data.test_hidden import in_background
@@ -320,3 +322,12 @@ def test_a_stateful_loader_saved_at_its_last_batch_goes_on_with_the_next_epoch_a
     assert "was saved at the last batch of epoch 0: it goes on with epoch 1" in caplog.text
     assert [batch.flatten().tolist() for batch in train] == [each[2] for each in saved["trace"][PER_EPOCH:]]
     made.end_training()
+
+
+def test_the_rest_of_an_order_is_the_same_however_often_it_is_begun():
+    """An iterator with workers begins it twice, and torchdata's sampler draws at each beginning."""
+    sampler = RandomSampler(range(8))
+    state = sampler.generator.get_state()
+    whole = list(sampler)
+    rest = Rest(sampler, 3, [lambda: sampler.generator.set_state(state)])
+    assert [list(rest), list(rest)] == [whole[3:]] * 2

@@ -181,8 +181,8 @@ def limited(cell: Cell) -> str:
     """Why a cell cannot be exact, whoever saves it; "" if it can."""
     if cell.host == "trainer" and cell.strategy == "tp" and cell.data == "stream" and cell.point != "edge":
         return (
-            "the copy of a dispatching loader by which Accelerate 1.15 skips batches forgets the tensor parallel "
-            "group, in stock, too, so that its ranks see different samples; use `dispatch_batches=False`"
+            "the copy of a dispatching loader by which Accelerate 1.15 skips batches forgets the tensor "
+            "parallel group, in stock, too: its ranks see different samples; use `dispatch_batches=False`"
         )
     if cell.ranks == "same":
         return ""
