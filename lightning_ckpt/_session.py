@@ -64,8 +64,7 @@ class Session:
         self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
         if stage != "fit" or self.trainer.fast_dev_run:
             return
-        goes_on = self._module is not None and self._module is self.trainer.lightning_module
-        if ckpt_path is None and not goes_on:
+        if ckpt_path is None:  # also a second fit of the same Trainer: its optimizers are new
             _require_no_change(self.settings)
         self._forget_other_training(ckpt_path)
         self._training = Running(self.trainer)

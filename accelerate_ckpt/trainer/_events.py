@@ -11,7 +11,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._save_limit import is_new_best, wanted_best
 from accelerate_ckpt.trainer._session import TrainerSession
-from ckpt_core import KeepBest
+from ckpt_core import ConfigError, KeepBest
 from ckpt_core.cadence import Counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import RetentionPolicy
@@ -136,9 +136,20 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._stop(control)
 
     def _reason(self, state: TrainerState) -> str | None:
-        """Return the reason to save this step now, or None."""
-        counts = self._counts(state)
-        return self._session.manager.due(state.global_step, total_steps=state.max_steps, **counts)
+        """Return the reason to save this step now, or None.
+
+        Raises:
+            ConfigError: tokens are wanted, and the Trainer counts none.
+        """
+        manager = self._session.manager
+        needed = frozenset[str]() if manager.options.save is None else manager.options.save.counts
+        if "tokens" in needed and state.global_step and not state.num_input_tokens_seen:
+            raise ConfigError(
+                f"EveryTokens: the Trainer has counted no tokens up to step {state.global_step}: it counts "
+                "the main_input_name of its model, which the batches do not have; give another save policy"
+            )
+        counts: Counts = self._counts(state) if needed else {}
+        return manager.due(state.global_step, total_steps=state.max_steps, **counts)
 
     def _counts(self, state: TrainerState) -> Counts:
         epochs = self._data.epochs if state.global_step else 0

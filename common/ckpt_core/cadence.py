@@ -45,7 +45,7 @@ class CadenceContext(NamedTuple):
 
     Attributes:
         step: the step just finished.
-        previous_step: the step of the last decision in this run; None at the first.
+        previous_step: the last step decided on before this one in this run; None at the first.
         now: seconds on any clock, the same for every time here.
         started: when this run started.
         last_save_step: the last step saved or resumed from; None if there is none.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 from ckpt_core.cadence import Counts
-from ckpt_core.validation import function, imported, integer, require
+from ckpt_core.validation import function, imported, integer, plain_integer, require
 from lightning_ckpt.loops._running import Running
 
 TokensInBatch: TypeAlias = Callable[[Any], int]
@@ -58,14 +58,17 @@ class TrainingCounts:
         """Count a batch of this rank."""
         found = self._in_batch
         if found is not None:
-            self._pending += found if isinstance(found, int) else int(found(batch))
+            self._pending += found if isinstance(found, int) else _checked(found(batch))
 
     def now(self) -> Counts:
         """Return the counts of all ranks; nothing where nothing is counted."""
         if not self._wanted:
             return {}
         self._running.tokens += self._of_all_ranks()
-        return {"epochs": self._trainer.current_epoch, "tokens": self._running.tokens}
+        progress = self._trainer.fit_loop.epoch_progress.current
+        # Of an epoch's last batch it is decided before Lightning counts the epoch.
+        epochs = progress.started if self._running.loops.epoch_is_over else progress.processed
+        return {"epochs": epochs, "tokens": self._running.tokens}
 
     def _of_all_ranks(self) -> int:
         """Return the tokens since the last call; those that ranks share count once."""
@@ -78,3 +81,14 @@ class TrainingCounts:
         own = [0] * ranks
         own[self._trainer.global_rank] = pending
         return sum(self._all_reduce_max(own)) * replicas // ranks
+
+
+def _checked(tokens: Any) -> int:
+    """Return what a function counted, as an int.
+
+    Raises:
+        ConfigError: it is no count.
+    """
+    plain = plain_integer(tokens)
+    require("the function given as tokens=", integer("the number of a batch", plain, minimum=0))
+    return int(plain)

@@ -30,6 +30,11 @@ def test_every_other_epoch_is_saved_at_its_end_whatever_was_resumed_in_between(t
     assert saved(tmp_path, save, max_steps=25, trainer=IN_WINDOWS, ckpt_path="last")[6:] == [25]
 
 
+def test_the_ends_of_epochs_can_be_left_out(tmp_path):
+    save = EverySteps(1) & ~EveryEpochs(1)
+    assert saved(tmp_path, save, max_steps=8, trainer=IN_WINDOWS) == [1, 2, 3, 4, 5, 7, 8]
+
+
 def test_an_epochs_checkpoint_has_the_metrics_of_its_validation(tmp_path):
     job = {"trainer": {**IN_WINDOWS, "enable_checkpointing": True}, "validate": True}
     assert saved(tmp_path, EveryEpochs(1), max_steps=7, **job) == [6]
@@ -52,6 +57,12 @@ def test_tokens_are_counted_across_a_resume_from_any_checkpoint(tmp_path):
 def test_a_count_of_tokens_that_is_none_is_refused(wrong):
     with pytest.raises(ConfigError, match="tokens"):
         ShardedCheckpoint("runs/x", save=EveryTokens(5), tokens=wrong)
+
+
+@pytest.mark.parametrize("tokens", [1.5, None, -1])
+def test_a_function_that_counts_no_whole_tokens_is_refused_at_the_first_batch(tmp_path, tokens):
+    with pytest.raises(ConfigError, match="the function given as tokens=: the number of a batch must be"):
+        saved(tmp_path, EveryTokens(5), max_steps=2, options={"tokens": lambda batch: tokens})
 
 
 def test_tokens_that_nobody_counts_are_refused_before_training():

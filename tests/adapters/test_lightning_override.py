@@ -152,6 +152,10 @@ def test_what_cannot_be_overridden_is_refused_before_anything_is_loaded(tmp_path
             fit(tmp_path / root, module, 6, **options)
         assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
     assert [info.step for info in CheckpointManager(tmp_path / "run").checkpoints()] == [2, 4]
+    resumed = fit(tmp_path / "run", Scheduled(), 6, ckpt_path="last", override={"lr": 1e-3})
+    resumed.trainer.fit_loop.epoch_loop.max_steps = 8
+    with pytest.raises(ConfigError, match="this fit resumes nothing"):
+        resumed.trainer.fit(resumed)  # its optimizers would be new, and without the change
     with pytest.raises(ConfigError, match="override= needs dirpath="):
         ShardedCheckpoint(override={"lr": 1})
 

@@ -154,6 +154,10 @@ def test_epochs_are_saved_after_their_evaluation_and_counts_go_on_after_a_resume
     assert [info.step for info in infos] == [4, 7, 8, 10, 12, 13]
     assert [info.step for info in infos if "eval_loss" in info.metrics] == [12]
 
+    uncounted = trainer(job.but(root=str(tmp_path / "other"), options={"save": EveryTokens(9)}))
+    uncounted.model.main_input_name = "pixels"
+    with pytest.raises(ConfigError, match="has counted no tokens up to step 1"):
+        uncounted.train()
     with pytest.raises(ConfigError, match="include_num_input_tokens_seen"):
         trainer(TrainerJob(root=str(tmp_path), options={"save": EveryTokens(9)}))
 

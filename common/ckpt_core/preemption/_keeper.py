@@ -55,6 +55,7 @@ class CadenceKeeper:
         self._clock = clock
         self._started = clock()
         self._previous_step: int | None = None
+        self._earlier_step: int | None = None
         self._last_save_step: int | None = None
         self._last_save_time: float | None = None
         self._timed = True
@@ -87,17 +88,19 @@ class CadenceKeeper:
             self._agree()
         if step == self._last_save_step:
             self.pending = False  # this step is saved already
+        if step != self._previous_step:  # else it is decided once more, as after an evaluation
+            self._earlier_step, self._since_counts = self._previous_step, self._counts
         context = CadenceContext(
             step=step,
             now=self._now if self._collective else self._started,
             started=self._started,
-            previous_step=self._previous_step,
+            previous_step=self._earlier_step,
             last_save_step=self._last_save_step,
             last_save_time=self._last_save_time,
             total_steps=total_steps,
             signals=_ANNOUNCED if self.pending else _NONE,
             counts=found,
-            since_counts=self._since(step),
+            since_counts=self._since_counts,
         )
         self._previous_step = step
         if found:
@@ -111,12 +114,6 @@ class CadenceKeeper:
         self._last_save_time = self._now if self._timed else None
         self._last_save_step = self._previous_step = step
         self.pending = False  # this was the requested save
-
-    def _since(self, step: int) -> Counts:
-        """Return the counts before a step."""
-        if step != self._previous_step:
-            self._since_counts = self._counts
-        return self._since_counts
 
     @property
     def annotations(self) -> dict[str, Any]:

@@ -56,6 +56,14 @@ def test_steps_are_counted():
     assert due_steps(keeper(EverySteps(3)), range(10)) == [3, 6, 9]
 
 
+def test_a_step_that_is_decided_on_twice_is_compared_with_the_step_before_it():
+    """As at the end of an epoch: before its validation, and after it."""
+    cadence = keeper(EverySteps(2) & AtSteps([4, 5]))
+    found = [(step, cadence.due(step) is not None, cadence.due(step) is not None) for step in range(1, 6)]
+    assert [step for step, *due in found if any(due)] == [4]
+    assert all(first == second for _, first, second in found)
+
+
 def test_a_boundary_that_a_skip_lost_does_not_come_back():
     cadence = keeper(EverySteps(3))
     assert cadence.due(3)

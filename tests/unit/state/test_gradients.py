@@ -65,6 +65,17 @@ def test_a_save_at_any_batch_of_a_window_resumes_bit_for_bit(tmp_path, saved_at,
     assert not caplog.records
 
 
+def test_a_parameter_that_is_frozen_since_gets_no_gradient(tmp_path):
+    run = Windows(1, gradients=True)
+    run.train(0, 2)
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, run.state).result()
+        run.net["used"][0].requires_grad_(False)
+        checkpoints.load(run.state, step=1)
+    found = {name: each.grad is not None for name, each in run.net["used"].named_parameters()}
+    assert found == {"0.weight": False, "0.bias": False, "2.weight": True, "2.bias": True}
+
+
 def test_gradients_are_saved_only_where_they_are_asked_for(tmp_path, caplog):
     without, within = Windows(1), Windows(1, gradients=True)
     for run in (without, within):

@@ -92,6 +92,8 @@ class Gradients:
     def put_back(self, tree: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace every gradient by the loaded one; None where there was none.
 
+        A parameter that is frozen now gets none: an optimizer would move it.
+
         Raises:
             IncompatibleCheckpointError: a parameter refuses its gradient.
         """
@@ -104,7 +106,8 @@ class Gradients:
                 return
             names = ParameterNames.of(self.model)
             for name, grad in loaded.items():
-                names.by_name[name].grad = grad
+                if names.by_name[name].requires_grad:
+                    names.by_name[name].grad = grad
         except RuntimeError as error:
             raise IncompatibleCheckpointError(f"a parameter refused its gradient: {error}") from error
 
@@ -136,7 +139,7 @@ class Gradients:
             shards = _fsdp1.to_index_form(self.model, optimizer, named)["state"]
             for index, parameter in enumerate(_parameters(optimizer)):
                 # A rank without a part of a parameter has no gradient of it.
-                if index in shards and parameter.numel():
+                if index in shards and parameter.numel() and parameter.requires_grad:
                     parameter.grad = shards[index][_OPTION].reshape(parameter.shape)
 
     def _problem(self) -> str | None:
