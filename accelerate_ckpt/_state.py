@@ -164,7 +164,7 @@ class AcceleratorState:
         self._small = SmallState()
         self._for_hooks: Mapping[str, bytes] | Sequence[str] | None = None
         self._generators: Mapping[str, Any] = {}
-        self._seeds = (torch.initial_seed(),)
+        self._seed = self._seed_of_first = torch.initial_seed()
         self._arguments = arguments
         self._window = Window(accelerator, gradients=arguments.gradients)
 
@@ -221,9 +221,9 @@ class AcceleratorState:
             UnsafeCheckpointError: only pickle can read a small file, and that is not allowed.
         """
         accelerator = self._accelerator
-        # Before anything puts generators back: this rank's and the first one's.
-        first = self._coordinator.run_on_coordinator(torch.initial_seed, what="comparing seeds")
-        self._seeds = (torch.initial_seed(), first)
+        # Before anything puts generators back.
+        self._seed = torch.initial_seed()
+        self._seed_of_first = self._coordinator.run_on_coordinator(lambda: self._seed, what="comparing seeds")
         self._check_counts(saved)
         self._small = read_small(
             accelerator,
@@ -454,8 +454,7 @@ class AcceleratorState:
             return []
         rank = self._accelerator.process_index
         text = f"rank {rank} was not among the {saved.world_size} that saved: its random numbers are "
-        own, *of_first = self._seeds
-        if own in {*of_first, shared.get("initial_seed")}:
+        if self._seed in {self._seed_of_first, shared.get("initial_seed")}:
             # Samplers that draw from the global generators need the same numbers on all ranks.
             return [text + "those of rank 0, as the script seeds both alike", *load_rng_state(shared["rng"])]
         derive_rng(shared["rng_seed"], rank)

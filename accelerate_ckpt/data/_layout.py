@@ -86,7 +86,7 @@ def dealt_out(fetched: int, per_fetch: int, streams: int) -> list[int]:
 
 
 def ranks_of(dispatcher: Any) -> int:
-    """Return for how many ranks a dispatcher fetches; those of a tensor parallel group get the same."""
+    """Return for how many ranks a dispatcher fetches; tensor parallel ones share."""
     return 1 if dispatcher.submesh_tp is not None else int(dispatcher.state.num_processes)
 
 

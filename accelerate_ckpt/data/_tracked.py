@@ -282,7 +282,7 @@ class TrackedLoader:
             epoch.skipped = saved.batches * self._layout.fetches
         elif saved.is_rest(copy=not original, stateful=stateful):
             if not self.copies.get(loader):
-                again = partial(rewind, self._loader, saved.start)
+                again = partial(rewind, self._loader, epoch.start)
                 once = {"rewind": again} if original and saved.start.get("anew") else {}
                 undo = place_rest(loader, saved.taken, sampler=saved.sampler, **once)
                 self._undo += [undo] if original else []
