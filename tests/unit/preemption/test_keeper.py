@@ -13,13 +13,14 @@ from ckpt_core import (
     AtSteps,
     ConfigError,
     EveryEpochs,
+    EveryFraction,
     EverySeconds,
     EverySteps,
     EveryTokens,
     FirstStep,
     OnPreemption,
 )
-from ckpt_core.coordination import Solo
+from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.testing import FakeClock
 
@@ -54,6 +55,35 @@ def test_without_a_policy_nothing_is_ever_due():
 
 def test_steps_are_counted():
     assert due_steps(keeper(EverySteps(3)), range(10)) == [3, 6, 9]
+
+
+class Unreachable(Coordinator):
+    """One of four ranks, of which none answers."""
+
+    rank, world_size = 0, 4
+
+    def _fail(self, *_: object, **__: object):
+        raise AssertionError("a rank was asked")
+
+    commit_channel = broadcast = gather_scatter = all_reduce_max = broadcast_tensor = _fail
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        EverySteps(3),
+        AtSteps([2, 5]) | FirstStep(),
+        EveryFraction(0.5) & ~EverySteps(2),
+        EveryEpochs(2) | EveryTokens(40),
+    ],
+)
+def test_a_policy_of_steps_asks_no_other_rank(policy):
+    cadence = CadenceKeeper(policy, Unreachable(), FakeClock())
+    for step in range(1, 12):
+        cadence.due(step, 12, epochs=step // 3, tokens=step * 8)
 
 
 def test_a_step_that_is_decided_on_twice_is_compared_with_the_step_before_it():

@@ -275,7 +275,7 @@ def _is_like(live: Any, value: Any) -> bool:
 
 
 def _is_in_range(option: str, value: Any) -> bool:
-    """Return whether torch's optimizers could be made with a value: none takes a negative one."""
+    """Return whether torch's optimizers could be made with a value."""
     values = value if isinstance(value, list) else [value]
     return all(each >= 0 for each in values) and (option != "betas" or all(each < 1 for each in values))
 
