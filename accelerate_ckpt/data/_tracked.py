@@ -12,6 +12,7 @@ from typing import Any, final
 from weakref import WeakKeyDictionary
 
 from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import IterableDataset
 
 from accelerate_ckpt.data._layout import (
     LoaderLayout,
@@ -295,8 +296,10 @@ class TrackedLoader:
         """Load a stateful loader's own state, if it is of this rank and layout."""
         loader, base = self._loader, self._loader.base_dataloader
         _forget_state(base)
-        if not saved.has_state:
-            return
+        if not saved.has_state or (
+            saved.position.get("ended") and isinstance(loader.dataset, IterableDataset)
+        ):
+            return  # a stream that has ended would begin the next epoch at its end
         state, start = saved.position["state"], saved.start
         if not start.get("prepared"):
             loader.load_state_dict(state)
