@@ -5,7 +5,12 @@ between them at each call. A save in the background uses a `CommitChannel`, whic
 """
 
 from ckpt_core.coordination._base import CommitChannel, Coordinator
-from ckpt_core.coordination._job import JobCoordinator, coordinator_for_job, require_same_process
+from ckpt_core.coordination._job import (
+    JobCoordinator,
+    coordinator_for_job,
+    place_in_job,
+    require_same_process,
+)
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
 
@@ -16,5 +21,6 @@ __all__ = [
     "Solo",
     "StoreCoordinator",
     "coordinator_for_job",
+    "place_in_job",
     "require_same_process",
 ]

@@ -190,6 +190,11 @@ def _usable_group() -> Any:
     return group
 
 
+def place_in_job() -> tuple[int, int]:
+    """Return the rank and the number of ranks now; (0, 1) without a process group."""
+    return _place(_default_group())
+
+
 def _place(group: Any) -> tuple[int, int]:
     """Return the rank and the number of ranks."""
     return (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())

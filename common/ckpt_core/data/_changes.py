@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
+from ckpt_core.coordination import place_in_job
 from ckpt_core.data._samplers import load_starting_state, recipe, samples_of, starting_state, style_of
 
 
@@ -77,13 +76,8 @@ def note_of_ranks(loader: Any, state: Mapping[str, Any]) -> str:
     if parts is not None and parts.get("samples") == whole:
         return f"{note}: each takes every sample, none twice"
     here = state["batches"] * size
-    change = here * (before - world_size())
+    change = here * (before - place_in_job()[1])
     return (
         f"{note}. If ranks share the {whole} samples of the epoch, {before} had seen {here * before}: at "
         f"least {abs(change)} are seen {'twice' if change > 0 else 'never'}. Use a DistributedSampler"
     )
-
-
-def world_size() -> int:
-    """Return how many ranks train."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

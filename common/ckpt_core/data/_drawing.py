@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-import torch.distributed as dist
-
+from ckpt_core.coordination import place_in_job
 from ckpt_core.disclosure import logger_of
 
 _log = logger_of(__name__)
@@ -30,8 +29,7 @@ def draw_and_drop(iterator: Iterator[Any], batches: int) -> None:
 
 
 def _shown(batches: int) -> Iterable[int]:
-    first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-    if first and sys.stderr.isatty():
+    if place_in_job()[0] == 0 and sys.stderr.isatty():
         try:
             tqdm: Any = importlib.import_module("tqdm")
         except ImportError:

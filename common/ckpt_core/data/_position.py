@@ -8,13 +8,13 @@ from typing import Any, final
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core._torch_internals import kept_iterator
+from ckpt_core.coordination import place_in_job
 from ckpt_core.data._changes import (
     note_of_ranks,
     notes_of_length,
     notes_of_order,
     order_again,
     without_lost,
-    world_size,
 )
 from ckpt_core.data._hidden import is_stateful
 from ckpt_core.data._order import EpochOrder
@@ -154,7 +154,7 @@ class LoaderPosition:
             "batch_size": samplers.batch_size,
             "named_size": samplers.named_size,
             "workers": loader.num_workers,
-            "world_size": world_size(),
+            "world_size": place_in_job()[1],
         }
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> list[str]:

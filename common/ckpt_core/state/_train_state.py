@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, final
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
+from ckpt_core.coordination import place_in_job
 from ckpt_core.data import LoaderPosition
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
@@ -371,7 +371,7 @@ class TrainState:
                 yield f"the checkpoint has no {name}; it is unchanged"
 
     def _apply_dataloaders(self, saved: SavedState, undo: list[Callable[[], None]]) -> Iterator[str]:
-        same_ranks = saved.world_size in {None, _world_size()}
+        same_ranks = saved.world_size in {None, place_in_job()[1]}
         added = saved.shared.get(_POSITIONS, {})
         for name, position in self._dataloaders.items():
             state = saved.per_rank.get(name, added.get(name))
@@ -392,7 +392,7 @@ def _apply_rng(saved: SavedState) -> Sequence[str]:
         return load_rng_state(saved.per_rank["rng"])
     if _SEED not in saved.shared:
         return ["the checkpoint has no states of random number generators; they are unchanged"]
-    rank = _rank()
+    rank = place_in_job()[0]
     derive_rng(saved.shared[_SEED], rank)
     return [
         f"rank {rank} was not among the {saved.world_size} that saved; "
@@ -417,11 +417,3 @@ def _path(name: str) -> tuple[str, ...]:
 
 def _only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: each for name, each in values.items() if name.partition(".")[0] in names}
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

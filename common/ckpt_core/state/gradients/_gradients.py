@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt_core._torch_internals import holds_unreduced_gradients
+from ckpt_core.coordination import place_in_job
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.messages import decode, encode
 from ckpt_core.state import _fsdp1
 from ckpt_core.state._model import model_state
 from ckpt_core.state._parameter_names import ParameterNames
@@ -74,10 +76,11 @@ class Gradients:
         Raises:
             IncompatibleCheckpointError: they were accumulated on another number of ranks, each by itself.
         """
-        if facts.get(_RANKS, 0) not in {0, _world_size()}:
+        _, size = place_in_job()
+        if facts.get(_RANKS, 0) not in {0, size}:
             raise IncompatibleCheckpointError(
                 f"it was saved within an accumulation window, with gradients that {facts[_RANKS]} ranks had "
-                f"each by itself, and there are {_world_size()} now: resume on {facts[_RANKS]}, or without "
+                f"each by itself, and there are {size} now: resume on {facts[_RANKS]}, or without "
                 "gradients=True, so that the window begins again"
             )
         is_flat = _fsdp1.is_fsdp1(self.model)
@@ -177,11 +180,21 @@ def _differing(of_ranks: Sequence[Mapping[str, bytes | None]]) -> set[str]:
 
 
 def _gathered(value: Any) -> list[Any]:
-    if _world_size() == 1:
+    """Return the plain values of all ranks; no rank unpickles what another has sent. Collective."""
+    _, size = place_in_job()
+    if size == 1:
         return [value]
-    values: list[Any] = [None] * _world_size()
-    dist.all_gather_object(values, value)
-    return values
+    devices = dict(each.split(":") for each in dist.get_backend_config().split(","))
+    device = "cpu" if "cpu" in devices else next(iter(devices))
+    content = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(content)], device=device))
+    longest = max(int(each) for each in lengths)
+    padded = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(size)]
+    dist.all_gather(padded, nn.functional.pad(content, (0, longest - len(content))))
+    return [
+        decode(bytes(each[: int(length)].cpu().numpy())) for each, length in zip(padded, lengths, strict=True)
+    ]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -189,8 +202,4 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _own_key() -> str:
-    return f"rank-{dist.get_rank() if _world_size() > 1 else 0}"
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return f"rank-{place_in_job()[0]}"
