@@ -19,7 +19,7 @@ from accelerate_ckpt._small_files import Pickles
 from accelerate_ckpt._state import AcceleratorState, CallArguments
 from accelerate_ckpt._window import Window
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError, SaveHandle
-from ckpt_core.cadence import Counts, SavePolicy
+from ckpt_core.cadence import Counts, SavePolicy, needed_counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath
 from ckpt_core.telemetry import Sink
@@ -254,7 +254,7 @@ class AcceleratorCheckpoints:
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
         self._loading.require_change(manager)
-        if Window(accelerator, gradients=False).is_open and not self._arguments.gradients:
+        if Window(accelerator, gradients=self._arguments.gradients).is_lost:
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
                 "a resumed run is not exact; save when accelerator.sync_gradients is true, or give enable() "
@@ -290,8 +290,7 @@ class AcceleratorCheckpoints:
 
 
 def _require_counts(policy: SavePolicy | None, counts: Counts) -> None:
-    needed = frozenset[str]() if policy is None else policy.counts
-    missing = sorted(name for name in needed if counts.get(name) is None)
+    missing = sorted(name for name in needed_counts(policy) if counts.get(name) is None)
     if missing:
         raise ConfigError(
             f"{policy!r} needs the number of {' and '.join(missing)}, which save_state() does not know: call "

@@ -13,7 +13,7 @@ from typing import Any, Self, final
 
 from fsspec.registry import known_implementations
 
-from ckpt_core.cadence import SavePolicy
+from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.errors import ConfigError
 from ckpt_core.hosting import RunRoot, leaf_policies
 from ckpt_core.options import (
@@ -252,8 +252,7 @@ class Configured:
             tokens=tokens_in_batch(tokens),
             override=change,
         )
-        policy = self.settings.options.save
-        if policy is not None and "tokens" in policy.counts and tokens is None:
+        if "tokens" in needed_counts(self.settings.options.save) and tokens is None:
             raise ConfigError(_UNCOUNTED)
 
 

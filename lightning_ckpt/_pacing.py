@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-from ckpt_core.cadence import PREEMPTION
+from ckpt_core.cadence import PREEMPTION, needed_counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.saving import SaveHandle
 from ckpt_core.types import CheckpointInfo
@@ -56,7 +56,7 @@ class Pacing:
         policy = settings.options.save
         heard = () if policy is None else policy.preemptions
         self.counts = TrainingCounts(
-            running, settings.tokens, roots.all_reduce_max, wanted=policy is not None and bool(policy.counts)
+            running, settings.tokens, roots.all_reduce_max, needed=bool(needed_counts(policy))
         )
         self._requeue_signal = requeue_signal(trainer)
         names = {name for each in heard for name in each.signals}
@@ -128,7 +128,7 @@ class Pacing:
         A `ModelCheckpoint` saves in hooks of the batch, and deletes its checkpoints by a rule of its own.
         """
         step = self._trainer.global_step
-        self.counts.now()
+        self.counts.add_up()
         if root == self._root and step > 0:
             self._deferred = self._deferred or self._reason(step)
 
@@ -217,6 +217,7 @@ class Pacing:
 
     def _save(self, reason: str) -> None:
         step = self._trainer.global_step
+        self.counts.add_up()
         if reason in _NEVER_LEFT_OUT:
             self._manager.wait()  # so that it is not skipped
         self._deferred = None

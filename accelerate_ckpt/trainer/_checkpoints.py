@@ -18,7 +18,7 @@ from accelerate_ckpt.trainer._save_limit import metrics_at
 from accelerate_ckpt.trainer._session import TrainerSession
 from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
-from ckpt_core.cadence import SavePolicy
+from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import close_at_exit
 from ckpt_core.retention import RetentionPolicy
@@ -326,7 +326,7 @@ def _check_is_trainer(trainer: Any) -> None:
 
 
 def _require_tokens(trainer: Trainer, policy: SavePolicy | None) -> None:
-    if policy is not None and "tokens" in policy.counts:
+    if "tokens" in needed_counts(policy):
         problem = 'EveryTokens needs TrainingArguments(include_num_input_tokens_seen="all" or "non_padding")'
         seen = trainer.args.include_num_input_tokens_seen
         require("save", problem if seen in {"no", False} else None)

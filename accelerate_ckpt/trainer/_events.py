@@ -12,7 +12,7 @@ from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._save_limit import is_new_best, wanted_best
 from accelerate_ckpt.trainer._session import TrainerSession
 from ckpt_core import ConfigError, KeepBest
-from ckpt_core.cadence import Counts
+from ckpt_core.cadence import Counts, needed_counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.retention import RetentionPolicy
 
@@ -142,7 +142,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             ConfigError: tokens are wanted, and the Trainer counts none.
         """
         manager = self._session.manager
-        needed = frozenset[str]() if manager.options.save is None else manager.options.save.counts
+        needed = needed_counts(manager.options.save)
         if "tokens" in needed and state.global_step and not state.num_input_tokens_seen:
             raise ConfigError(
                 f"EveryTokens: the Trainer has counted no tokens up to step {state.global_step}: it counts "
@@ -171,8 +171,8 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         del args, kwargs
         self._data.end_epoch(stopped=control.should_training_stop)
         if self.gated:
-            policy = self._session.manager.options.save
-            reason = self._reason(state) if policy is not None and "epochs" in policy.counts else None
+            counted = "epochs" in needed_counts(self._session.manager.options.save)
+            reason = self._reason(state) if counted else None
             self.reason, control.should_save = reason or self.reason, reason is not None
             self._stop(control)
 

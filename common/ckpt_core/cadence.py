@@ -126,6 +126,11 @@ def decide(policy: SavePolicy, context: CadenceContext) -> str | None:
     return None if context.step == context.last_save_step else policy.decide(context)
 
 
+def needed_counts(policy: SavePolicy | None) -> frozenset[str]:
+    """Return the names of the counts that a policy needs; none without a policy."""
+    return frozenset() if policy is None else policy.counts
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class EverySteps(SavePolicy):
@@ -430,4 +435,5 @@ __all__ = [
     "OnPreemption",
     "SavePolicy",
     "decide",
+    "needed_counts",
 ]

@@ -30,13 +30,14 @@ def tokens_in_batch(given: int | TokensInBatch | str | None) -> int | TokensInBa
 class TrainingCounts:
     """Counts epochs and tokens of a fit, for policies that save by them.
 
-    Concurrency: the thread that trains; `now` is collective where a function counts, for ranks may differ.
+    Concurrency: the thread that trains; where a function counts, `now` and `add_up` are collective, for ranks
+    may differ.
 
     Args:
         running: what a save adds, the tokens of all ranks among it.
         in_batch: tokens in a batch of one rank; None for none.
         all_reduce_max: combines numbers of every rank.
-        wanted: whether the save policy counts anything.
+        needed: whether the save policy counts anything.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class TrainingCounts:
         in_batch: int | TokensInBatch | None,
         all_reduce_max: Callable[[Sequence[int]], Sequence[int]],
         *,
-        wanted: bool,
+        needed: bool,
     ) -> None:
         self._running = running
         self._trainer = running.loops.trainer
         self._in_batch = in_batch
         self._all_reduce_max = all_reduce_max
-        self._wanted = wanted or in_batch is not None
+        self._needed = needed
         self._pending = 0
 
     def note(self, batch: Any) -> None:
@@ -61,14 +62,18 @@ class TrainingCounts:
             self._pending += found if isinstance(found, int) else _checked(found(batch))
 
     def now(self) -> Counts:
-        """Return the counts of all ranks; nothing where nothing is counted."""
-        if not self._wanted:
+        """Return the counts of all ranks; nothing for a policy that needs none."""
+        if not self._needed:
             return {}
-        self._running.tokens += self._of_all_ranks()
+        self.add_up()
         progress = self._trainer.fit_loop.epoch_progress.current
         # Of an epoch's last batch it is decided before Lightning counts the epoch.
         epochs = progress.started if self._running.loops.epoch_is_over else progress.processed
         return {"epochs": epochs, "tokens": self._running.tokens}
+
+    def add_up(self) -> None:
+        """Add up the tokens of all ranks, for a decision or a save."""
+        self._running.tokens += self._of_all_ranks()
 
     def _of_all_ranks(self) -> int:
         """Return the tokens since the last call; those that ranks share count once."""

@@ -53,6 +53,14 @@ def test_tokens_are_counted_across_a_resume_from_any_checkpoint(tmp_path):
     assert saved(tmp_path / "again", EveryTokens(20), max_steps=11, **job) == [10]
 
 
+def test_tokens_are_counted_for_a_policy_that_comes_later(tmp_path):
+    """Six in a step: 24 at the last save of the first policy, which needs none."""
+    job = {"trainer": IN_WINDOWS, "options": {"tokens": lambda batch: 3}}
+    assert saved(tmp_path, EverySteps(4), max_steps=4, **job) == [4]
+    job = {"trainer": IN_WINDOWS, "options": {"tokens": 3}, "ckpt_path": "last"}
+    assert saved(tmp_path, EveryTokens(10), max_steps=7, **job) == [4, 5, 7]
+
+
 @pytest.mark.parametrize("wrong", [0, -3, 2.5, True, "numel", ["x"]])
 def test_a_count_of_tokens_that_is_none_is_refused(wrong):
     with pytest.raises(ConfigError, match="tokens"):

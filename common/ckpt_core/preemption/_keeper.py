@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Unpack, cast, final
 
-from ckpt_core.cadence import PREEMPTION, CadenceContext, Counts, SavePolicy, decide
+from ckpt_core.cadence import PREEMPTION, CadenceContext, Counts, SavePolicy, decide, needed_counts
 from ckpt_core.coordination import Coordinator
 from ckpt_core.preemption._sources import PreemptionSources
 from ckpt_core.validation import integer, one_of, plain_integer, require
@@ -118,8 +118,8 @@ class CadenceKeeper:
     @property
     def annotations(self) -> dict[str, Any]:
         """The counts that the policy needs, for the manifest of a save."""
-        wanted = frozenset[str]() if self._policy is None else self._policy.counts
-        found = {name: count for name, count in self._counts.items() if name in wanted}
+        needed = needed_counts(self._policy)
+        found = {name: count for name, count in self._counts.items() if name in needed}
         return {_COUNTS: found} if found else {}
 
     def count_from(self, annotations: Callable[[], Mapping[str, Any]]) -> None:
@@ -129,7 +129,7 @@ class CadenceKeeper:
             annotations: reads its annotations, on the coordinator; without counts in them, those of the next
                 decision are where counting begins.
         """
-        if self._policy is None or not self._policy.counts:
+        if not needed_counts(self._policy):
             return
         found = self._coordinator.run_on_coordinator(lambda: _recorded(annotations()), what="counting")
         self._counts = self._since_counts = cast("Counts", found)
