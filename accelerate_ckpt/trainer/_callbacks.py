@@ -127,13 +127,16 @@ def _is_json(state: Any) -> bool:
 
 def _weights(callback: Any, model: nn.Module) -> list[str]:
     """Return the attributes with weights of their own, or values for the model's."""
-    trained = {id(each) for each in model.parameters()}
-    names = {name for name, _ in model.named_parameters()}
+    held = getattr(callback, "__dict__", {})
+    candidates = {name: value for name, value in held.items() if isinstance(value, Mapping | nn.Module)}
+    if not candidates:
+        return []  # at every save: nothing that looks at all parameters
+    trained = {name: id(each) for name, each in model.named_parameters()}
 
-    def holds(value: Any) -> bool:
+    def holds(value: Mapping[Any, Any] | nn.Module) -> bool:
         if isinstance(value, Mapping):
-            return bool(names & value.keys())
-        own = {id(each) for each in value.parameters()} if isinstance(value, nn.Module) else set[int]()
-        return bool(own) and not own & trained
+            return bool(trained.keys() & value.keys())
+        own = {id(each) for each in value.parameters()}
+        return bool(own) and own.isdisjoint(trained.values())
 
-    return [name for name, value in getattr(callback, "__dict__", {}).items() if holds(value)]
+    return [name for name, value in candidates.items() if holds(value)]

@@ -15,7 +15,13 @@ from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
-from accelerate_ckpt.data._layout import dealt_out, makes_plain_batches, per_fetch_of_stream, ranks_of
+from accelerate_ckpt.data._layout import (
+    dealt_out,
+    described_order,
+    makes_plain_batches,
+    per_fetch_of_stream,
+    ranks_of,
+)
 
 Cut = tuple[int, int]
 """Positions in an order, from the first that is left out to the first that is not."""
@@ -84,11 +90,7 @@ def order_made_by(loader: Any) -> dict[str, Any]:
     data: Any = loader.dataset
     shard = isinstance(data, IterableDatasetShard)
     data, sampler = _whole(data.dataset if shard else data), _whole(sampler_of(loader))
-    try:
-        samples = len(data)
-    except TypeError:
-        samples = None
-    return {"type": type(data if sampler is None else sampler).__qualname__, "samples": samples}
+    return described_order(data if sampler is None else sampler, data)
 
 
 def _whole(part: Any) -> Any:

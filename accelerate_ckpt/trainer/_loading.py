@@ -162,8 +162,7 @@ class TrainerLoading:
     def load_callbacks(self) -> None:
         """Load the state of callbacks, once all of them have begun to train."""
         origin, self._callbacks_from = self._callbacks_from, None
-        callbacks = CallbackStates(self._trainer)
-        if origin is not None and callbacks:
+        if origin is not None and (callbacks := CallbackStates(self._trainer)):
             self._load(origin, callbacks)
 
     def load_best(self) -> None:

@@ -48,6 +48,7 @@ class TrainerSession:
         self._settings = settings
         self._sinks = sinks
         self._closed, self._tells, self._begun_at = False, True, 0
+        self._there = frozenset[str]()
         self.override = settings.override
         self.pickles = Pickles(allowed=settings.options.allow_pickle)
         deadline = settings.options.deadline_seconds
@@ -97,13 +98,15 @@ class TrainerSession:
         return f"{self._storage.url}/{name}"
 
     def name_of(self, step: int) -> str:
-        """Return the name for a save of `step`; collective in a bucket.
+        """Return the name for a save of `step`; collective if it may be taken, in a bucket.
 
         There nothing is replaced: what has the name already, of a training before or of this step, stays.
         """
         name, storage = f"checkpoint-{step}", self._storage
         again = step == self.saved_step
         if not storage.supports_rename:
+            if not again and name not in self._there:
+                return name
             taken = {Kind.COMMITTED, Kind.STOCK}
             return self.coordinator.run_on_coordinator(
                 lambda: (
@@ -144,6 +147,10 @@ class TrainerSession:
         if self.saved_step is not None and step < self.saved_step:
             self._replace()
         self.saved_step, self._begun_at = None, step
+        if not self._storage.supports_rename:
+            # Once, for a request to a bucket at each save would be waited for by the training.
+            found = self.coordinator.run_on_coordinator(lambda: sorted(self._storage.directories("")))
+            self._there = frozenset(found)
 
     def close(self) -> None:
         """Wait for the save in flight and release the output directory; idempotent.
