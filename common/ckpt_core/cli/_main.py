@@ -21,6 +21,7 @@ _EXIT_CODES: Final = (
     "Exit codes: 0 all is well; 1 something is wrong with a checkpoint, or the storage failed; 2 wrong usage "
     "or option; 3 nothing there; 130 interrupted."
 )
+_CHAIN: Final = 10
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -136,7 +137,20 @@ def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list every tensor: name, shape, dtype, elements, size; of stock DCP directories, too",
     )
+    command.add_argument(
+        "--chain",
+        type=_count,
+        default=_CHAIN,
+        metavar="N",
+        help=f"follow at most N parents, the checkpoints that this one continues ({_CHAIN})",
+    )
     command.set_defaults(command=_show.show)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return int(text)
 
 
 def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:

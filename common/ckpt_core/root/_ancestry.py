@@ -8,7 +8,7 @@ from typing import final
 
 from ckpt_core.commit import next_lineage, on_present_line
 from ckpt_core.disclosure import logger_of
-from ckpt_core.types import CheckpointInfo, Lineage
+from ckpt_core.types import CheckpointInfo, Lineage, Parent
 
 _logger = logger_of(__name__)
 
@@ -25,6 +25,7 @@ class Ancestry:
         self._url = url
         self._known: dict[str, CheckpointInfo] = {}
         self._origin: CheckpointInfo | None = None
+        self._elsewhere: CheckpointInfo | None = None
         self._root = Lineage()
         self._own: Lineage | None = None
         self._on_purpose = self._branch = False
@@ -45,14 +46,29 @@ class Ancestry:
             info: the checkpoint.
             branch: whether the training differs from now on, so that its saves begin a lineage of their own.
         """
-        self._origin = info
+        self._origin, self._elsewhere = info, None
         self._own = None
         self._on_purpose, self._branch = False, branch
 
     def start_afresh(self) -> None:
         """Note that the live state continues no checkpoint, as the user intends."""
-        self._origin = self._own = None
+        self._origin = self._own = self._elsewhere = None
         self._on_purpose = True
+
+    def begin_from(self, info: CheckpointInfo) -> None:
+        """Note that the live state is that of a checkpoint in another root.
+
+        It is the parent of the first save, whose lineage continues nothing of this root.
+        """
+        self._origin = self._own = None
+        self._elsewhere = info
+
+    @property
+    def parent(self) -> Parent | None:
+        """The checkpoint that a commit made now continues; None for a training from the start."""
+        if self._elsewhere is not None:
+            return Parent.of(self._elsewhere, elsewhere=True)
+        return None if self._origin is None else Parent.of(self._origin)
 
     def lineage_of(self, step: int) -> Lineage:
         """Return the lineage of a save made now; a new one unless it continues the newest."""
@@ -66,7 +82,7 @@ class Ancestry:
     def record_commit(self, info: CheckpointInfo) -> None:
         """Record a committed save of this job, which the live state continues."""
         self._known[info.name] = info
-        self._origin, self._root = info, info.lineage
+        self._origin, self._root, self._elsewhere = info, info.lineage, None
 
     def is_committed(self, info: CheckpointInfo, step: int) -> bool:
         """Return whether the checkpoint `info` is already this lineage's save of `step`."""
