@@ -153,15 +153,9 @@ class Parent:
     elsewhere: bool = False
 
     @classmethod
-    def of(cls, info: CheckpointInfo, *, elsewhere: bool = False) -> Parent:
+    def of(cls, info: CheckpointInfo) -> Parent:
         """Return a committed checkpoint as a parent."""
-        return cls(
-            name=info.name,
-            step=info.step,
-            save_id=info.save_id,
-            manifest_sha256=info.manifest_sha256,
-            elsewhere=elsewhere,
-        )
+        return cls(name=info.name, step=info.step, save_id=info.save_id, manifest_sha256=info.manifest_sha256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """Facts about where a checkpoint comes from, as its manifest names them.
 
-Its parent, the start of the job that saved it, the version of the code, a digest of the configuration, and how
-far the training was in its data. They say what happened; no load decides by them. Nothing here takes a look at
-the environment but for one variable, and nothing names a machine, a path or a user.
+Its parent, the start of the job that saved it, the version of the code, a digest of the configuration, and
+how far the training was in its data. They say what happened; no load decides by them. None of them names a
+machine, a path or a user, and one variable of the environment is all that is read of that.
 """
 
 from ckpt_core.provenance._code import CODE_VERSION_VARIABLE, CodeVersion, code_version, find_code_version

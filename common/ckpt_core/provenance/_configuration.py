@@ -20,7 +20,9 @@ MAX_VALUES: Final = 10_000
 """Of further values only the types count: a configuration is small, but may refer to data."""
 
 _DEEPEST: Final = 20
-_SECRET: Final = re.compile(r"(token|key|secret|password|passwd|passphrase|credentials?|auth)$", re.IGNORECASE)
+_SECRET: Final = re.compile(
+    r"(token|key|secret|password|passwd|passphrase|credentials?|auth)$", re.IGNORECASE
+)
 _NAMED: Final = frozenset({"dtype", "device"})
 _logger = logger_of(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from ckpt_core.commit import next_lineage, on_present_line
@@ -25,7 +26,7 @@ class Ancestry:
         self._url = url
         self._known: dict[str, CheckpointInfo] = {}
         self._origin: CheckpointInfo | None = None
-        self._elsewhere: CheckpointInfo | None = None
+        self._elsewhere: Parent | None = None
         self._root = Lineage()
         self._own: Lineage | None = None
         self._on_purpose = self._branch = False
@@ -52,23 +53,22 @@ class Ancestry:
 
     def start_afresh(self) -> None:
         """Note that the live state continues no checkpoint, as the user intends."""
-        self._origin = self._own = self._elsewhere = None
+        self._origin = self._own = None
         self._on_purpose = True
 
-    def begin_from(self, info: CheckpointInfo) -> None:
-        """Note that the live state is that of a checkpoint in another root.
+    def begin_from(self, parent: Parent | None) -> None:
+        """Note that the live state was loaded from another root, if it was.
 
-        It is the parent of the first save, whose lineage continues nothing of this root.
+        That is the parent of the next commit, and changes nothing in the lineages of this root.
         """
-        self._origin = self._own = None
-        self._elsewhere = info
+        if parent is not None:
+            self._elsewhere = replace(parent, elsewhere=True)
 
     @property
     def parent(self) -> Parent | None:
         """The checkpoint that a commit made now continues; None for a training from the start."""
-        if self._elsewhere is not None:
-            return Parent.of(self._elsewhere, elsewhere=True)
-        return None if self._origin is None else Parent.of(self._origin)
+        own = None if self._origin is None else Parent.of(self._origin)
+        return self._elsewhere or own
 
     def lineage_of(self, step: int) -> Lineage:
         """Return the lineage of a save made now; a new one unless it continues the newest."""
