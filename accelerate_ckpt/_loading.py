@@ -88,7 +88,7 @@ class Loading:
             if found:
                 manager.load(state, strict=arguments["strict"], override=self._roots.override.values)
         if found:
-            self._changed = manager
+            self._loaded_by(manager)
             return True
         name = self._roots.managers.coordinator.run_on_coordinator(lambda: newest_stock(manager.storage))
         if name is not None:
@@ -134,7 +134,11 @@ class Loading:
     def _load(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         strict = arguments.get("strict", True)
         manager.load(self._state(manager), name=name, strict=strict, override=self._roots.override.values)
+        self._loaded_by(manager)
+
+    def _loaded_by(self, manager: CheckpointManager) -> None:
         self._changed = manager
+        self._roots.managers.loaded(manager)
 
     def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         """Load what stock wrote; shards by the core: stock loses FSDP1's optimizer."""

@@ -18,7 +18,9 @@ from typing import Any, Self, final
 import psutil
 
 from ckpt_core import CheckpointOptions, ConfigError
+from ckpt_core.coordination import KEY_VARIABLE
 from ckpt_core.options import parse_yaml, read_document
+from ckpt_core.provenance import CODE_VERSION_VARIABLE
 from ckpt_core.state import Override
 from ckpt_core.storage import Storage
 from ckpt_core.validation import boolean, require
@@ -26,6 +28,9 @@ from ckpt_core.validation import boolean, require
 PREFIX = "CKPT_SUITE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 SECTION = "ckpt"
+
+_OF_THE_CORE = frozenset({FILE_VARIABLE, KEY_VARIABLE, CODE_VERSION_VARIABLE})
+"""Variables with our prefix that are no settings."""
 
 _OWN = ("root", "stock_files", "override", "gradients")
 _NAMES = (*_OWN, *(each.name for each in fields(CheckpointOptions)))
@@ -106,7 +111,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     known = (*(PREFIX + each.upper() for each in _NAMES), FILE_VARIABLE)
     for variable, text in environment.items():
         name = variable.removeprefix(PREFIX).lower()
-        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
+        if not variable.startswith(PREFIX) or variable in _OF_THE_CORE:
             continue
         _refuse_unknown([variable], known, "no such variable")
         # A root may look like a number: it is a job's.

@@ -47,6 +47,7 @@ from accelerate_ckpt._small_files import (
     write_files,
 )
 from accelerate_ckpt._window import Window
+from accelerate_ckpt.data import positions_in_samples
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
@@ -80,6 +81,7 @@ _logger = logger_of(__name__)
 _SHARED = "accelerate"
 _LOADERS = "dataloaders"
 _RNG = "rng"
+_CONFIGURED = ("mixed_precision", "gradient_accumulation_steps", "distributed_type")
 
 
 def model_part(index: int) -> str:
@@ -208,6 +210,8 @@ class AcceleratorState:
             },
             stable=stable_tensors(nn.ModuleList(trained_by(optimizers, accelerator._models)), optimizers),
             optimizers=optimizers,
+            positions=positions_in_samples(positions),
+            configuration=lambda: {name: getattr(accelerator, name, None) for name in _CONFIGURED},
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:

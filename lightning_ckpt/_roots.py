@@ -75,6 +75,7 @@ class Roots:
     def loaded(self, place: CheckpointPath, step: int | None) -> None:
         """Note that the whole live state was loaded from a checkpoint."""
         if step is not None:
+            self.managers.loaded(self.managers.at(place.root))
             self._origins[place.root] = step, place.name
             self._taken_up.add(place.root)
 

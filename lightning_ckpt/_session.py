@@ -21,9 +21,18 @@ from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
-from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number, position_in, tell_of_hidden
+from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
-from lightning_ckpt.loops import Following, Measured, Running, requeue, requeue_signal, with_requeue
+from lightning_ckpt.loops import (
+    Following,
+    Measured,
+    Running,
+    position_in,
+    requeue,
+    requeue_signal,
+    tell_of_hidden,
+    with_requeue,
+)
 
 _logger = logger_of(__name__)
 _SHOWN = 10

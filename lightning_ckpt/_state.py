@@ -9,9 +9,7 @@ from typing import Any, TypeVar, cast, final
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
-from ckpt_core.data import LoaderPosition, hidden_position, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
@@ -32,7 +30,13 @@ from ckpt_core.state import (
     under,
 )
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
-from lightning_ckpt.loops import Running
+from lightning_ckpt.loops import (
+    Running,
+    configuration_of,
+    position_in,
+    positions_in_samples,
+    tell_of_hidden,
+)
 
 PART = ""
 MODEL = "model"
@@ -364,6 +368,8 @@ def capture(trainer: Any, checkpoint: Mapping[str, Any], running: Running | None
         local=local_buffers(strategy.model, tree[MODEL]),
         stable=stable_tensors(strategy.model, strategy.optimizers),
         optimizers=strategy.optimizers,
+        positions=positions_in_samples(trainer.fit_loop, per_rank.get(POSITIONS)),
+        configuration=lambda: configuration_of(trainer),
     )
 
 
@@ -404,28 +410,6 @@ def positions(fit_loop: Any) -> dict[str, Any]:
         },
         PREFETCHED: [] if draws_again else _storable(ahead),
     }
-
-
-def position_in(loader: Any) -> LoaderPosition | None:
-    """Return the position in a loader; None if it cannot tell any."""
-    if isinstance(loader, DataLoader):
-        track(loader)
-    return LoaderPosition(loader) if hidden_position(loader) is None else None
-
-
-def tell_of_hidden(loaders: Iterable[Any], told: set[str]) -> None:
-    """Warn once of each kind of loader that hides its position."""
-    for loader in loaders:
-        why, kind = hidden_position(loader), type(loader).__name__
-        if why is not None and kind not in told:
-            told.add(kind)
-            _logger.warning(
-                "the position in a %s cannot be saved: %s. A resume in the middle of an epoch begins its "
-                "data again: use a torch DataLoader that hands out each batch as it is drawn, or give it "
-                "state_dict and load_state_dict",
-                kind,
-                why,
-            )
 
 
 def _storable(batches: list[Any]) -> list[Any]:

@@ -33,6 +33,9 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # another, longer than they compute; even a tiny batch norm has some. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Nothing looks for a git commit here, but for the tests of that.
+os.environ.setdefault("CKPT_SUITE_CODE_VERSION", "")
+
 # For its logs torch looks up the name of every peer of a TCPStore, which no hosts file has in its IPv6 form:
 # each connection asks a name server, and an answer that is lost holds it up for 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -1,5 +1,6 @@
 """Positions of an accelerator's data loaders, for any number of ranks."""
 
 from accelerate_ckpt.data._loaders import Loaders
+from accelerate_ckpt.data._saved import positions_in_samples
 
-__all__ = ["Loaders"]
+__all__ = ["Loaders", "positions_in_samples"]

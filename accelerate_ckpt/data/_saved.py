@@ -10,6 +10,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from accelerate_ckpt.data._layout import BATCHES, SAMPLES, LoaderLayout, length, order_of, padding
 from ckpt_core.state import rng_state
+from ckpt_core.types import DataPosition
 
 
 @final
@@ -177,6 +178,31 @@ class Saved:
             f"data loader {self.index} makes batches of {self.layout.batch_size} now, and made batches of "
             f"{before}: learning rate schedules count batches, and go on from their own count"
         ]
+
+
+def positions_in_samples(positions: Sequence[Mapping[str, Any]]) -> dict[str, DataPosition]:
+    """Return saved positions counted in samples of all ranks, of loaders that train."""
+    trains = any(position.get("trains") for position in positions)
+    found = {
+        "dataloader" if len(positions) == 1 else f"dataloader.{index}": _in_samples(position)
+        for index, position in enumerate(positions)
+        if not trains or position.get("trains")
+    }
+    return {name: position for name, position in found.items() if position is not None}
+
+
+def _in_samples(position: Mapping[str, Any]) -> DataPosition | None:
+    layout, order = position.get("layout"), position.get("order")
+    if layout is None or order is None:
+        return None  # untracked, or of an earlier version
+    epoch, of = position["iteration"], order["samples"]
+    if position.get("ended"):
+        return DataPosition(epoch=epoch - 1, samples=of, of=of)
+    if not layout["unit"]:
+        return DataPosition(epoch=epoch, of=of)
+    size = layout["batch_size"] if layout["unit"] == BATCHES else 1
+    seen = sum(position["taken"]) * size if position["within"] else 0
+    return DataPosition(epoch=epoch, samples=seen if of is None else min(seen, of), of=of)
 
 
 def change_of_order(before: Mapping[str, Any], now: Mapping[str, Any], seen: int) -> str:

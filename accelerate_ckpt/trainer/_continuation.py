@@ -13,6 +13,7 @@ import torch
 from accelerate_ckpt.trainer._cuts import Cut, Intake
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure
 from ckpt_core.state import decode, encode
+from ckpt_core.types import DataPosition
 
 
 @final
@@ -93,6 +94,11 @@ class DataProgress:
         """Return the progress that `asdict` made a value of."""
         fields: dict[str, Any] = {**value, "position": Position.of(value["position"])}
         return cls(**fields)
+
+    def in_samples(self) -> DataPosition:
+        """Return the position, counted in samples of all ranks."""
+        of = self.order.get("samples")
+        return DataPosition(epoch=self.position.epoch, samples=sum(self.position.done(of)), of=of)
 
 
 @final

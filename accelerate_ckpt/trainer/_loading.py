@@ -195,6 +195,7 @@ class TrainerLoading:
         storage = self._session.storage_at(place.root)
         with CheckpointManager(storage, coordinator=self._session.coordinator, options=options) as other:
             other.load(state, name=place.name, items=items)
+            manager.begin_from(other)
         return False
 
     def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:

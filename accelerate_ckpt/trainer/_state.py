@@ -48,6 +48,8 @@ from ckpt_core.types import CapturedState, SavedState
 # The stock Trainer takes any `pytorch_model_fsdp…` directory as a sign of FSDP and refuses without it.
 _PLAIN_MODEL_PART = "model_0"
 _TOKENS = ("hub_token", "push_to_hub_token")
+_PLACES = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint"})
+"""Arguments that say where a training runs, not how."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,8 @@ class TrainingState:
             local=local_buffers(model, state, part=part),
             stable=stable_tensors(model, optimizers),
             optimizers=optimizers,
+            positions={} if self._progress is None else {"training": self._progress.in_samples()},
+            configuration=lambda: _configured(trainer.args),
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
@@ -310,3 +314,7 @@ def remove_empty_weights(folder: Path) -> None:
             names = weights.keys()
         if not names:
             path.unlink()
+
+
+def _configured(args: Any) -> dict[str, Any]:
+    return {name: value for name, value in args.to_dict().items() if name not in _PLACES}

@@ -168,6 +168,7 @@ class ManagersByRoot:
         self._deadline_seconds = deadline_seconds
         self._managers: dict[str, CheckpointManager] = {}
         self._coordinator: Coordinator | None = None
+        self._origin: CheckpointManager | None = None
 
     @property
     def coordinator(self) -> Coordinator:
@@ -182,7 +183,19 @@ class ManagersByRoot:
         """Return the manager of a root, spelled as by `root_of`; make it at its first use."""
         if root not in self._managers:
             self._managers[root] = self._make(root, self.coordinator)
+            if self._origin is not None:
+                self._managers[root].begin_from(self._origin)
         return self._managers[root]
+
+    def loaded(self, manager: CheckpointManager) -> None:
+        """Note that the whole live state was loaded by one of the managers.
+
+        The next save into another root names what was loaded as its parent.
+        """
+        self._origin = manager
+        for other in self._managers.values():
+            if other is not manager:
+                other.begin_from(manager)
 
     def get(self, root: str) -> CheckpointManager | None:
         """Return the manager of a root that is in use."""
@@ -211,7 +224,7 @@ class ManagersByRoot:
         Raises:
             SaveError: a save in flight failed.
         """
-        managers, self._managers = self._managers, {}
+        managers, self._managers, self._origin = self._managers, {}, None
         with ExitStack() as closing:
             for manager in managers.values():
                 closing.callback(manager.close)

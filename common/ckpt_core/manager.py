@@ -26,8 +26,7 @@ from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 
-COALESCED = "coalesced"
-"""The reason of a save that replaces those postponed by back-pressure."""
+COALESCED = "coalesced"  # the reason of a save that replaces those postponed by back-pressure
 
 
 @final
@@ -337,13 +336,16 @@ class CheckpointManager:
     def start_afresh(self) -> None:
         """Let saves begin a new lineage on purpose, without a warning.
 
-        For trainings one after another in a root, and for hosts that warn of earlier checkpoints themselves.
-        A later load counts as usual.
+        For trainings one after another in a root, and for hosts that warn of earlier ones themselves.
         """
         self._check()
         self._rewind()
         self._in_force = Override()
         self._root.line.start_afresh()
+
+    def begin_from(self, other: CheckpointManager) -> None:
+        """Name what `other` has loaded from its root as the parent of the next save here."""
+        self._root.line.begin_from(other._root.line.parent)
 
     def wait(self) -> None:
         """Wait for the saves in flight.
@@ -393,7 +395,7 @@ class CheckpointManager:
         Before any removal, one of the kept checkpoints is verified, unless this manager has verified one.
         """
         self._bind()
-        self._saver.in_flight.wait()
+        self.wait()
         if dry_run:
             return self._coordinator.run_on_coordinator(self._pruner.plan, what="pruning")
         self._own_root()
@@ -440,9 +442,7 @@ class CheckpointManager:
         self._coordinator.run_on_coordinator(unmark)
 
     def close(self) -> None:
-        """Wait for the save in flight and release the root; idempotent.
-
-        It does nothing in a forked child.
+        """Wait for the save in flight and release the root; idempotent; nothing in a forked child.
 
         Raises:
             SaveError: the save in flight failed.

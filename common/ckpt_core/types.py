@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -120,6 +120,66 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DataPosition:
+    """How far training is in an epoch, counted over all ranks; None where unknown.
+
+    Attributes:
+        epoch: its number, from 0.
+        samples: trained on in it.
+        of: samples in all of it.
+    """
+
+    epoch: int | None = None
+    samples: int | None = None
+    of: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parent:
+    """The checkpoint whose state a save continues.
+
+    Attributes:
+        name: of its directory under its root.
+        step: optimizer steps done.
+        save_id: of the save that wrote it.
+        manifest_sha256: SHA-256 of its `manifest.json`.
+        elsewhere: whether it lies in another root.
+    """
+
+    name: str
+    step: int
+    save_id: str
+    manifest_sha256: str
+    elsewhere: bool = False
+
+    @classmethod
+    def of(cls, info: CheckpointInfo) -> Parent:
+        """Return a committed checkpoint as a parent."""
+        return cls(name=info.name, step=info.step, save_id=info.save_id, manifest_sha256=info.manifest_sha256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where a checkpoint comes from, as far as it is known.
+
+    Attributes:
+        parent: what its state continues; None for a training that began with it.
+        run_id: the start of the job that saved it; every restart has another.
+        code_version: the git commit of the code, or what the user has named; "" if unknown.
+        code_dirty: whether files of that commit were changed; None if unknown.
+        configuration_sha256: digest of the configuration; "" if unknown.
+        data: name of a loader -> how far training was in it.
+    """
+
+    parent: Parent | None = None
+    run_id: str = ""
+    code_version: str = ""
+    code_dirty: bool | None = None
+    configuration_sha256: str = ""
+    data: Mapping[str, DataPosition] = field(default_factory=dict[str, DataPosition])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedState:
     """The training state of one rank at the moment of a save.
 
@@ -139,6 +199,8 @@ class CapturedState:
         stable: live tensors in `sharded` that change only in a step of one of `optimizers`, so that they may
             be copied while forward and backward run.
         optimizers: torch optimizers; their steps wait for pending copies.
+        positions: name of a loader -> how far training is in it, for the manifest.
+        configuration: returns the host's configuration, of which the manifest gets a digest; called once.
     """
 
     sharded: Mapping[str, StateDict] = field(default_factory=dict[str, StateDict])
@@ -150,6 +212,8 @@ class CapturedState:
     local: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     stable: Sequence[Any] = ()
     optimizers: Sequence[Any] = ()
+    positions: Mapping[str, DataPosition] = field(default_factory=dict[str, DataPosition])
+    configuration: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

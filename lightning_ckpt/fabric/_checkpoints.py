@@ -356,6 +356,8 @@ class FabricCheckpoints:
             manager.resume(source)
         else:
             manager.load(source, name=place.name or None, strict=strict)
+        if parts.optimizers and strict:
+            self._managers.loaded(manager)
         state.update({key: plain.value for key, plain in parts.plain.items()})
         for key, epoch in source.epochs.items():
             if hasattr(state.get(key), _COUNTER):

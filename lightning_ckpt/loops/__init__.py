@@ -2,6 +2,7 @@
 
 from lightning_ckpt.loops._counts import TokensInBatch, TrainingCounts, tokens_in_batch
 from lightning_ckpt.loops._evaluation import Evaluations, Measured
+from lightning_ckpt.loops._facts import configuration_of, position_in, positions_in_samples, tell_of_hidden
 from lightning_ckpt.loops._preemption import SignalTakeover, ValidationExit
 from lightning_ckpt.loops._requeue import continues, job_note, requeue, requeue_signal, with_requeue
 from lightning_ckpt.loops._running import Running
@@ -17,10 +18,14 @@ __all__ = [
     "TrainingCounts",
     "TrainingLoops",
     "ValidationExit",
+    "configuration_of",
     "continues",
     "job_note",
+    "position_in",
+    "positions_in_samples",
     "requeue",
     "requeue_signal",
+    "tell_of_hidden",
     "tokens_in_batch",
     "with_requeue",
 ]

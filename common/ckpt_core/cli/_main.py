@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _inspect, _mark, _prune, _show, _verify
+from ckpt_core.cli import _diff, _inspect, _mark, _prune, _show, _verify
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, place_of, storage_options
 from ckpt_core.cli._outcome import Outcome, show
 from ckpt_core.disclosure import printable
@@ -21,6 +21,9 @@ _EXIT_CODES: Final = (
     "Exit codes: 0 all is well; 1 something is wrong with a checkpoint, or the storage failed; 2 wrong usage "
     "or option; 3 nothing there; 130 interrupted."
 )
+_CHAIN: Final = 10
+_TROUBLE: Final = 2
+"""What `diff` returns, as the program of that name does, if it cannot compare."""
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -50,7 +53,7 @@ def _run(parsed: argparse.Namespace) -> int:
         return 130
     except (CheckpointError, OSError) as error:
         _complain(str(error))
-        return _exit_code(error)
+        return _TROUBLE if parsed.command is _diff.run else _exit_code(error)
     return outcome.exit_code
 
 
@@ -96,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ckpt-suite {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = _shared_options()
-    for add in (_add_ls, _add_show, _add_verify, _add_prune, _add_pin, _add_unpin, _add_mark):
+    for add in (_add_ls, _add_show, _add_diff, _add_verify, _add_prune, _add_pin, _add_unpin, _add_mark):
         add(commands, shared)
     return parser
 
@@ -136,7 +139,51 @@ def _add_show(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list every tensor: name, shape, dtype, elements, size; of stock DCP directories, too",
     )
+    command.add_argument(
+        "--chain",
+        type=_count,
+        default=_CHAIN,
+        metavar="N",
+        help=f"follow at most N parents, the checkpoints that this one continues ({_CHAIN})",
+    )
     command.set_defaults(command=_show.show)
+
+
+def _add_diff(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "diff",
+        parents=[shared],
+        help="show what of two checkpoints differs",
+        description="Compares two checkpoints, of ours or of stock DCP, however many ranks saved them: facts "
+        "in their manifests, tensors and values. Tensors of equal checksums are not read, and nothing is "
+        "unpickled but plain values. Facts alone, such as the step, do not make them different.",
+        epilog="Exit codes: 0 the states are equal; 1 they differ; 2 they could not be compared; "
+        "130 interrupted.",
+    )
+    command.add_argument("place", metavar="A", help="path or URL of a checkpoint; of a root its newest")
+    command.add_argument("other", metavar="B", nargs="?", help="the same")
+    command.add_argument(
+        "--steps", nargs=2, type=int, metavar=("A", "B"), help="compare these steps of the root A"
+    )
+    command.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="compare only what has such a name, e.g. 'model.*'; may be repeated",
+    )
+    command.add_argument(
+        "--quick",
+        action="store_true",
+        help="compute no figures: where checksums tell that a tensor differs, it is not read",
+    )
+    command.set_defaults(command=_diff.run)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return int(text)
 
 
 def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:

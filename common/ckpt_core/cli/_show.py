@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
 from ckpt_core.cli._arguments import find_checkpoint, nothing_at
+from ckpt_core.cli._chain import chain_of, chain_table, code_text, data_text
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.commit import (
     Catalog,
@@ -30,7 +31,7 @@ def show(arguments: Namespace) -> Outcome:
     """Show what one checkpoint holds, or what is there instead."""
     storage, name = find_checkpoint(arguments.place, arguments.storage_options, step=arguments.step)
     found = (
-        _shown(storage, name)
+        _shown(storage, name, most=arguments.chain)
         if storage.exists(f"{name}/{MARKER}")
         else _uncommitted(arguments, storage, name)
     )
@@ -42,7 +43,7 @@ def show(arguments: Namespace) -> Outcome:
         for entries in tensors.values()
         for entry in entries
     ]
-    parts = [part for part in found.parts if isinstance(part, str)]
+    parts = [part for part in found.parts if isinstance(part, str) and part]
     return Outcome(
         fields={**found.fields, "tensors": listed},
         parts=[*parts, *_tensor_parts(tensors)],
@@ -50,13 +51,16 @@ def show(arguments: Namespace) -> Outcome:
     )
 
 
-def _shown(storage: Storage, name: str) -> Outcome:
+def _shown(storage: Storage, name: str, *, most: int) -> Outcome:
     catalog, place = Catalog(storage), f"{storage.url}/{name}"
     content = read_manifest(storage, name)
     manifest, digest = Manifest.from_bytes(content), hashlib.sha256(content).hexdigest()
     pinned, damaged = _pinned(catalog, manifest.step), catalog.known_damage(name)
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
+    chain = list(chain_of(storage, name, manifest, most=most))
     listed |= {
+        "provenance": asdict(manifest.provenance),
+        "chain": [link.fields for link in chain],
         "created_utc": moment_text(manifest.created),
         "files": [asdict(entry) for entry in manifest.files],
         "lineage": asdict(manifest.lineage),
@@ -72,6 +76,7 @@ def _shown(storage: Storage, name: str) -> Outcome:
         parts=[
             *_facts(place, manifest, pinned=pinned, damaged=damaged),
             f"manifest:    sha256:{digest}{f', signed: {SIGNATURE}' if listed['signed'] else ''}",
+            *(["", chain_table(chain)] if len(chain) > 1 else []),
             "",
             table,
         ],
@@ -138,6 +143,7 @@ def _lineage_text(lineage: Lineage) -> str:
 
 
 def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None) -> list[str]:
+    known = manifest.provenance
     facts = {
         "checkpoint": place,
         "step": str(manifest.step),
@@ -150,6 +156,11 @@ def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str |
         "items": ", ".join(f"{item} ({kind})" for item, kind in sorted(manifest.items.items())),
         "metrics": metrics_text(manifest.metrics),
         "annotations": ", ".join(f"{key}={value!r}" for key, value in sorted(manifest.annotations.items())),
+        "parent": "" if known.parent is None else f"{known.parent.name} (step {known.parent.step})",
+        "run id": known.run_id,
+        "code": code_text(known),
+        "data": data_text(known.data),
+        "configured": f"sha256:{known.configuration_sha256}" if known.configuration_sha256 else "",
         "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items())),
         "lineage": _lineage_text(manifest.lineage),
         "save id": manifest.save_id,

@@ -20,7 +20,8 @@ from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import is_checksum
 from ckpt_core.formats.codec import count, relative_paths
 from ckpt_core.names import FORMAT_VERSION, MANIFEST
-from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
+from ckpt_core.provenance import provenance_fields, read_provenance
+from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Provenance
 
 _COLUMNS: Final = ("path", "size_bytes", "checksum")
 
@@ -84,6 +85,7 @@ class Manifest:
         files: every file of the directory but the manifest and the marker.
         num_chunks: number of tensor shards and byte entries in those files; the chunk tables locate them.
         lineage: its line of saves.
+        provenance: where it comes from.
     """
 
     save_id: str
@@ -97,6 +99,7 @@ class Manifest:
     files: tuple[FileEntry, ...] = ()
     num_chunks: int = 0
     lineage: Lineage = field(default_factory=Lineage)
+    provenance: Provenance = field(default_factory=Provenance)
     format_version: int = FORMAT_VERSION
 
     @property
@@ -124,6 +127,7 @@ class Manifest:
                 "producer": dict(self.producer),
                 "num_chunks": self.num_chunks,
                 **_lineage.to_fields(self.lineage),
+                **provenance_fields(self.provenance),
                 "files": to_columns(self.files),
             }
         )
@@ -169,6 +173,7 @@ class Manifest:
             producer=fields.mapping("producer", str),
             num_chunks=fields.count("num_chunks"),
             lineage=_lineage.from_fields(fields),
+            provenance=read_provenance(fields),
             files=files,
         )
 

@@ -11,10 +11,12 @@ from ckpt_core.coordination._job import (
     place_in_job,
     require_same_process,
 )
+from ckpt_core.coordination._signer import KEY_VARIABLE
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
 
 __all__ = [
+    "KEY_VARIABLE",
     "CommitChannel",
     "Coordinator",
     "JobCoordinator",

@@ -16,6 +16,7 @@ from ckpt_core.data._changes import (
     order_again,
     without_lost,
 )
+from ckpt_core.data._counted import in_samples
 from ckpt_core.data._hidden import is_stateful
 from ckpt_core.data._order import EpochOrder
 from ckpt_core.data._samplers import (
@@ -38,6 +39,7 @@ from ckpt_core.data._tracking import (
     tracker_of,
 )
 from ckpt_core.errors import ConfigError
+from ckpt_core.types import DataPosition
 
 _MARK = "ckpt_position"
 _VERSION = 1
@@ -119,6 +121,11 @@ class LoaderPosition:
             state["dataset"] = self._loader.dataset.state_dict()
             state["exhausted"] |= not state["ended"] and _data_ended(self._loader)
         return state
+
+    def in_samples(self, state: Mapping[str, Any], *, epoch: int | None = None) -> DataPosition | None:
+        """Return what `state` says, counted in samples of all ranks; None if unknown."""
+        order = recipe(self._loader) if self._tracked and state.get("ended") else None
+        return in_samples(state, of=None if order is None else order["samples"], epoch=epoch)
 
     def _kind(self) -> str:
         if not self._tracked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, final
 
@@ -94,6 +94,12 @@ class Fields:
             yield fields
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             raise corrupt(source, f"is malformed: {error}") from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
 
     @property
     def format_version(self) -> int:

@@ -28,6 +28,14 @@ VerifyManifest: TypeAlias = Callable[[str, bytes, bytes], bool]
 """A function that judges: name, bytes of `manifest.json`, signature or b"" -> whether it may be used."""
 
 _LONGEST_JOB_NAME: Final = 200
+_MANNER: Final = frozenset(
+    {
+        *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
+        *("sign_manifest", "verify_manifest", "verify", "read_once", "deadline_seconds", "job_name"),
+        "storage_options",
+    }
+)
+"""Options that say how saves and loads are done, not what they hold."""
 
 SECTION = "checkpoint"
 """The top-level key of our options in a file with other content."""
@@ -172,6 +180,13 @@ class CheckpointOptions:
     def free_headroom(self) -> Headroom:
         """`headroom` as a `Headroom`."""
         return parse_headroom(self.headroom)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The options that decide what is saved and kept, if they are not the defaults."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _MANNER}
+        stock = type(self)()
+        return {name: value for name, value in own.items() if value != getattr(stock, name)}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:

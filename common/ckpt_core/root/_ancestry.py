@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from ckpt_core.commit import next_lineage, on_present_line
 from ckpt_core.disclosure import logger_of
-from ckpt_core.types import CheckpointInfo, Lineage
+from ckpt_core.types import CheckpointInfo, Lineage, Parent
 
 _logger = logger_of(__name__)
 
@@ -25,6 +26,7 @@ class Ancestry:
         self._url = url
         self._known: dict[str, CheckpointInfo] = {}
         self._origin: CheckpointInfo | None = None
+        self._elsewhere: Parent | None = None
         self._root = Lineage()
         self._own: Lineage | None = None
         self._on_purpose = self._branch = False
@@ -45,7 +47,7 @@ class Ancestry:
             info: the checkpoint.
             branch: whether the training differs from now on, so that its saves begin a lineage of their own.
         """
-        self._origin = info
+        self._origin, self._elsewhere = info, None
         self._own = None
         self._on_purpose, self._branch = False, branch
 
@@ -53,6 +55,20 @@ class Ancestry:
         """Note that the live state continues no checkpoint, as the user intends."""
         self._origin = self._own = None
         self._on_purpose = True
+
+    def begin_from(self, parent: Parent | None) -> None:
+        """Note that the live state was loaded from another root, if it was.
+
+        That is the parent of the next commit, and changes nothing in the lineages of this root.
+        """
+        if parent is not None:
+            self._elsewhere = replace(parent, elsewhere=True)
+
+    @property
+    def parent(self) -> Parent | None:
+        """The checkpoint that a commit made now continues; None for a training from the start."""
+        own = None if self._origin is None else Parent.of(self._origin)
+        return self._elsewhere or own
 
     def lineage_of(self, step: int) -> Lineage:
         """Return the lineage of a save made now; a new one unless it continues the newest."""
@@ -66,7 +82,7 @@ class Ancestry:
     def record_commit(self, info: CheckpointInfo) -> None:
         """Record a committed save of this job, which the live state continues."""
         self._known[info.name] = info
-        self._origin, self._root = info, info.lineage
+        self._origin, self._root, self._elsewhere = info, info.lineage, None
 
     def is_committed(self, info: CheckpointInfo, step: int) -> bool:
         """Return whether the checkpoint `info` is already this lineage's save of `step`."""

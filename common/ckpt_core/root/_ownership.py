@@ -34,6 +34,7 @@ from ckpt_core.errors import (
     RootBusyError,
 )
 from ckpt_core.names import run_name
+from ckpt_core.provenance import find_code_version
 from ckpt_core.root._ancestry import Ancestry
 from ckpt_core.root._holdings import TAKING, hold, let_go, require_same_root, take_from_earlier_manager
 from ckpt_core.storage import Storage
@@ -109,6 +110,11 @@ class Ownership:
             self.release()
             raise
         self._taken, self._given_back = True, False
+
+    @property
+    def run_id(self) -> str:
+        """The id of this start of the job: of the time for which it holds the root."""
+        return self._prefix
 
     def id_at(self, moment: int) -> str:
         """Return the id of the save agreed on at a moment, in microseconds, on every rank.
@@ -287,6 +293,7 @@ class Ownership:
             self.inventory = Inventory(self._storage)
             survey = self.inventory.survey()
             self.line.survey(survey.everything, survey.lineage)
+            find_code_version()
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"

@@ -16,6 +16,7 @@ from ckpt_core.dcp import GroupNames
 from ckpt_core.errors import ConfigError, CoordinationError
 from ckpt_core.names import SHARED, rank_name, shared_name
 from ckpt_core.options import CheckpointOptions
+from ckpt_core.provenance import configuration_digest
 from ckpt_core.root import Job, Ownership
 from ckpt_core.saving._checks import LoadNotes
 from ckpt_core.saving._failure import failed_in, save_error
@@ -34,7 +35,7 @@ from ckpt_core.state import (
     get,
     pickled_key,
 )
-from ckpt_core.types import CapturedState, Lineage
+from ckpt_core.types import CapturedState, Lineage, Provenance
 
 _MICROSECONDS: Final = 1_000_000
 _AGREEING: Final = "agreeing on a save"
@@ -95,6 +96,8 @@ class Preparer:
         self._ownership = ownership
         self._notes = LoadNotes(allow_pickle=options.allow_pickle)
         self._overlapped = options.staging == "overlapped"
+        self._chosen = options.chosen
+        self._configuration: str | None = None
         self.plans = PlanCache(options.on_divergence)
         self.stager = Stager(Arenas(options.arenas, options.staging_memory_bytes))
 
@@ -145,6 +148,7 @@ class Preparer:
                 rank_files=agreement.most_extra_files,
             ),
             replicas=plans.replicas,
+            provenance=self._provenance(local.state),
         )
         return self._stage(prepared, local)
 
@@ -174,6 +178,16 @@ class Preparer:
             return self.stager.prewarm(plans.parts, plans.generation)
         finally:
             plans.release()
+
+    def _provenance(self, state: CapturedState) -> Provenance:
+        if not self._coordinator.is_coordinator:
+            return Provenance()
+        if self._configuration is None:
+            host = state.configuration
+            self._configuration = configuration_digest(
+                lambda: {"options": self._chosen, "host": None if host is None else host()}
+            )
+        return Provenance(configuration_sha256=self._configuration, data=state.positions)
 
     def _capture(
         self, state: State | CapturedState, refusal: Exception | None = None

@@ -19,7 +19,7 @@ from ckpt_core.saving._replicas import Evidence
 from ckpt_core.saving._size_estimate import NO_OVERHEAD, Overhead
 from ckpt_core.saving._stager import StagedParts
 from ckpt_core.state import RankBuffers
-from ckpt_core.types import Lineage
+from ckpt_core.types import Lineage, Provenance
 from ckpt_core.validation import mapping, require, text
 
 
@@ -127,6 +127,7 @@ class PreparedSave:
         overhead: upper bounds of the writes beside tensors.
         evidence: fingerprints of this rank's replicas; None if they are not compared.
         replicas: part -> entries that several ranks hold; on the coordinator only.
+        provenance: of the state; the commit adds what concerns the job.
     """
 
     request: SaveRequest
@@ -145,6 +146,7 @@ class PreparedSave:
     overhead: Overhead = NO_OVERHEAD
     evidence: Evidence | None = None
     replicas: Mapping[str, Sequence[Replicas]] = field(default_factory=dict[str, Sequence[Replicas]])
+    provenance: Provenance = field(default_factory=Provenance)
 
 
 def _number(value: Any) -> float:

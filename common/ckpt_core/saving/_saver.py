@@ -10,6 +10,7 @@ from typing import final
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.options import CheckpointOptions
+from ckpt_core.provenance import code_version
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving._checks import refuse_non_finite_loss
 from ckpt_core.saving._disk_space import DiskSpace
@@ -23,7 +24,7 @@ from ckpt_core.saving._run import SaveContext, SaveRun
 from ckpt_core.saving._stager import StepGuard
 from ckpt_core.saving._write import Terms, Throttle
 from ckpt_core.state import State
-from ckpt_core.types import CapturedState, CheckpointInfo
+from ckpt_core.types import CapturedState, CheckpointInfo, Provenance
 
 _logger = logger_of(__name__)
 
@@ -74,6 +75,7 @@ class Saver:
                 check=ownership.check,
                 judge=Judge(options.on_divergence),
                 sign=options.manifest_signer,
+                origin=self._of_job,
             ),
             make_room=self._space.make,
             reject_non_finite=options.reject_non_finite,
@@ -164,6 +166,17 @@ class Saver:
         except CheckpointError as error:
             return replace(request, refusal=error)
         return request
+
+    def _of_job(self, known: Provenance) -> Provenance:
+        """Add what concerns the job, when a save is about to be committed."""
+        code = code_version()
+        return replace(
+            known,
+            parent=self._ownership.line.parent,
+            run_id=self._ownership.run_id,
+            code_version=code.version,
+            code_dirty=code.dirty,
+        )
 
     def _committed(self, info: CheckpointInfo) -> None:
         self._ownership.note_committed(info)

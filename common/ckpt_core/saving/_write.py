@@ -20,13 +20,14 @@ from ckpt_core.formats.checksums import checksum
 from ckpt_core.formats.chunks import TableEntry, encode_table
 from ckpt_core.names import METADATA, chunks_name, is_own_file
 from ckpt_core.options import SignManifest
+from ckpt_core.provenance import software_versions
 from ckpt_core.saving._failure import failed_in
 from ckpt_core.saving._prepared import Assignment, PreparedSave
 from ckpt_core.saving._replicas import Judge
 from ckpt_core.saving._reports import RankReport, ReportCache
 from ckpt_core.saving._stager import StagedParts
 from ckpt_core.storage import Storage
-from ckpt_core.types import CheckpointInfo, FileEntry
+from ckpt_core.types import CheckpointInfo, FileEntry, Provenance
 
 
 @final
@@ -153,11 +154,13 @@ class Terms:
         check: see `commit`.
         judge: compares the replicas of all ranks.
         sign: signs the manifest; None to leave it unsigned.
+        origin: adds to a state's provenance what concerns the job.
     """
 
     check: Callable[[], None] = lambda: None
     judge: Judge | None = None
     sign: SignManifest | None = None
+    origin: Callable[[Provenance], Provenance] = lambda known: known
 
 
 def commit_all(
@@ -200,6 +203,7 @@ def commit_all(
         producer=_producer(),
         num_chunks=sum(report.num_chunks for report in reports),
         lineage=prepared.lineage,
+        provenance=terms.origin(prepared.provenance),
         files=tuple(sorted(files, key=lambda entry: entry.path)),
     )
     if terms.sign is not None:
@@ -228,4 +232,5 @@ def _apart(places: Sequence[tuple[str, str]]) -> str:
 
 
 def _producer() -> dict[str, Any]:
-    return {"ckpt_suite": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    own = {"ckpt_suite": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {**own, **software_versions()}

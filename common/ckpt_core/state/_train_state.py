@@ -195,6 +195,11 @@ class TrainState:
             local=local_buffers(self._model, tree["model"], names=names) if self._with_model else {},
             stable=stable_tensors(self._model, self.optimizers),
             optimizers=self.optimizers,
+            positions={
+                name: position
+                for name, each in self._dataloaders.items()
+                if (position := each.in_samples(per_rank[name])) is not None
+            },
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_core.commit import Manifest, Marker
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
-from ckpt_core.types import FileEntry
+from ckpt_core.types import DataPosition, FileEntry, Parent, Provenance
 from tests.unit.commit.checkpoints import manifest_of
 
 GOLDEN = (
@@ -36,6 +37,21 @@ json_values = st.recursive(
 )
 
 
+counts = st.none() | sizes
+provenances = st.builds(
+    Provenance,
+    parent=st.none()
+    | st.builds(
+        Parent, name=names, step=sizes, save_id=names, manifest_sha256=names, elsewhere=st.booleans()
+    ),
+    run_id=names | st.just(""),
+    code_version=names | st.just(""),
+    code_dirty=st.none() | st.booleans(),
+    configuration_sha256=names | st.just(""),
+    data=st.dictionaries(names, st.builds(DataPosition, epoch=counts, samples=counts, of=counts), max_size=2),
+)
+
+
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     file = st.builds(FileEntry, path=paths, size_bytes=sizes, checksum=checksums)
@@ -51,6 +67,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         producer=draw(st.dictionaries(names, names, max_size=3)),
         files=files,
         num_chunks=draw(sizes),
+        provenance=draw(provenances),
     )
 
 
@@ -59,6 +76,34 @@ def manifests(draw: st.DrawFn) -> Manifest:
 def test_a_manifest_reads_back_as_it_was_written(manifest):
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     Manifest.check_bytes(manifest.to_bytes())
+
+
+@settings(max_examples=30, deadline=None)
+@given(manifests())
+def test_a_reader_that_knows_no_provenance_reads_all_the_rest(manifest):
+    fields = json.loads(manifest.to_bytes())
+    assert ("provenance" in fields) == (manifest.provenance != Provenance())
+    fields.pop("provenance", None)
+    fields["of a later version"] = {"any": "value"}
+    assert Manifest.from_bytes(json.dumps(fields).encode()) == replace(manifest, provenance=Provenance())
+
+
+BAD_PROVENANCE = [
+    7,
+    {"parent": {"name": "x"}},
+    {"parent": {"name": "x", "step": -1, "save_id": "", "manifest_sha256": ""}},
+    {"run_id": 1},
+    {"code": {"version": "x", "dirty": "yes"}},
+    {"data": {"loader": {"samples": -1}}},
+    {"data": {"loader": 3}},
+]
+
+
+@pytest.mark.parametrize("value", BAD_PROVENANCE)
+def test_impossible_provenance_is_damage(value):
+    fields = {**json.loads(GOLDEN), "provenance": value}
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
+        Manifest.from_bytes(json.dumps(fields).encode())
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,0 +1,152 @@
+"""`diff`: what of two checkpoints differs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ckpt_core.cli._arguments import find_checkpoint
+from ckpt_core.cli._chain import code_text, data_text
+from ckpt_core.cli._outcome import Outcome, Table, moment_text
+from ckpt_core.cli._progress_line import ProgressLine
+from ckpt_core.commit import Catalog, Manifest
+from ckpt_core.errors import ConfigError
+from ckpt_core.names import MARKER
+from ckpt_core.storage import Storage
+
+if TYPE_CHECKING:  # of the commands only this one needs torch, which takes a second to import
+    from ckpt_core.comparison import Comparison, TensorDifference, TensorForm
+
+
+def run(arguments: Namespace) -> Outcome:
+    """Compare two checkpoints; 1 if their states differ."""
+    from ckpt_core.comparison import compare
+
+    a, b = _places(arguments)
+    with ProgressLine("comparing", 0) as progress:
+        found = compare(a, b, only=arguments.only, quick=arguments.quick, seen=progress.add)
+    manifests = _manifest(*a), _manifest(*b)
+    facts = list(_different(*map(_facts, manifests)))
+    urls = [f"{storage.url}/{name}" for storage, name in (a, b)]
+    items = [set() if each is None else set(each.items) for each in manifests]
+    return Outcome(
+        fields={
+            "a": urls[0],
+            "b": urls[1],
+            "equal": found.equal,
+            "facts": [dict(zip(("name", "a", "b"), fact, strict=True)) for fact in facts],
+            "items": {"added": sorted(items[1] - items[0]), "removed": sorted(items[0] - items[1])},
+            "tensors": [asdict(each) for each in found.tensors],
+            "values": [asdict(each) for each in found.values],
+            "num_tensors": found.num_tensors,
+            "num_read": found.num_read,
+        },
+        parts=[
+            f"a: {urls[0]}",
+            f"b: {urls[1]}",
+            *([_fact_table("FACT", facts)] if facts else []),
+            *_parts(found),
+            _summary(found),
+        ],
+        exit_code=int(not found.equal),
+    )
+
+
+def _places(arguments: Namespace) -> tuple[tuple[Storage, str], tuple[Storage, str]]:
+    """Find the two checkpoints.
+
+    Raises:
+        ConfigError: they are named in a way that leaves one open.
+    """
+    place, other, steps = arguments.place, arguments.other, arguments.steps
+    if (other is None) == (steps is None):
+        raise ConfigError("name two checkpoints, or one root and --steps A B")
+
+    def find(where: str, step: int | None = None) -> tuple[Storage, str]:
+        options = arguments.storage_options if "://" in where else {}
+        return find_checkpoint(where, options, step=step)
+
+    if other is not None:
+        return find(place), find(other)
+    first, second = steps
+    return find(place, first), find(place, second)
+
+
+def _manifest(storage: Storage, name: str) -> Manifest | None:
+    """Return the manifest; None of what stock DCP wrote."""
+    return Catalog(storage).manifest(name) if storage.exists(f"{name}/{MARKER}") else None
+
+
+def _facts(manifest: Manifest | None) -> dict[str, str]:
+    if manifest is None:
+        return {}
+    known = manifest.provenance
+    facts = {
+        "step": str(manifest.step),
+        "committed": moment_text(manifest.created) or "",
+        "ranks": str(manifest.world_size),
+        "parent": "" if known.parent is None else known.parent.name,
+        "run id": known.run_id,
+        "code": code_text(known),
+        "data": data_text(known.data),
+        "configured": known.configuration_sha256,
+        "lineage": manifest.lineage.id,
+    }
+    for kind, named in (("metric", manifest.metrics), ("annotation", manifest.annotations)):
+        facts |= {f"{kind} {name}": repr(value) for name, value in sorted(named.items())}
+    return facts | {f"version of {name}": text for name, text in sorted(manifest.producer.items())}
+
+
+def _different(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for name in {**a, **b}:
+        one, other = a.get(name, ""), b.get(name, "")
+        if one != other:
+            yield name, one, other
+
+
+def _fact_table(title: str, rows: Sequence[tuple[str, str, str]]) -> Table:
+    return Table(columns=(title, "A", "B"), rows=rows)
+
+
+def _parts(found: Comparison) -> Iterator[str | Table]:
+    if found.tensors:
+        yield ""
+        yield Table(
+            columns=("TENSOR", "DIFFERENCE", "CHANGED", "MAX ABS", "RELATIVE NORM"),
+            rows=[_tensor_row(each) for each in found.tensors],
+        )
+    if found.values:
+        yield ""
+        yield _fact_table("VALUE", [(each.name, each.a or "-", each.b or "-") for each in found.values])
+    if found.tensors or found.values:
+        yield ""
+
+
+def _tensor_row(each: TensorDifference) -> tuple[str, ...]:
+    match each.difference:
+        case "added":
+            what = f"only in b: {_form_text(each.b)}"
+        case "removed":
+            what = f"only in a: {_form_text(each.a)}"
+        case "shape" | "dtype":
+            what = f"{each.difference}: {_form_text(each.a)} -> {_form_text(each.b)}"
+        case "content":
+            what = f"content: {_form_text(each.a)}"
+    figures = (each.max_abs, each.relative_norm)
+    changed = "" if each.changed is None else f"{each.changed:,}"
+    return each.name, what, changed, *("" if figure is None else f"{figure:.6g}" for figure in figures)
+
+
+def _form_text(form: TensorForm | None) -> str:
+    return "" if form is None else f"{form.dtype} {'x'.join(map(str, form.shape)) or 'scalar'}"
+
+
+def _summary(found: Comparison) -> str:
+    if found.equal:
+        return f"equal: {found.num_tensors} tensors, {found.num_read} of them read, and all values"
+    return (
+        f"different: {len(found.tensors)} of {found.num_tensors} tensors, and {len(found.values)} values; "
+        f"{found.num_read} tensors were read"
+    )

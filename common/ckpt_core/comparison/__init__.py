@@ -1,0 +1,12 @@
+"""Differences of two checkpoints: of their tensors, as a load would see them, and of values.
+
+A tensor is compared as a whole, however it is divided into chunks. Where both divide it alike, equal
+checksums stand for equal bytes, and nothing is read. What is read is compared with its checksums, slab by
+slab, so that memory is bounded and damage is no difference. Nothing is unpickled but plain values.
+"""
+
+from ckpt_core.comparison._compare import Comparison, compare
+from ckpt_core.comparison._tensors import TensorDifference, TensorForm
+from ckpt_core.comparison._values import ValueDifference
+
+__all__ = ["Comparison", "TensorDifference", "TensorForm", "ValueDifference", "compare"]

@@ -1,0 +1,219 @@
+"""The comparison of two checkpoints, from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import final
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ckpt_core.comparison._contents import Contents
+from ckpt_core.comparison._tensors import (
+    SLAB_ELEMENTS,
+    Figures,
+    TensorDifference,
+    TensorForm,
+    TensorStream,
+    equal_by_checksums,
+    slabs,
+)
+from ckpt_core.comparison._values import MISSING, ValueDifference, value_differences
+from ckpt_core.dcp import ChunkLocation, checked_zip, load_value
+from ckpt_core.errors import UnsafeCheckpointError
+from ckpt_core.formats.checksums import crc32
+from ckpt_core.storage import Storage
+from ckpt_core.types import FileEntry
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The differences of two checkpoints, and how much was compared.
+
+    Attributes:
+        tensors: those that differ.
+        values: plain values that differ, and files of a host that hold none.
+        num_tensors: tensors in either.
+        num_read: tensors that were read, because checksums did not decide.
+    """
+
+    tensors: Sequence[TensorDifference] = field(default_factory=tuple[TensorDifference, ...])
+    values: Sequence[ValueDifference] = field(default_factory=tuple[ValueDifference, ...])
+    num_tensors: int = 0
+    num_read: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.tensors or self.values)
+
+
+def compare(
+    a: tuple[Storage, str],
+    b: tuple[Storage, str],
+    *,
+    only: Collection[str] = (),
+    quick: bool = False,
+    seen: Callable[[int], None] = lambda _: None,
+) -> Comparison:
+    """Compare two checkpoints of ours or of stock DCP.
+
+    Args:
+        a: root and name of the first.
+        b: of the second.
+        only: patterns of names, as by `fnmatch`; everything if empty.
+        quick: whether checksums that differ are enough: no figures are computed then.
+        seen: called with a number of bytes read.
+
+    Raises:
+        CheckpointError: one of them is missing or damaged.
+        OSError: storage failed.
+    """
+    with closing(Contents(*a)) as one, closing(Contents(*b)) as other:
+        return _Comparing(one, other, only=only, quick=quick, seen=seen).run()
+
+
+@final
+class _Comparing:
+    def __init__(
+        self,
+        a: Contents,
+        b: Contents,
+        *,
+        only: Collection[str],
+        quick: bool,
+        seen: Callable[[int], None],
+    ) -> None:
+        self._a, self._b = a, b
+        self._only = only
+        self._quick = quick
+        self._seen = seen
+        self._num_read = 0
+
+    def run(self) -> Comparison:
+        one, other = self._a.tensors(), self._b.tensors()
+        names = [name for name in {**one, **other} if self._wants(name)]
+        tensors = [self._tensor(name, one.get(name), other.get(name)) for name in names]
+        return Comparison(
+            tensors=[each for each in tensors if each is not None],
+            values=[each for each in self._values() if self._wants(each.name)],
+            num_tensors=len(names),
+            num_read=self._num_read,
+        )
+
+    def _wants(self, name: str) -> bool:
+        return not self._only or any(fnmatchcase(name, pattern) for pattern in self._only)
+
+    def _tensor(
+        self, name: str, a: TensorStorageMetadata | None, b: TensorStorageMetadata | None
+    ) -> TensorDifference | None:
+        one, other = _form(a), _form(b)
+        if one is None or other is None or a is None:
+            return TensorDifference(
+                name=name, difference="added" if one is None else "removed", a=one, b=other
+            )
+        if one != other:
+            kind = "shape" if one.shape != other.shape else "dtype"
+            return TensorDifference(name=name, difference=kind, a=one, b=other)
+        chunks = self._a.chunks(name), self._b.chunks(name)
+        equal = equal_by_checksums(*chunks)
+        if equal or (self._quick and equal is False):
+            return None if equal else TensorDifference(name=name, difference="content", a=one, b=other)
+        dtype = a.properties.dtype
+        streams = (
+            TensorStream(self._a, chunks[0], dtype, self._seen),
+            TensorStream(self._b, chunks[1], dtype, self._seen),
+        )
+        figures = Figures(dtype)
+        for slab in slabs(one.shape, SLAB_ELEMENTS):
+            figures.add(*(stream.read(slab) for stream in streams))
+        for stream in streams:
+            stream.finish()
+        self._num_read += 1
+        return figures.of(name, one) if figures.changed else None
+
+    def _values(self) -> Iterator[ValueDifference]:
+        ours, theirs = set(self._a.byte_entries()), set(self._b.byte_entries())
+        for name in sorted(ours | theirs):
+            if self._wants(name):
+                yield from self._entry(name, in_a=name in ours, in_b=name in theirs)
+        files = set(self._a.item_files()), set(self._b.item_files())
+        for path in sorted(files[0] | files[1]):
+            prefix = "" if path.startswith("shared") else f"{path.removesuffix('.json')}: "
+            one = self._a.items(path) if path in files[0] else {}
+            other = self._b.items(path) if path in files[1] else {}
+            for item in {**one, **other}:
+                yield from value_differences(
+                    f"{prefix}{item}", one.get(item, MISSING), other.get(item, MISSING)
+                )
+        yield from self._host_files()
+
+    def _entry(self, name: str, *, in_a: bool, in_b: bool) -> Iterator[ValueDifference]:
+        places = (
+            self._a.byte_entry(name) if in_a else None,
+            self._b.byte_entry(name) if in_b else None,
+        )
+        crcs = [None if place is None or place.payload is None else place.payload.crc32 for place in places]
+        if crcs[0] is not None and crcs[0] == crcs[1]:
+            return
+        contents = [
+            b"" if place is None else self._read_entry(holder, place)
+            for holder, place in zip((self._a, self._b), places, strict=True)
+        ]
+        if in_a and in_b and contents[0] == contents[1]:
+            return
+        try:
+            values = [
+                MISSING if place is None else load_value(content, name, allow_pickle=False)
+                for place, content in zip(places, contents, strict=True)
+            ]
+        except UnsafeCheckpointError:
+            texts = [f"{len(content):,} bytes that only pickle reads" for content in contents]
+            yield ValueDifference(name=name, a=texts[0] if in_a else None, b=texts[1] if in_b else None)
+            return
+        yield from value_differences(name, *values)
+
+    def _read_entry(self, contents: Contents, place: ChunkLocation) -> bytes:
+        content = contents.read(place)
+        payload = place.payload
+        if payload is not None and payload.crc32 not in {None, crc32(content)}:
+            raise contents.damaged(place, "its checksum differs from that in the chunk table")
+        checked_zip(content, f"{contents.url}/{place.path}: {place.key!r:.200}")
+        return content
+
+    def _host_files(self) -> Iterator[ValueDifference]:
+        one, other = self._a.host_files(), self._b.host_files()
+        for path in sorted({**one, **other}):
+            a, b = one.get(path), other.get(path)
+            if a is None or b is None:
+                yield ValueDifference(name=path, a=_file_text(a), b=_file_text(b))
+            elif not self._same_file(a, b):
+                yield from self._host_file(a, b)
+
+    def _host_file(self, a: FileEntry, b: FileEntry) -> Iterator[ValueDifference]:
+        one, other = self._a.host_values(a), self._b.host_values(b)
+        if one is MISSING or other is MISSING:
+            yield ValueDifference(name=a.path, a=_file_text(a), b=_file_text(b))
+        else:
+            yield from value_differences(a.path, one, other)
+
+    def _same_file(self, a: FileEntry, b: FileEntry) -> bool:
+        if a.size_bytes != b.size_bytes or a.checksum == b.checksum:
+            return a.size_bytes == b.size_bytes
+        if a.checksum.partition(":")[0] == b.checksum.partition(":")[0]:
+            return False
+        pieces = zip(self._a.pieces(a.path), self._b.pieces(b.path), strict=False)
+        return all(one == other for one, other in pieces)
+
+
+def _form(entry: TensorStorageMetadata | None) -> TensorForm | None:
+    if entry is None:
+        return None
+    return TensorForm(shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch."))
+
+
+def _file_text(entry: FileEntry | None) -> str | None:
+    return None if entry is None else f"file of {entry.size_bytes:,} bytes"

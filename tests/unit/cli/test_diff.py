@@ -1,0 +1,160 @@
+"""`ckpt diff` says what of two checkpoints differs, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_core import CheckpointManager, Counters, TrainState
+from ckpt_core.cli import main
+from tests.unit.training import Run
+
+RAN: list[str] = []
+
+
+class Armed:
+    """An object whose pickle runs code."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return RAN.append, (self.mark,)
+
+
+def saved(root: Path, step: int, state: Any, **options: Any) -> Path:
+    with CheckpointManager(root, **options) as checkpoints:
+        checkpoints.start_afresh()
+        checkpoints.save(step, state)
+    return root / f"step-{step:09d}"
+
+
+def diff(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, dict[str, Any]]:
+    code = main(["diff", *map(str, arguments), "--json"])
+    captured = capsys.readouterr()
+    assert all(line.startswith("ckpt: ") for line in captured.err.splitlines())
+    return code, json.loads(captured.out) if captured.out else {}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_equal_states_are_equal_whatever_the_manifests_say(capsys, tmp_path):
+    state = {"w": torch.arange(6.0), "n": 3}
+    one = saved(tmp_path / "one", 1, state)
+    other = saved(tmp_path / "other", 2, state, checksum="sha256")
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    code, found = diff(capsys, one, other)
+    assert (code, found["equal"], found["tensors"], found["values"], found["num_read"]) == (
+        0,
+        True,
+        [],
+        [],
+        0,
+    )
+    assert {fact["name"] for fact in found["facts"]} >= {"step", "run id", "configured"}
+    # Stock DCP's zips have checksums, too.
+    assert diff(capsys, one, tmp_path / "stock")[0] == diff(capsys, tmp_path / "stock", one)[0] == 0
+    assert diff(capsys, one, one) == diff(capsys, tmp_path / "one", one)
+    assert main(["diff", str(one), str(other)]) == 0
+    assert capsys.readouterr().out.endswith("equal: 1 tensors, 0 of them read, and all values\n")
+
+
+def test_every_difference_of_tensors_is_named_with_figures(capsys, tmp_path):
+    big = torch.randn(3, 700_000)  # more than a slab
+    changed = big.clone()
+    changed[1, 5] += 2
+    common = {"same": torch.ones(4), "empty": torch.empty(0, 3), "i": torch.tensor([1, 2, 3])}
+    a = {**common, "big": big, "shape": torch.ones(2), "dtype": torch.ones(2), "gone": torch.ones(1)}
+    b = {**common, "big": changed, "shape": torch.ones(3), "dtype": torch.ones(2).bfloat16()}
+    b |= {"new": torch.ones(1), "i": torch.tensor([1, 7, 7])}
+    one, other = saved(tmp_path / "one", 1, a), saved(tmp_path / "other", 1, b)
+    code, found = diff(capsys, one, other)
+    by_name = {each["name"]: each for each in found["tensors"]}
+    assert code == 1
+    assert {name: each["difference"] for name, each in by_name.items()} == {
+        "big": "content",
+        "i": "content",
+        "shape": "shape",
+        "dtype": "dtype",
+        "gone": "removed",
+        "new": "added",
+    }
+    figures = by_name["big"]
+    apart = changed.double() - big.double()
+    assert figures["changed"] == 1
+    assert figures["max_abs"] == float(apart.abs().max())
+    assert math.isclose(figures["relative_norm"], float(apart.norm() / big.double().norm()), rel_tol=1e-9)
+    assert (by_name["i"]["changed"], by_name["i"]["max_abs"]) == (2, None)
+    assert by_name["dtype"]["b"] == {"shape": [2], "dtype": "bfloat16"}
+    assert found["items"] == {"added": ["new"], "removed": ["gone"]}
+    assert found["num_read"] == 2
+    quick = diff(capsys, one, other, "--quick")[1]
+    assert quick["num_read"] == 0
+    assert {each["name"] for each in quick["tensors"]} == by_name.keys()
+    assert diff(capsys, one, other, "--only", "sam*", "--only", "empty")[0] == 0
+    assert main(["diff", str(one), str(other)]) == 1
+    text = capsys.readouterr().out
+    assert "only in b: float32 1" in text
+    assert "different: 6 of 8 tensors, and 0 values; 2 tensors were read" in text
+
+
+def test_values_differ_leaf_by_leaf_and_nothing_is_unpickled(capsys, tmp_path):
+    def state(run: Run, tokens: int, mark: str) -> TrainState:
+        run.optimizer.param_groups[0]["lr"] = tokens / 10
+        return TrainState(
+            model=run.model, optimizer=run.optimizer, counts=Counters(tokens=tokens), odd=Odd(mark)
+        )
+
+    one = saved(tmp_path / "run", 1, state(Run.make(), 1, "a"), allow_pickle=True)
+    other = saved(tmp_path / "other", 1, state(Run.make(), 2, "b"), allow_pickle=True)
+    code, found = diff(capsys, one, other)
+    values = {each["name"]: (each["a"], each["b"]) for each in found["values"]}
+    assert code == 1
+    assert found["tensors"] == []
+    assert values.pop("optimizer.param_groups.0.lr") == ("0.1", "0.2")
+    assert values.pop("counts.tokens") == ("1", "2")
+    ((name, texts),) = values.items()
+    assert name == "pickled.shared:odd"
+    assert all("bytes" in text for text in texts)
+    assert RAN == []
+
+
+class Odd:
+    """An item that needs pickle."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"armed": Armed(self.mark)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def test_what_cannot_be_compared_is_trouble_and_no_difference(capsys, tmp_path):
+    one = saved(tmp_path / "one", 1, {"w": torch.zeros(4000)})
+    other = saved(tmp_path / "one", 2, {"w": torch.ones(4000)})
+    file = other / "__0_0.distcp"
+    content = file.read_bytes()
+    place = content.index(torch.ones(50).numpy().tobytes())
+    file.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    assert diff(capsys, one, other)[0] == 2  # its checksum, not its difference
+    file.write_bytes(content[: place + 64])
+    assert diff(capsys, one, other)[0] == 2
+    file.unlink()
+    assert diff(capsys, one, other)[0] == 2
+    for wrong in (
+        [one],
+        [one, tmp_path / "nothing"],
+        [one, one, "--steps", 1, 2],
+        [tmp_path / "one", "--steps", 1, 9],
+    ):
+        assert diff(capsys, *wrong)[0] == 2
+    assert diff(capsys, one, other, "--quick")[0] == 1  # of which the checksums tell
+    assert diff(capsys, tmp_path / "one", "--steps", 1, 1)[0] == 0
