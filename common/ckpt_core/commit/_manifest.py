@@ -19,7 +19,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import is_checksum
 from ckpt_core.formats.codec import count, relative_paths
-from ckpt_core.names import FORMAT_VERSION, MANIFEST
+from ckpt_core.names import FORMAT_VERSION, MANIFEST, twin_name
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
 
 _COLUMNS: Final = ("path", "size_bytes", "checksum")
@@ -84,6 +84,7 @@ class Manifest:
         files: every file of the directory but the manifest and the marker.
         num_chunks: number of tensor shards and byte entries in those files; the chunk tables locate them.
         lineage: its line of saves.
+        replicas: number of files that hold the same bytes; 2 if every file has a twin (`twin_name`).
     """
 
     save_id: str
@@ -97,12 +98,25 @@ class Manifest:
     files: tuple[FileEntry, ...] = ()
     num_chunks: int = 0
     lineage: Lineage = field(default_factory=Lineage)
+    replicas: int = 1
     format_version: int = FORMAT_VERSION
 
     @property
     def size_bytes(self) -> int:
         """Total size of the files."""
         return sum(entry.size_bytes for entry in self.files)
+
+    @property
+    def twins(self) -> Mapping[str, FileEntry]:
+        """Path of every file that has a twin -> the twin."""
+        entries = {entry.path: entry for entry in self.files} if self.replicas > 1 else {}
+        return {path: entries[twin_name(path)] for path in entries if twin_name(path) in entries}
+
+    @property
+    def originals(self) -> Sequence[FileEntry]:
+        """The files that are no twins."""
+        twins = {entry.path for entry in self.twins.values()}
+        return [entry for entry in self.files if entry.path not in twins] if twins else self.files
 
     def to_bytes(self) -> bytes:
         """Encode the content of `manifest.json`.
@@ -124,6 +138,7 @@ class Manifest:
                 "producer": dict(self.producer),
                 "num_chunks": self.num_chunks,
                 **_lineage.to_fields(self.lineage),
+                **({"replicas": self.replicas} if self.replicas > 1 else {}),
                 "files": to_columns(self.files),
             }
         )
@@ -169,6 +184,7 @@ class Manifest:
             producer=fields.mapping("producer", str),
             num_chunks=fields.count("num_chunks"),
             lineage=_lineage.from_fields(fields),
+            replicas=fields.count("replicas", least=1) if fields.has("replicas") else 1,
             files=files,
         )
 

@@ -11,6 +11,7 @@ from ckpt_core.coordination._job import (
     place_in_job,
     require_same_process,
 )
+from ckpt_core.coordination._signer import Signer
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
 
@@ -18,6 +19,7 @@ __all__ = [
     "CommitChannel",
     "Coordinator",
     "JobCoordinator",
+    "Signer",
     "Solo",
     "StoreCoordinator",
     "coordinator_for_job",
