@@ -141,7 +141,7 @@ class FileFailure:
     twin: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.problem}" + (f"; {self.twin} has it whole" if self.twin else "")
+        return f"{self.path}: {self.problem}" + (f"; whole in {self.twin}" if self.twin else "")
 
 
 def lost(failures: Iterable[FileFailure]) -> list[FileFailure]:

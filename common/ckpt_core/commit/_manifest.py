@@ -106,7 +106,6 @@ class Manifest:
         """Total size of the files."""
         return sum(entry.size_bytes for entry in self.files)
 
-    @property
     def twins(self) -> Mapping[str, FileEntry]:
         """Path of every file that has a twin -> the twin."""
         entries = {entry.path: entry for entry in self.files} if self.replicas > 1 else {}
@@ -115,7 +114,7 @@ class Manifest:
     @property
     def originals(self) -> Sequence[FileEntry]:
         """The files that are no twins."""
-        twins = {entry.path for entry in self.twins.values()}
+        twins = {entry.path for entry in self.twins().values()}
         return [entry for entry in self.files if entry.path not in twins] if twins else self.files
 
     def to_bytes(self) -> bytes:

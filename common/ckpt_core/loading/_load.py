@@ -32,6 +32,7 @@ from ckpt_core.errors import (
     FileFailure,
     IncompatibleCheckpointError,
     LoadError,
+    lost,
 )
 from ckpt_core.loading._checkpoint import OpenCheckpoint, open_checkpoint
 from ckpt_core.loading._committed_files import CommittedFiles
@@ -246,8 +247,9 @@ class Load:
         failures: Sequence[FileFailure] = opened.files.missing_or_truncated(
             self._coordinator.rank, self._coordinator.world_size
         )
+        twin_of = opened.files.twin if opened.files.has_twins else None
         if not failures and self._request.verification == "read":
-            failures = self._engine.verify(reads.checked()) or verify_framing(
+            failures = self._engine.verify(reads.checked(), twin_of=twin_of) or verify_framing(
                 self._storage,
                 opened.files,
                 rank=self._coordinator.rank,
@@ -255,6 +257,9 @@ class Load:
             )
         if not failures and self._request.verification == "full":
             failures = self._verify_all(opened.files)
+            if not failures and twin_of is not None:
+                # Which of two files is read for a chunk is known only to the rank that reads it.
+                failures = self._engine.verify(reads.checked(), twin_of=twin_of)
         if failures:
             raise _damaged(self._place, failures)
         for load in parts.values():
@@ -273,7 +278,7 @@ class Load:
         if not paths:
             return []
         accepted = self._request.manifest_sha256
-        return verify(self._storage, files.directory, paths=paths, sha256=accepted)
+        return lost(verify(self._storage, files.directory, paths=paths, sha256=accepted))
 
     def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> None:
         """Restore small values, which may refuse their state; roll back if any rank fails."""

@@ -221,9 +221,7 @@ class SaveRun:
             return failed_in("write", caught)
         return self._given_up() or report
 
-    def _commit_with_all(
-        self, report: bytes | BaseException, twins: TwinSession | None
-    ) -> CheckpointInfo:
+    def _commit_with_all(self, report: bytes | BaseException, twins: TwinSession | None) -> CheckpointInfo:
         """Pass the commit barrier: the coordinator commits once every rank has reported."""
         request, assignment = self._prepared.request, self._prepared.assignment
 

@@ -126,7 +126,7 @@ class Doorway:
 
     def __init__(self) -> None:
         self._listener = _listening()
-        self._listener.setblocking(False)
+        self._listener.settimeout(0)
         self._woken, self._waker = socket.socketpair()
         self.port = int(self._listener.getsockname()[1])
 
@@ -255,7 +255,11 @@ def own_addresses() -> list[str]:
     with suppress(OSError):
         found += [str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)]
     # Loopback is for ranks of one host only: a signed greeting tells whether the right one answers.
-    return sorted(dict.fromkeys([*found, "127.0.0.1"]), key=lambda each: each.startswith("127.") or each == "::1")
+    return sorted(dict.fromkeys([*found, "127.0.0.1"]), key=_is_loopback)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _of_interface(name: str) -> list[str]:

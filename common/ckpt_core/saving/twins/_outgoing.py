@@ -178,7 +178,7 @@ class Outgoing:
 
         written = self._writer.write(path, taken())
         if written != running:
-            raise SaveError(f"{self._where} received other bytes of {path} than were sent: the network is faulty")
+            raise SaveError(f"{self._where} got other bytes of {path} than were sent: the network is faulty")
 
     def _failed(self, error: Exception) -> SaveError:
         if isinstance(error, SaveError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -113,8 +114,7 @@ class Partners:
         if not self._told:
             self._told = True
             _logger.info(
-                "replicas=2: each save writes a second file for every file, of %s in %s, and as many bytes "
-                "travel between ranks",
+                "replicas=2: %s more are written in each save, as second files, to %s",
                 bytes_text(size_bytes),
                 url,
             )
@@ -145,4 +145,5 @@ class Partners:
                 HOST_VARIABLE,
             )
         partners = choose_partners(hosts)
-        return [(partner, *offers[partner][1:], partners.count(rank)) for rank, partner in enumerate(partners)]
+        sources = Counter(partners)
+        return [(partner, *offers[partner][1:], sources[rank]) for rank, partner in enumerate(partners)]
