@@ -40,6 +40,7 @@ class CommittedFiles:
         self._entries = {} if manifest is None else {entry.path: entry for entry in manifest.originals}
         self._twins = {} if manifest is None else manifest.twins()
         self._tables: dict[int, ChunkTable] = {}
+        self._warned: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -125,14 +126,17 @@ class CommittedFiles:
             return found
 
     def warn_mended(self, failures: Sequence[FileFailure]) -> None:
-        """Log damage for which twins make up."""
-        if failures:
+        """Log damage for which twins make up, once per file."""
+        found = {
+            each.path: each for each in reversed(failures) if each.twin and each.path not in self._warned
+        }
+        self._warned |= found.keys()
+        if found:
             _logger.warning(
-                "%s is damaged in %d place(s), which are read from the second files: %s. Run `ckpt verify`, "
-                "and repair it",
+                "%s is damaged, and what is lost is read from the second files: %s. Run `ckpt verify`, and "
+                "repair it",
                 self.url,
-                len(failures),
-                "; ".join(map(str, failures[:_MOST_NAMED])),
+                "; ".join(map(str, list(found.values())[:_MOST_NAMED])),
             )
 
     def _read(self, path: str, original: str) -> bytes:

@@ -39,7 +39,7 @@ def verify_framing(
         problem = _problem(storage, files, path, chunks)
         if problem:
             found.append(FileFailure(path=path, problem=problem, twin=files.twin(path) or ""))
-    files.warn_mended([failure for failure in found if failure.twin])
+    files.warn_mended(found)
     return lost(found)
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Final, Self, final
 
 from ckpt_core.crew import run_all
-from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
 from ckpt_core.reading._buffers import Buffers
 from ckpt_core.reading._findings import VerifyReport
@@ -21,8 +20,6 @@ from ckpt_core.reading._placing import VerifiedPlan, check_destinations, plan_un
 from ckpt_core.reading._requests import MEMORY_LIMITS, NETWORK_LIMITS, Piece, Request
 from ckpt_core.storage import Storage
 
-_logger = logger_of(__name__)
-_MOST_NAMED: Final = 5
 _LOCAL_THREADS: Final = 4
 _REMOTE_THREADS: Final = 16
 _KEEP_BYTES: Final = 256 << 20
@@ -64,7 +61,6 @@ class Engine:
         self._has_verified = False
         # Payloads that are damaged where they belong, and the whole ones to be read instead.
         self._instead: dict[tuple[str, int], Payload] = {}
-        self._place = f"{storage.url}/{directory}" if directory else storage.url
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +84,8 @@ class Engine:
                 verified and fetched there.
 
         Returns:
-            The failures, by path and position in the file; empty if there are none.
+            The failures, by path and position in the file; empty if there are none. Those with a `twin` are
+            of no consequence.
 
         Raises:
             OSError: storage failed; that says nothing about the checkpoint.
@@ -150,15 +147,7 @@ class Engine:
             return failures + second.report()
         for each, instead in zip(damaged, moved, strict=True):
             self._instead[each.payload.path, each.payload.offset] = instead.payload
-        _logger.warning(
-            "%s is damaged in %d place(s), which are read from the second files (%s): %s. Run `ckpt verify` "
-            "and repair it",
-            self._place,
-            len(failures),
-            ", ".join(sorted(str(twin) for twin in twins.values())),
-            "; ".join(map(str, failures[:_MOST_NAMED])),
-        )
-        return []
+        return [replace(failure, twin=str(twins[failure.path])) for failure in failures]
 
     def _whole(self, read: RangeRead) -> RangeRead:
         """Return a read with its payload where it is whole."""
