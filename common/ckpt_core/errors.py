@@ -145,7 +145,7 @@ class FileFailure:
 
 
 def lost(failures: Iterable[FileFailure]) -> list[FileFailure]:
-    """Return the failures for which no twin makes up: with one, a checkpoint is damaged."""
+    """Return the failures for which no twin makes up: they make a checkpoint damaged."""
     return [failure for failure in failures if not failure.twin]
 
 

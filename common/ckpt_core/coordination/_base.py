@@ -212,9 +212,9 @@ class Coordinator(ABC):
             )
 
     def signer(self, scope: str) -> Signer:
-        """Return a signer of the messages that ranks send to one another directly; not collective.
+        """Return a signer of messages between ranks outside of the Store.
 
-        Equal on all ranks; the default knows no secret.
+        Not collective, and equal on all ranks; the default knows no secret.
         """
         return Signer(scope=scope)
 

@@ -1,4 +1,4 @@
-"""Connections between partners: framed bytes over TCP, between ranks that prove a secret.
+"""Connections between partners: bytes over TCP, behind a proof of a secret.
 
 A connection serves one save, so that nothing of a failed save is left for the next one, and a dead partner
 ends it at once. The rank with the files connects:
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from ckpt_core.coordination import Signer
-from ckpt_core.errors import CoordinationError
+from ckpt_core.errors import CoordinationError, failure_text
 
 PIECE_BYTES: Final = 16 << 20
 _HEADER: Final = struct.Struct("!I")
@@ -187,14 +187,16 @@ class Greeting:
     rank: int
     save_id: str
 
-    def say(self, link: Link, partner: int) -> None:
-        """Greet the partner, and wait for its answer.
+    def say(self, link: Link, partner: int, seconds: float) -> None:
+        """Greet the partner, and wait until it has begun the save.
 
         Raises:
             OSError: the connection was lost, or there was no answer in time.
             CoordinationError: the other side is not the partner.
         """
+        link.limit(min(seconds, _CONNECT_SECONDS))
         theirs, own = link.receive().decode(), secrets.token_hex(_NONCE_BYTES)
+        link.limit(seconds)
         link.send_fields(rank=self.rank)
         content = json.dumps({"save": self.save_id, "nonce": own}).encode()
         link.send(self.signer.sign(f"to {partner} {theirs}", self.rank, content))
@@ -221,29 +223,28 @@ class Addressee:
         Raises:
             OSError: it could not be reached, or did not begin the save.
         """
-        deadline = time.monotonic() + seconds
+        deadline, problem = time.monotonic() + seconds, "it has no address"
         while True:
             for address in list(self._addresses):
                 left = max(_PAUSE_SECONDS, deadline - time.monotonic())
                 try:
                     link = Link(socket.create_connection((address, self._port), min(_CONNECT_SECONDS, left)))
                 except OSError as error:
-                    problem: Exception = error
+                    problem = failure_text(error)
                     continue
                 begun(link)
                 try:
-                    link.limit(left)
-                    greeting.say(link, self.rank)
+                    greeting.say(link, self.rank, left)
                 except (OSError, EOFError, CoordinationError) as error:
                     link.close()
-                    problem = error
+                    problem = failure_text(error)
                     continue
                 self._addresses.remove(address)
                 self._addresses.insert(0, address)
                 return link
             if time.monotonic() + _PAUSE_SECONDS > deadline:
                 places = ", ".join(f"{address} port {self._port}" for address in self._addresses)
-                raise TimeoutError(f"not reached at {places} within {seconds:g} s ({problem})") from problem
+                raise TimeoutError(f"not reached at {places} within {seconds:g} s ({problem})")
             time.sleep(_PAUSE_SECONDS)
 
 

@@ -14,7 +14,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.options import bytes_text
 from ckpt_core.saving._prepared import Assignment
 from ckpt_core.saving._reports import ReportCache
-from ckpt_core.saving.twins._choice import HOST_VARIABLE, choose_partners, host_name
+from ckpt_core.saving.twins._hosts import HOST_VARIABLE, choose_partners, host_name
 from ckpt_core.saving.twins._incoming import Incoming
 from ckpt_core.saving.twins._link import Addressee, Greeting, own_addresses
 from ckpt_core.saving.twins._outgoing import LocalWriter, Outgoing, RemoteWriter, Writer
@@ -72,14 +72,8 @@ class Partners:
         """
         if self._connected is not None:
             return
-        incoming, signer = None, coordinator.signer("twins")
-        offer: _Offer | BaseException = (host_name(), [], 0)
-        try:
-            if coordinator.world_size > 1:
-                incoming = Incoming(coordinator.rank, signer)
-                offer = (host_name(), own_addresses(), incoming.port)
-        except OSError as error:
-            offer = error
+        signer = coordinator.signer("twins")
+        offer, incoming = _listen(coordinator, signer)
         partner, addresses, port, sources = coordinator.gather_scatter(
             offer, self._placed, what="choosing partners for replicas=2"
         )
@@ -132,7 +126,7 @@ class Partners:
             outgoing.run()
 
     def _placed(self, offers: Sequence[_Offer]) -> list[Any]:
-        """Return each rank's partner, with its addresses and port, and its number of sources."""
+        """Return each rank's partner, with addresses and port, and its number of sources."""
         hosts = [host for host, _, _ in offers]
         if len(set(hosts)) == 1:
             ranks = "the only rank runs" if len(hosts) == 1 else f"all {len(hosts)} ranks run"
@@ -147,3 +141,14 @@ class Partners:
         partners = choose_partners(hosts)
         sources = Counter(partners)
         return [(partner, *offers[partner][1:], sources[rank]) for rank, partner in enumerate(partners)]
+
+
+def _listen(coordinator: Coordinator, signer: Signer) -> tuple[_Offer | BaseException, Incoming | None]:
+    """Open the port of this rank, if there are others."""
+    if coordinator.world_size == 1:
+        return (host_name(), [], 0), None
+    try:
+        incoming = Incoming(coordinator.rank, signer)
+    except OSError as error:
+        return error, None
+    return (host_name(), own_addresses(), incoming.port), incoming

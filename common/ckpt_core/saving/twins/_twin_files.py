@@ -46,10 +46,11 @@ class TwinFiles:
         return running
 
 
+@final
 class PieceMemory:
-    """Memory for pieces, on page boundaries; used again once nothing refers to a piece.
+    """Memory for pieces, used again once nothing refers to a piece.
 
-    A storage may keep pieces until a file is written; as many are made as it keeps at a time.
+    It is on page boundaries. A storage may keep pieces until a file is written: as many are made as it keeps.
     """
 
     def __init__(self, size_bytes: int) -> None:
