@@ -17,7 +17,7 @@ from ckpt_core.testing import Fault, FaultyStorage, kill_process
 from tests.distributed.manager_jobs import build, full_state, train_step
 
 TWIN = ".replica"
-COMMIT = {"manifest.json", "COMMITTED"}
+MARKER = "COMMITTED"
 
 
 def _on(hosts: Sequence[str]) -> str:
@@ -27,7 +27,7 @@ def _on(hosts: Sequence[str]) -> str:
 
 def written_by(directory: Path, rank: int) -> list[Path]:
     """The files that one of two ranks has written: its own, and the twins of the other's."""
-    files = [path for path in directory.iterdir() if path.name not in COMMIT]
+    files = [path for path in directory.iterdir() if path.name != MARKER]
     of_one = [p for p in files if p.name.startswith("__1_") or "-00001." in p.name]
     of_zero = [p for p in files if p not in of_one]
     own, other = (of_one, of_zero) if rank else (of_zero, of_one)

@@ -15,7 +15,7 @@ from ckpt_core.cli._main import main
 from ckpt_core.commit import Catalog
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import FaultyStorage, run_ranks
-from tests.guarantees.replica_jobs import TWIN, partner_dies, whoever
+from tests.guarantees.replica_jobs import MARKER, TWIN, partner_dies, whoever
 from tests.unit.commit.checkpoints import bucket_like, posix_like
 
 NAME = "step-000000002"
@@ -57,8 +57,8 @@ def loads(storage, step=2, **options) -> bool:
 
 
 def files(storage) -> list[str]:
-    """Every file but the two that are the commit."""
-    return [f"{NAME}/{e.name}" for e in storage.list(NAME) if e.name not in {"COMMITTED", "manifest.json"}]
+    """Every file but the marker, which is the commit."""
+    return [f"{NAME}/{each.name}" for each in storage.list(NAME) if each.name != MARKER]
 
 
 def flip(storage, key, at):
@@ -107,6 +107,40 @@ def test_all_own_files_or_all_twins_may_be_lost(storage, kept):
             storage.delete(key)
     for verify in ("read", "full"):
         assert loads(storage, verify=verify)
+
+
+def test_signatures_have_twins_too(storage):
+    def sign(_: str, manifest: bytes) -> bytes:
+        return b"signed " + manifest
+
+    def judge(_: str, manifest: bytes, signature: bytes) -> bool:
+        return signature == b"signed " + manifest
+
+    save_all(storage, 2, sign_manifest=sign)
+    for key in (f"{NAME}/manifest.json.sig", f"{NAME}/manifest.json"):
+        for lose in (lambda key: flip(storage, key, 30), storage.delete):
+            content = storage.read_bytes(key)
+            lose(key)
+            assert loads(storage, verify_manifest=judge)
+            storage.delete(key) if storage.exists(key) else None
+            storage.write_bytes(key, content)
+    storage.delete(f"{NAME}/manifest.json")
+    with CheckpointManager(storage) as manager:
+        assert [failure.twin for failure in manager.verify(2)] == ["manifest.json.replica"]
+
+
+def test_twins_are_pruned_replaced_and_collected_with_the_checkpoint(storage):
+    save_all(storage, 1, 2, 3, keep=KeepLatest(1))
+    assert sorted(name for name in storage.directories("") if name.startswith("step")) == ["step-000000003"]
+    if storage.supports_rename:
+        with CheckpointManager(storage, replicas=2) as manager:
+            manager.resume(state_of(0))
+            for _ in range(2):
+                manager.save(4, state_of(4), name="best").committed.result(30)
+        assert len([each for each in storage.list("best") if each.name.endswith(TWIN)]) == 7
+    assert not [
+        each for name in storage.directories("") for each in storage.list(name) if "yours" in each.name
+    ]
 
 
 def chunks(storage) -> dict[str, int]:

@@ -15,11 +15,12 @@ from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
 from ckpt_core.commit import _lineage
-from ckpt_core.errors import ConfigError
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure
 from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import is_checksum
 from ckpt_core.formats.codec import count, relative_paths
-from ckpt_core.names import FORMAT_VERSION, MANIFEST, twin_name
+from ckpt_core.names import FORMAT_VERSION, MANIFEST, MARKER, twin_name
+from ckpt_core.storage import Storage, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
 
 _COLUMNS: Final = ("path", "size_bytes", "checksum")
@@ -312,6 +313,42 @@ class Marker:
                 metrics=fields.numbers("metrics"),
                 lineage=_lineage.from_fields(fields),
             )
+
+
+def read_committed(
+    storage: Storage, name: str, marker: Marker
+) -> tuple[bytes, CorruptCheckpointError | None]:
+    """Read the manifest that a marker names, from its twin if it is damaged.
+
+    Returns:
+        Its bytes, and the damage in `manifest.json` if they are of the twin.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, and has no whole twin.
+    """
+    most = min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
+    damage: CorruptCheckpointError | None = None
+    for path in (MANIFEST, twin_name(MANIFEST)):
+        try:
+            content = read_small(storage, f"{name}/{path}", most)
+        except FileNotFoundError:
+            problem = "missing"
+        except CorruptCheckpointError as error:
+            damage = damage or error
+            continue
+        else:
+            if marker.matches(content):
+                return content, damage
+            problem = f"not the file that was committed: its digest differs from {MARKER}'s"
+        damage = damage or corrupt_file(f"{storage.url}/{name}", path, problem)
+    assert damage is not None
+    raise damage
+
+
+def corrupt_file(place: str, path: str, problem: str) -> CorruptCheckpointError:
+    """Make the error of a damaged file in a checkpoint."""
+    failure = FileFailure(path=path, problem=problem)
+    return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
 
 
 def _kinds(items: dict[str, str]) -> dict[str, ItemKind]:

@@ -6,12 +6,13 @@ import errno
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import IO, Final
 
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._index import index_failures
-from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.commit._manifest import Manifest, Marker, read_committed
 from ckpt_core.crew import run_all
 from ckpt_core.errors import (
     CheckpointError,
@@ -24,7 +25,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.formats.checksums import Checksum, checksum, crc32, crc32_value
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
-from ckpt_core.names import MANIFEST, MARKER, METADATA, chunks_name, data_rank
+from ckpt_core.names import MANIFEST, MARKER, METADATA, chunks_name, data_rank, twin_name
 from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.types import ChunkEntry, FileEntry
 
@@ -241,6 +242,8 @@ def _failures(
         for entry in entries
         if (problem := problems[entry.path]) is not None
     ]
+    if manifest.replicas > 1 and (damage := read_committed(storage, name, Catalog(storage).marker(name))[1]):
+        failures[:0] = [replace(failure, twin=twin_name(MANIFEST)) for failure in damage.failures]
     return failures if lost(failures) else [*failures, *_metadata_failures(storage, name, manifest, entries)]
 
 

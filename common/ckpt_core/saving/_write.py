@@ -18,7 +18,7 @@ from ckpt_core.commit import ItemKind, Manifest, commit, write_signature
 from ckpt_core.dcp import Hashing, ShardWriter
 from ckpt_core.errors import SaveError
 from ckpt_core.formats.chunks import TableEntry, encode_table
-from ckpt_core.names import METADATA, chunks_name, is_own_file, twin_name
+from ckpt_core.names import MANIFEST, METADATA, SIGNATURE, chunks_name, is_own_file, twin_name
 from ckpt_core.options import SignManifest
 from ckpt_core.saving._failure import failed_in
 from ckpt_core.saving._prepared import Assignment, PreparedSave
@@ -216,7 +216,12 @@ def commit_all(
         files=tuple(sorted(files, key=lambda entry: entry.path)),
     )
     if terms.sign is not None:
-        write_signature(storage, working, manifest, partial(terms.sign, request.name))
+        signature = write_signature(storage, working, manifest, partial(terms.sign, request.name))
+        if twins is not None:
+            twins.add(SIGNATURE, signature)
+    if twins is not None:
+        twins.add(MANIFEST, manifest.to_bytes())
+        twins.finish()
     try:
         return commit(storage, working, request.name, manifest, replace=request.replace, check=terms.check)
     except SaveError as error:

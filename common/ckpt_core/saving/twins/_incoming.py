@@ -11,6 +11,7 @@ from ckpt_core.coordination import Signer
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CoordinationError, failure_text
 from ckpt_core.formats.codec import relative_paths
+from ckpt_core.names import twin_name
 from ckpt_core.saving.twins._link import PIECE_BYTES, Doorway, Link, answer
 from ckpt_core.saving.twins._twin_files import PieceMemory, TwinFiles
 
@@ -121,7 +122,7 @@ class Incoming:
     def _write(self, link: Link, path: str, files: TwinFiles) -> None:
         pieces = self._pieces(link)
         try:
-            relative_paths([path])
+            relative_paths([twin_name(path)])
             written = files.write(path, pieces)
         except Exception as error:  # noqa: BLE001 - told to the rank that sends
             with suppress(OSError):

@@ -45,7 +45,7 @@ class TwinSession:
         self._outgoing.add(path, content)
 
     def finish(
-        self, files: Sequence[FileEntry], progress: Callable[[str], None] = _ignore
+        self, files: Sequence[FileEntry] = (), progress: Callable[[str], None] = _ignore
     ) -> list[FileEntry]:
         """Wait until the twins of these files are durable; return their entries.
 
