@@ -128,7 +128,7 @@ def verified_files(storage: Storage, name: str, wanted: Callable[[str], bool]) -
     """
     manifest = Catalog(storage).manifest(name)
     files = CommittedFiles(storage, name, manifest)
-    return {entry.path: files.read(entry.path) for entry in manifest.files if wanted(entry.path)}
+    return {path: files.read(path) for path in files.paths if wanted(path)}
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:

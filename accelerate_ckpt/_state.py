@@ -51,7 +51,7 @@ from accelerate_ckpt.data import positions_in_samples
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError, lost
 from ckpt_core.state import (
     Override,
     check_groups,
@@ -395,8 +395,10 @@ class AcceleratorState:
         if not isinstance(self._storage, LocalStorage):
             return verified_files(self._storage, saved.name, outside)
         manifest = Catalog(self._storage).manifest(saved.name)
-        paths = [entry.path for entry in manifest.files if outside(entry.path)]
+        paths = [entry.path for entry in manifest.originals if outside(entry.path)]
         failures = verify(self._storage, saved.name, paths=paths)
+        if failures and not lost(failures):
+            return verified_files(self._storage, saved.name, outside)
         if failures:
             found = "; ".join(map(str, failures[:5]))
             raise CorruptCheckpointError(

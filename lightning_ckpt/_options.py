@@ -150,6 +150,8 @@ class Configured:
         on_divergence: what a save does when ranks hold different values under one name: fail (`refuse`), save
             the lowest rank's (`warn`) or every rank's own (`keep-each`).
         checksum: of the files of a save: `crc32` detects errors of storage, `sha256` also tampering.
+        replicas: 2 to write a second file for every file, by a rank of another host, from which a load reads
+            what is lost or damaged in the first.
         sign_manifest: function that signs what is about to be committed, as in `CheckpointOptions`, or its
             name as "package.module:function".
         verify_manifest: the same, to judge what is about to be loaded, which is refused unless it returns
@@ -201,6 +203,7 @@ class Configured:
         on_error: OnError = "raise",
         on_divergence: OnDivergence = "refuse",
         checksum: Checksums = "crc32",
+        replicas: int = 1,
         sign_manifest: SignManifest | str | None = None,
         verify_manifest: VerifyManifest | str | None = None,
         verify: Verify | bool = "read",
@@ -235,6 +238,7 @@ class Configured:
             "on_error": on_error,
             "on_divergence": on_divergence,
             "checksum": checksum,
+            "replicas": replicas,
             "sign_manifest": sign_manifest,
             "verify_manifest": verify_manifest,
             "verify": verify,

@@ -264,7 +264,7 @@ class TrainerLoading:
             state = _state_in(small[TRAINER_STATE_NAME], f"{storage.url}/{name}/{TRAINER_STATE_NAME}")
             self._session.best = state.best_model_checkpoint
         manifest = Catalog(storage).manifest(name)
-        paths = [entry.path for entry in manifest.files]
+        paths = [entry.path for entry in manifest.originals]
         parts = {path.rpartition("/")[0] for path in paths if path.endswith(f"/{METADATA}")}
         others = [
             path

@@ -21,7 +21,7 @@ CheckpointError(Exception)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypeAlias
 
@@ -129,13 +129,24 @@ def failure_text(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileFailure:
-    """One file that differs from the manifest."""
+    """One file that differs from the manifest.
+
+    Attributes:
+        twin: the other file of the same bytes, from which loads take what is damaged in this one; "" if there
+            is none, or the same is damaged there.
+    """
 
     path: str
     problem: str
+    twin: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.problem}"
+        return f"{self.path}: {self.problem}" + (f"; whole in {self.twin}" if self.twin else "")
+
+
+def lost(failures: Iterable[FileFailure]) -> list[FileFailure]:
+    """Return the failures for which no twin makes up: they make a checkpoint damaged."""
+    return [failure for failure in failures if not failure.twin]
 
 
 class CorruptCheckpointError(CheckpointError):

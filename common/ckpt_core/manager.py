@@ -378,7 +378,7 @@ class CheckpointManager:
     def verify(self, step: int | None = None) -> list[FileFailure]:
         """Verify every byte of a checkpoint, by default the newest; [] if it is whole.
 
-        A damaged checkpoint is marked, so that it is not relied on; a wrong mark is removed.
+        It is marked as damaged unless every failure has a `twin`; a wrong mark is removed.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.

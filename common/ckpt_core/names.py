@@ -17,6 +17,7 @@ PINS = "pins.json"
 DAMAGED = "damaged.json"
 WRITER = "writer.json"
 DATA_SUFFIX = ".distcp"
+TWIN_SUFFIX = ".replica"
 
 _STEP = re.compile(r"(step-(\d{9,}))(?:\.run-[0-9a-f]{8,32})?")
 _DATA = re.compile(rf"__(\d{{1,9}})_\d+{re.escape(DATA_SUFFIX)}")
@@ -170,9 +171,14 @@ def data_rank(path: str) -> int | None:
     return None if match is None else int(match[1])
 
 
+def twin_name(path: str) -> str:
+    """Return the second file with the content of `path`: `__0_0.distcp.replica`."""
+    return path + TWIN_SUFFIX
+
+
 def is_own_file(path: str) -> bool:
     """Return whether a file has a name that only this package or DCP gives."""
-    name = path.rpartition("/")[2]
+    name = path.rpartition("/")[2].removesuffix(TWIN_SUFFIX)
     return name in {MARKER, MANIFEST, SIGNATURE, METADATA, SHARED} or bool(
         _DATA.fullmatch(name) or is_own_json(name)
     )

@@ -142,6 +142,11 @@ def _lineage_text(lineage: Lineage) -> str:
     return f"{lineage.number} ({lineage.id}){origin}"
 
 
+def _replicas_text(manifest: Manifest) -> str:
+    size = sum(entry.size_bytes for entry in manifest.twins().values())
+    return f"{manifest.replicas}, the second files take {bytes_text(size)}" if size else ""
+
+
 def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None) -> list[str]:
     known = manifest.provenance
     facts = {
@@ -149,6 +154,7 @@ def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str |
         "step": str(manifest.step),
         "committed": f"{time_text(manifest.created)} UTC",
         "size": f"{bytes_text(manifest.size_bytes)} in {len(manifest.files)} files",
+        "replicas": _replicas_text(manifest),
         "chunks": str(manifest.num_chunks),
         "ranks": str(manifest.world_size),
         "pinned": pinned or "",

@@ -12,11 +12,20 @@ from ckpt_core.cli._arguments import nothing_at, open_checkpoint, open_root
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.commit import Catalog, strangers, verify, verify_stock
-from ckpt_core.errors import ArchivedError, CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
+from ckpt_core.errors import (
+    ArchivedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    FileFailure,
+    lost,
+)
 from ckpt_core.names import MANIFEST, MARKER, is_corrupt, is_incomplete, is_trash
 from ckpt_core.storage import Storage
 
 _MOST_SHOWN: Final = 5
+_REPAIR: Final = "REPAIR"
+"""The state of a checkpoint with damage for which twins make up: it loads."""
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
@@ -40,11 +49,18 @@ class _Result:
     mark: str = ""
 
     @property
+    def verdict(self) -> str:
+        """One word for its state."""
+        if not self.failures:
+            return "ok"
+        return "FAILED" if lost(self.failures) else _REPAIR
+
+    @property
     def fields(self) -> dict[str, Any]:
         """The fields for `--json`."""
         fields: dict[str, Any] = {
             "name": self.name,
-            "ok": not self.failures,
+            "ok": not lost(self.failures),
             "failures": [asdict(failure) for failure in self.failures],
             "strangers": list(self.strangers),
         }
@@ -171,19 +187,20 @@ def _compared(storage: Storage, name: str) -> _Result:
         damaged = catalog.known_damage(name)
     except CheckpointError:
         return _Result(name=name, failures=failures)  # it does not count as it is, so no mark is needed
-    problem = "; ".join(map(str, failures[:_MOST_SHOWN]))
+    fatal = lost(failures)
+    problem = "; ".join(map(str, fatal[:_MOST_SHOWN]))
     if problem == (damaged or ""):
         return _Result(name=name, failures=failures)
     try:
-        if failures:
+        if fatal:
             catalog.mark_damaged(name, problem)
         else:
             catalog.unmark(name)
     except (CheckpointError, OSError) as error:
         # A user who may only read the root still gets the result.
-        stays = f"could not be marked: {error}" if failures else f"stays, {error}"
+        stays = f"could not be marked: {error}" if fatal else f"stays, {error}"
         return _Result(name=name, failures=failures, damaged=damaged, mark=stays)
-    became = "is marked" if failures else "was taken away"
+    became = "is marked" if fatal else "was taken away"
     return _Result(name=name, failures=failures, damaged=damaged, mark=became)
 
 
@@ -197,15 +214,24 @@ def _size_of(catalog: Catalog, name: str) -> int:
 def _reported(storage: Storage, results: Sequence[_Result], *, strict: bool = False) -> Outcome:
     parts: list[str] = []
     for result in results:
-        parts.append(f"{'FAILED' if result.failures else 'ok':<8}{storage.url}/{result.name}{result.note}")
+        parts.append(f"{result.verdict:<8}{storage.url}/{result.name}{result.note}")
         parts += [f"  {failure}" for failure in result.failures]
+        if result.verdict == _REPAIR:
+            parts.append(
+                "  loads take what is whole: copy that file over the damaged one; if both are, save again"
+            )
         parts += [f"  {path}: in no manifest, so never read" for path in result.strangers]
-        if result.mark and result.failures:
+        if result.mark and lost(result.failures):
             parts.append(f"  as damaged, it {result.mark}")
         elif result.mark:
             parts.append(f"  was marked as damaged: {result.damaged}; the mark {result.mark}")
     return Outcome(
         fields={"root": storage.url, "checkpoints": [result.fields for result in results]},
         parts=parts,
-        exit_code=int(any(result.failures or (strict and result.strangers) for result in results)),
+        exit_code=int(
+            any(
+                lost(result.failures) or (strict and (result.strangers or result.failures))
+                for result in results
+            )
+        ),
     )

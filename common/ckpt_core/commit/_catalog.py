@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from ckpt_core.commit._lineage import by_step, on_present_line, present_lineage
-from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
+from ckpt_core.commit._manifest import (
+    MAX_MANIFEST_BYTES,
+    MAX_MARKER_BYTES,
+    Manifest,
+    Marker,
+    corrupt_file,
+    read_committed,
+)
 from ckpt_core.commit._marks import (
     PINS_REMEDY,
     Mark,
@@ -30,7 +37,6 @@ from ckpt_core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    FileFailure,
     IncompatibleCheckpointError,
 )
 from ckpt_core.messages import message
@@ -197,7 +203,7 @@ class Catalog:
                 f"is of step {marker.step}, under the name of another step: a copy or a renamed directory; "
                 f"to use it, rename the directory to {step_name(marker.step)} if that name is free"
             )
-            raise _corrupt(f"{self._storage.url}/{name}", MARKER, problem)
+            raise corrupt_file(f"{self._storage.url}/{name}", MARKER, problem)
         return marker
 
     def manifest(self, name: str, *, sha256: str | None = None) -> Manifest:
@@ -318,18 +324,12 @@ def read_manifest(storage: Storage, name: str, *, sha256: str | None = None) -> 
 
 def _committed_manifest(storage: Storage, name: str, sha256: str | None) -> tuple[bytes, Manifest]:
     marker, place = Catalog(storage).marker(name), f"{storage.url}/{name}"
-    try:
-        content = read_small(storage, f"{name}/{MANIFEST}", min(marker.manifest_bytes, MAX_MANIFEST_BYTES))
-    except FileNotFoundError:
-        raise _corrupt(place, MANIFEST, "missing") from None
-    if not marker.matches(content):
-        problem = f"not the file that was committed: its digest differs from {MARKER}'s"
-        raise _corrupt(place, MANIFEST, problem)
+    content, _ = read_committed(storage, name, marker)
     if sha256 is not None and marker.manifest_sha256 != sha256:
-        raise _corrupt(place, MANIFEST, f"its SHA-256 is {marker.manifest_sha256}, not {sha256}")
+        raise corrupt_file(place, MANIFEST, f"its SHA-256 is {marker.manifest_sha256}, not {sha256}")
     manifest = Manifest.from_bytes(content)
     if not marker.is_of(manifest):
-        raise _corrupt(place, MARKER, f"disagrees with {MANIFEST}: it is the marker of another save")
+        raise corrupt_file(place, MARKER, f"disagrees with {MANIFEST}: it is the marker of another save")
     return content, manifest
 
 
@@ -446,11 +446,6 @@ def _is_torn_step(storage: Storage, name: str) -> bool:
         and not storage.exists(f"{name}/{MARKER}")
         and holds_torn_save(storage, name)
     )
-
-
-def _corrupt(place: str, path: str, problem: str) -> CorruptCheckpointError:
-    failure = FileFailure(path=path, problem=problem)
-    return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
 
 
 def _pins_or_none(storage: Storage) -> dict[int, str] | None:

@@ -15,12 +15,13 @@ from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
 from ckpt_core.commit import _lineage
-from ckpt_core.errors import ConfigError
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure
 from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import is_checksum
 from ckpt_core.formats.codec import count, relative_paths
-from ckpt_core.names import FORMAT_VERSION, MANIFEST
+from ckpt_core.names import FORMAT_VERSION, MANIFEST, MARKER, twin_name
 from ckpt_core.provenance import provenance_fields, read_provenance
+from ckpt_core.storage import Storage, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Provenance
 
 _COLUMNS: Final = ("path", "size_bytes", "checksum")
@@ -86,6 +87,7 @@ class Manifest:
         num_chunks: number of tensor shards and byte entries in those files; the chunk tables locate them.
         lineage: its line of saves.
         provenance: where it comes from.
+        replicas: number of files that hold the same bytes; 2 if every file has a twin (`twin_name`).
     """
 
     save_id: str
@@ -100,12 +102,24 @@ class Manifest:
     num_chunks: int = 0
     lineage: Lineage = field(default_factory=Lineage)
     provenance: Provenance = field(default_factory=Provenance)
+    replicas: int = 1
     format_version: int = FORMAT_VERSION
 
     @property
     def size_bytes(self) -> int:
         """Total size of the files."""
         return sum(entry.size_bytes for entry in self.files)
+
+    def twins(self) -> Mapping[str, FileEntry]:
+        """Path of every file that has a twin -> the twin."""
+        entries = {entry.path: entry for entry in self.files} if self.replicas > 1 else {}
+        return {path: entries[twin_name(path)] for path in entries if twin_name(path) in entries}
+
+    @property
+    def originals(self) -> Sequence[FileEntry]:
+        """The files that are no twins."""
+        twins = {entry.path for entry in self.twins().values()}
+        return [entry for entry in self.files if entry.path not in twins] if twins else self.files
 
     def to_bytes(self) -> bytes:
         """Encode the content of `manifest.json`.
@@ -128,6 +142,7 @@ class Manifest:
                 "num_chunks": self.num_chunks,
                 **_lineage.to_fields(self.lineage),
                 **provenance_fields(self.provenance),
+                **({"replicas": self.replicas} if self.replicas > 1 else {}),
                 "files": to_columns(self.files),
             }
         )
@@ -174,6 +189,7 @@ class Manifest:
             num_chunks=fields.count("num_chunks"),
             lineage=_lineage.from_fields(fields),
             provenance=read_provenance(fields),
+            replicas=fields.count("replicas", least=1) if fields.has("replicas") else 1,
             files=files,
         )
 
@@ -302,6 +318,42 @@ class Marker:
                 metrics=fields.numbers("metrics"),
                 lineage=_lineage.from_fields(fields),
             )
+
+
+def read_committed(
+    storage: Storage, name: str, marker: Marker
+) -> tuple[bytes, CorruptCheckpointError | None]:
+    """Read the manifest that a marker names, from its twin if it is damaged.
+
+    Returns:
+        Its bytes, and the damage in `manifest.json` if they are of the twin.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, and has no whole twin.
+    """
+    most = min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
+    damage: CorruptCheckpointError | None = None
+    for path in (MANIFEST, twin_name(MANIFEST)):
+        try:
+            content = read_small(storage, f"{name}/{path}", most)
+        except FileNotFoundError:
+            problem = "missing"
+        except CorruptCheckpointError as error:
+            damage = damage or error
+            continue
+        else:
+            if marker.matches(content):
+                return content, damage
+            problem = f"not the file that was committed: its digest differs from {MARKER}'s"
+        damage = damage or corrupt_file(f"{storage.url}/{name}", path, problem)
+    assert damage is not None
+    raise damage
+
+
+def corrupt_file(place: str, path: str, problem: str) -> CorruptCheckpointError:
+    """Make the error of a damaged file in a checkpoint."""
+    failure = FileFailure(path=path, problem=problem)
+    return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
 
 
 def _kinds(items: dict[str, str]) -> dict[str, ItemKind]:

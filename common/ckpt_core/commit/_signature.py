@@ -24,7 +24,7 @@ from ckpt_core.errors import (
     SaveError,
     UntrustedCheckpointError,
 )
-from ckpt_core.names import MARKER, SIGNATURE
+from ckpt_core.names import MARKER, SIGNATURE, twin_name
 from ckpt_core.options import VerifyManifest
 from ckpt_core.storage import Storage, read_small
 
@@ -34,8 +34,8 @@ MAX_SIGNATURE_BYTES: Final = 1 << 20
 """A larger file is no signature, and must not be read into memory."""
 
 
-def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Sign) -> None:
-    """Sign a manifest before its commit and write the signature; on the coordinator.
+def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Sign) -> bytes:
+    """Sign a manifest before its commit, write and return the signature; coordinator only.
 
     Args:
         storage: the root.
@@ -56,6 +56,7 @@ def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Si
         problem = f"sign_manifest returned {what}: it must return 1 to {MAX_SIGNATURE_BYTES} bytes"
         raise _unsigned(storage, manifest, problem)
     storage.write_bytes(f"{working}/{SIGNATURE}", signature)
+    return signature
 
 
 def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) -> str | None:
@@ -87,7 +88,18 @@ def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) 
         if not storage.list(name) and not storage.exists(name):
             raise
         raise _refused(place, f"it has no manifest to be judged, because there is no {MARKER}") from None
-    signature = _signature(storage, name, place)
+    try:
+        _judge(verify, name, content, _signature(storage, name, place), place=place)
+    except UntrustedCheckpointError:
+        # Which of two signatures is damaged can only be told by judging both.
+        if Manifest.from_bytes(content).replicas == 1:
+            raise
+        _judge(verify, name, content, _signature(storage, name, place, twin_name(SIGNATURE)), place=place)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _judge(verify: VerifyManifest, name: str, content: bytes, signature: bytes, *, place: str) -> None:
+    """Raise unless the user's function accepts a manifest with that signature."""
     try:
         accepted: Any = verify(name, content, signature)
     except OSError as error:
@@ -99,12 +111,11 @@ def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) 
         raise _refused(place, f"verify_manifest raised {type(error).__name__}: {error}") from error
     if accepted is not True:
         raise _refused(place, f"verify_manifest returned {accepted!r:.80}, and not True")
-    return hashlib.sha256(content).hexdigest()
 
 
-def _signature(storage: Storage, name: str, place: str) -> bytes:
+def _signature(storage: Storage, name: str, place: str, path: str = SIGNATURE) -> bytes:
     try:
-        return read_small(storage, f"{name}/{SIGNATURE}", MAX_SIGNATURE_BYTES)
+        return read_small(storage, f"{name}/{path}", MAX_SIGNATURE_BYTES)
     except FileNotFoundError:
         return b""
     except CorruptCheckpointError as error:

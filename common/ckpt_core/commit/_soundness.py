@@ -29,6 +29,7 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    lost,
 )
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
@@ -259,12 +260,12 @@ class Soundness:
     def _is_whole(self, info: CheckpointInfo, go_on: Callable[[], bool]) -> bool | None:
         """Verify a checkpoint and mark it if damaged; None if `go_on` stopped it."""
         try:
-            files = Catalog(self._storage).manifest(info.name).files
+            files = Catalog(self._storage).manifest(info.name).originals
         except (CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError) as error:
             return self._report_damage(info, str(error))
         shares = max(1 + info.size_bytes // _MOST_AT_ONCE, min(_STOPS, 1 + info.size_bytes // _LEAST_AT_ONCE))
         for index in range(self._shares_done.pop(_key(info), 0), shares):
-            failures = verify(self._storage, info.name, paths=share(files, index, shares))
+            failures = lost(verify(self._storage, info.name, paths=share(files, index, shares)))
             if failures:
                 return self._report_damage(info, "; ".join(map(str, failures[:5])))
             if index + 1 < shares and not go_on():

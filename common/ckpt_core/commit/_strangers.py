@@ -28,6 +28,7 @@ from ckpt_core.names import (
     is_own_file,
     is_own_json,
     replaced_name,
+    twin_name,
 )
 from ckpt_core.storage import Storage, read_small
 
@@ -143,7 +144,7 @@ def delete_in_place(storage: Storage, name: str) -> None:
         return
     mine = [path for path in paths if path in own]
     # The lists of our files go last, so that an interrupted deletion can be completed.
-    lists = [path for path in mine if path == MANIFEST or is_own_json(path)]
+    lists = [path for path in mine if path in {MANIFEST, twin_name(MANIFEST)} or is_own_json(path)]
     for part in (sorted(set(mine) - set(lists)), lists):
         run_all(lambda path: storage.delete(f"{name}/{path}"), part, _DELETING_THREADS, name="ckpt-delete")
     if len(mine) < len(paths):
@@ -181,14 +182,20 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def _listed(manifest: Manifest) -> frozenset[str]:
-    return frozenset([*(entry.path for entry in manifest.files), SIGNATURE, MANIFEST, MARKER])
+    return frozenset([*(entry.path for entry in manifest.files), *_lists(manifest), MARKER])
+
+
+def _lists(manifest: Manifest) -> list[str]:
+    """Return the files of ours that the manifest does not list, without the marker; itself last."""
+    twins = [twin_name(SIGNATURE), twin_name(MANIFEST)] if manifest.replicas > 1 else []
+    return [SIGNATURE, *twins, MANIFEST]
 
 
 def _manifest(storage: Storage, directory: str) -> Manifest | None:
-    try:
-        return Manifest.from_bytes(read_small(storage, f"{directory}/{MANIFEST}", MAX_MANIFEST_BYTES))
-    except (FileNotFoundError, CheckpointError):
-        return None
+    for path in (MANIFEST, twin_name(MANIFEST)):
+        with suppress(FileNotFoundError, CheckpointError):
+            return Manifest.from_bytes(read_small(storage, f"{directory}/{path}", MAX_MANIFEST_BYTES))
+    return None
 
 
 def _strangers(storage: Storage, directory: str, manifest: Manifest) -> list[str]:
@@ -274,9 +281,7 @@ def _beside_path(path: str) -> str:
 def _to_move(storage: Storage, working: str, manifest: Manifest) -> list[str]:
     """List the files still to be moved, without the marker; the manifest last."""
     there = set(_walk(storage, working))
-    return [
-        path for path in (*(entry.path for entry in manifest.files), SIGNATURE, MANIFEST) if path in there
-    ]
+    return [path for path in (*(entry.path for entry in manifest.files), *_lists(manifest)) if path in there]
 
 
 def _interrupted_merge(storage: Storage, working: str, name: str) -> Manifest | None:

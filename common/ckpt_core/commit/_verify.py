@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import IO, Final
 
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._index import index_failures
-from ckpt_core.commit._manifest import Manifest, Marker
+from ckpt_core.commit._manifest import Manifest, Marker, read_committed
 from ckpt_core.crew import run_all
 from ckpt_core.errors import (
     CheckpointError,
@@ -18,10 +21,11 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
+    lost,
 )
 from ckpt_core.formats.checksums import Checksum, checksum, crc32, crc32_value
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
-from ckpt_core.names import MANIFEST, MARKER, METADATA, chunks_name, data_rank
+from ckpt_core.names import MANIFEST, MARKER, METADATA, chunks_name, data_rank, twin_name
 from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.types import ChunkEntry, FileEntry
 
@@ -51,19 +55,77 @@ def damage_in(storage: Storage, name: str, manifest: Manifest, entry: FileEntry)
 
 def _chunks(storage: Storage, name: str, manifest: Manifest, entry: FileEntry) -> FileChunks | None:
     """Return the chunks of the file; None without an intact chunk table."""
-    rank = data_rank(entry.path)
+    original = next((path for path, twin in manifest.twins().items() if twin == entry), entry.path)
+    rank = data_rank(original)
     path = None if rank is None else chunks_name(rank)
     table = next((each for each in manifest.files if each.path == path), None)
     if table is None:
         return None
     try:
-        content = read_small(storage, f"{name}/{table.path}")
+        content = _content(storage, name, manifest, table.path)
         if checksum(content, table.checksum.partition(":")[0]) != table.checksum:
             return None
-        chunks = ChunkTable.from_bytes(content, source=table.path).files.get(entry.path)
+        chunks = ChunkTable.from_bytes(content, source=table.path).files.get(original)
     except (FileNotFoundError, CheckpointError, ValueError):
         return None
     return None if chunks is None or chunks.size_bytes != entry.size_bytes else chunks
+
+
+def _content(storage: Storage, name: str, manifest: Manifest, path: str) -> bytes:
+    """Read a small file; if it is damaged, its twin."""
+    twin = manifest.twins().get(path)
+    if twin is None:
+        return read_small(storage, f"{name}/{path}")
+    with suppress(FileNotFoundError, CheckpointError):
+        content = read_small(storage, f"{name}/{path}")
+        if checksum(content, twin.checksum.partition(":")[0]) == twin.checksum:
+            return content
+    return read_small(storage, f"{name}/{twin.path}")
+
+
+def _damaged_chunks(
+    storage: Storage, name: str, manifest: Manifest, entry: FileEntry
+) -> frozenset[int] | None:
+    """Return the chunks of a file that are damaged, by position; None if unknown."""
+    chunks = _chunks(storage, name, manifest, entry)
+    if chunks is None:
+        return None
+    try:
+        with storage.open(f"{name}/{entry.path}") as stream:
+            return frozenset(
+                place for place, chunk in enumerate(chunks) if _damaged_range(stream, chunk) is not None
+            )
+    except (FileNotFoundError, ForeignFileError):
+        return frozenset(range(len(chunks)))
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return frozenset(range(len(chunks)))
+
+
+def _twin_in_its_place(
+    storage: Storage, name: str, manifest: Manifest, entry: FileEntry, *, problems: Mapping[str, str | None]
+) -> str:
+    """Return the file that a load reads where this one is damaged; "" if it cannot.
+
+    Args:
+        storage: the root.
+        name: the checkpoint's directory.
+        manifest: of the checkpoint.
+        entry: the damaged file.
+        problems: of the files compared so far, by path.
+    """
+    files = {each.path: each for each in manifest.files}
+    pairs = {path: twin.path for path, twin in manifest.twins().items()}
+    other = (pairs | {twin: path for path, twin in pairs.items()}).get(entry.path)
+    if other is None:
+        return ""
+    known = other in problems
+    problem = problems[other] if known else _problem(storage, name, manifest, files[other], seen=_ignore)
+    if problem is None:
+        return other
+    here, there = (_damaged_chunks(storage, name, manifest, files[each]) for each in (entry.path, other))
+    return "" if here is None or there is None or here & there else other
 
 
 def _damaged_range(stream: IO[bytes], chunk: ChunkEntry) -> tuple[str, int, int] | None:
@@ -126,7 +188,8 @@ def verify(
         sha256: digest that the manifest must have, or None; see `read_manifest`.
 
     Returns:
-        The problems, in the order of the manifest; empty if there are none.
+        The problems, in the order of the manifest; empty if there are none. A load fails because of those
+        without a `twin` (`lost`).
 
     Raises:
         ConfigError: one of `paths` is not in the manifest.
@@ -164,20 +227,24 @@ def _failures(
     except IncompatibleCheckpointError as error:
         return [FileFailure(path=MANIFEST, problem=str(error))]
     entries = _selected(manifest, paths)
-    problems: dict[str, str] = {}
+    problems: dict[str, str | None] = {}
 
     def compare(entry: FileEntry) -> None:
-        problem = _problem(storage, name, manifest, entry, seen=seen)
-        if problem is not None:
-            problems[entry.path] = problem
+        problems[entry.path] = _problem(storage, name, manifest, entry, seen=seen)
 
     run_all(compare, entries, _THREADS, name="ckpt-verify")
     failures = [
-        FileFailure(path=entry.path, problem=problems[entry.path])
+        FileFailure(
+            path=entry.path,
+            problem=problem,
+            twin=_twin_in_its_place(storage, name, manifest, entry, problems=problems),
+        )
         for entry in entries
-        if entry.path in problems
+        if (problem := problems[entry.path]) is not None
     ]
-    return failures or _metadata_failures(storage, name, manifest, entries)
+    if manifest.replicas > 1 and (damage := read_committed(storage, name, Catalog(storage).marker(name))[1]):
+        failures[:0] = [replace(failure, twin=twin_name(MANIFEST)) for failure in damage.failures]
+    return failures if lost(failures) else [*failures, *_metadata_failures(storage, name, manifest, entries)]
 
 
 def _metadata_failures(
@@ -190,7 +257,7 @@ def _metadata_failures(
         if entry.path.rpartition("/")[2] != METADATA:
             continue
         try:
-            failures += index_failures(entry.path, sizes, lambda path: read_small(storage, f"{name}/{path}"))
+            failures += index_failures(entry.path, sizes, partial(_content, storage, name, manifest))
         except FileNotFoundError:  # verified a moment ago: pruned since
             failures.append(FileFailure(path=entry.path, problem="missing"))
     return failures

@@ -11,7 +11,7 @@ from ckpt_core.coordination._job import (
     place_in_job,
     require_same_process,
 )
-from ckpt_core.coordination._signer import KEY_VARIABLE
+from ckpt_core.coordination._signer import KEY_VARIABLE, Signer
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
 
@@ -20,6 +20,7 @@ __all__ = [
     "CommitChannel",
     "Coordinator",
     "JobCoordinator",
+    "Signer",
     "Solo",
     "StoreCoordinator",
     "coordinator_for_job",

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, final
 import torch
 from typing_extensions import override
 
+from ckpt_core.coordination._signer import Signer
 from ckpt_core.errors import CoordinationError
 
 T = TypeVar("T")
@@ -209,6 +210,13 @@ class Coordinator(ABC):
                 f"rank {self.rank}: {type(self).__name__} cannot broadcast {buffer.numel()} bytes to ranks "
                 f"{list(ranks[1:])}: `can_broadcast_tensors` is False"
             )
+
+    def signer(self, scope: str) -> Signer:
+        """Return a signer of messages between ranks outside of the Store.
+
+        Not collective, and equal on all ranks; the default knows no secret.
+        """
+        return Signer(scope=scope)
 
     @abstractmethod
     def close(self) -> None:

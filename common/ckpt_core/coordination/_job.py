@@ -12,6 +12,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ckpt_core.coordination._base import CommitChannel, Coordinator, R, T
+from ckpt_core.coordination._signer import Signer
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
 from ckpt_core.errors import ConfigError
@@ -107,6 +108,10 @@ class JobCoordinator(Coordinator):
     @override
     def broadcast_tensor(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
         self._current.broadcast_tensor(buffer, ranks)
+
+    @override
+    def signer(self, scope: str) -> Signer:
+        return self._current.signer(scope)
 
     @override
     def close(self) -> None:

@@ -128,6 +128,10 @@ class StoreCoordinator(Coordinator):
         for child in children:
             self._pass(dist.send, buffer, child)
 
+    @override
+    def signer(self, scope: str) -> Signer:
+        return self._signer.within(f"{self._prefix}/{scope}")
+
     def release(self) -> None:
         """Close this rank's connections; not collective.
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from queue import SimpleQueue
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Protocol, Self, TypeAlias, final
 
 import numpy as np
 import torch
@@ -36,6 +36,18 @@ _Progress: TypeAlias = BaseException | int
 """The error of the hashing, 1 for each finished piece, or 0 at the end."""
 
 
+class Twins(Protocol):
+    """Writes a second file of the same bytes for every file that is shown to it."""
+
+    def follow(self, path: str, pieces: Iterable[memoryview], /) -> Iterable[memoryview]:
+        """Pass on the pieces of a file."""
+        ...
+
+    def add(self, path: str, content: bytes, /) -> None:
+        """Take the content of a small file."""
+        ...
+
+
 @final
 class Hashing:
     """The hashing of one rank's data files in one save.
@@ -45,10 +57,12 @@ class Hashing:
 
     Args:
         algorithm: of the checksums; for CRC-32, which the writer computes, nothing is hashed here.
+        twins: is shown every file; None without twins.
     """
 
-    def __init__(self, algorithm: str = CRC32) -> None:
+    def __init__(self, algorithm: str = CRC32, twins: Twins | None = None) -> None:
         self.algorithm = algorithm
+        self._twins = twins
         self._files: dict[str, _File] = {}
 
     def __enter__(self) -> Self:
@@ -60,10 +74,18 @@ class Hashing:
 
     def follow(self, path: str, pieces: Iterable[memoryview]) -> Iterable[memoryview]:
         """Pass on the pieces of a file, and hash them on a thread meanwhile."""
+        if self._twins is not None:
+            pieces = self._twins.follow(path, pieces)
         if self.algorithm == CRC32:
             return pieces
         self._files[path] = file = _File(self.algorithm, path)
         return file.follow(pieces)
+
+    def checksum_of(self, path: str, content: bytes) -> str:
+        """Return the checksum of a small file."""
+        if self._twins is not None:
+            self._twins.add(path, content)
+        return checksum(content, self.algorithm)
 
     def checksums(self, progress: Callable[[str], None]) -> dict[str, str]:
         """Wait for the checksum of every followed file, by path.
@@ -268,7 +290,7 @@ class ShardWriter(StorageWriter):
 
     def _write_file(self, path: str, content: bytes) -> None:
         self._storage.write_bytes(self._key(path), content)
-        text = checksum(content, self._hashing.algorithm)
+        text = self._hashing.checksum_of(path, content)
         self.files.append(FileEntry(path=path, size_bytes=len(content), checksum=text))
 
 

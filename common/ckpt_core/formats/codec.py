@@ -120,6 +120,10 @@ class Fields:
             raise ValueError(f"{name!r} should be {kind.__name__}, not {type(value).__name__}")
         return value
 
+    def has(self, name: str) -> bool:
+        """Return whether the object has that field."""
+        return name in self._fields
+
     def optional(self, name: str) -> Fields | None:
         """Return a field that is a JSON object, None if absent."""
         return Fields(self.get(name, dict)) if name in self._fields else None

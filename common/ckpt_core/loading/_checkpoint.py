@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -54,7 +55,7 @@ class CheckpointPart:
     _original: Mapping[str, str]
     _places: ChunkLocator
     _storage: Storage
-    _directory: str
+    _files: CommittedFiles
     _allow_pickle: bool
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
@@ -68,6 +69,9 @@ class CheckpointPart:
         Raises:
             CorruptCheckpointError: they differ from the saved ones, or torch did not write them.
         """
+        return self._files.whole_of(place.path, lambda path: self._entry(replace(place, path=path)))
+
+    def _entry(self, place: ChunkLocation) -> bytes:
         content = self._read(place)
         expected = None if place.payload is None else place.payload.crc32
         if expected is not None and crc32(content) != expected:
@@ -81,17 +85,21 @@ class CheckpointPart:
 
     def _read(self, place: ChunkLocation) -> bytes:
         try:
-            content = _read_at(
-                self._storage, f"{self._directory}/{place.path}", place.offset, place.size_bytes
-            )
+            key = f"{self._files.directory}/{place.path}"
+            content = _read_at(self._storage, key, place.offset, place.size_bytes)
         except FileNotFoundError:
             raise self._damaged(place, "missing") from None
+        except OSError as error:
+            # A block that the device cannot read is lost; any other error may be transient.
+            if error.errno != errno.EIO:
+                raise
+            raise self._damaged(place, f"cannot be read: {error}") from error
         if len(content) != place.size_bytes:
             raise self._damaged(place, f"ends {place.size_bytes - len(content)} bytes too early")
         return content
 
     def _name(self, place: ChunkLocation) -> str:
-        return f"{self._storage.url}/{self._directory}/{place.path}: {place.key!r:.200}"
+        return f"{self._files.url}/{place.path}: {place.key!r:.200}"
 
     def _damaged(self, place: ChunkLocation, problem: str) -> CorruptCheckpointError:
         failure = FileFailure(path=place.path, problem=f"{place.key!r:.200}: {problem}")
@@ -155,7 +163,7 @@ def open_checkpoint(
             _original=narrowed.original,
             _places=places,
             _storage=storage,
-            _directory=directory,
+            _files=files,
             _allow_pickle=allow_pickle,
         )
 

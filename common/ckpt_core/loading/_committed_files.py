@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
-from typing import final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar, final
 
 from ckpt_core.commit import Manifest, share
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import Checksum, crc32_value
 from ckpt_core.formats.chunks import ChunkTable
@@ -14,6 +16,11 @@ from ckpt_core.names import chunks_name, is_own_file
 from ckpt_core.reading import Payload, RangeRead
 from ckpt_core.storage import BIGGEST_SMALL_FILE, ForeignFileError, Storage, read_small
 from ckpt_core.types import FileEntry
+
+T = TypeVar("T")
+
+_logger = logger_of(__name__)
+_MOST_NAMED: Final = 5
 
 
 @final
@@ -30,8 +37,10 @@ class CommittedFiles:
         self._storage = storage
         self.directory = directory
         self._manifest = manifest
-        self._entries = {} if manifest is None else {entry.path: entry for entry in manifest.files}
+        self._entries = {} if manifest is None else {entry.path: entry for entry in manifest.originals}
+        self._twins = {} if manifest is None else manifest.twins()
         self._tables: dict[int, ChunkTable] = {}
+        self._warned: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -45,13 +54,23 @@ class CommittedFiles:
 
     @property
     def paths(self) -> Iterable[str]:
-        """The committed files; none without a manifest."""
+        """The committed files without their twins; none without a manifest."""
         return self._entries
 
     @property
     def entries(self) -> Sequence[FileEntry]:
-        """The files' entries in the manifest; empty without one."""
-        return () if self._manifest is None else self._manifest.files
+        """The entries of these files in the manifest; empty without one."""
+        return () if self._manifest is None else self._manifest.originals
+
+    @property
+    def has_twins(self) -> bool:
+        """Whether there are second files of the same bytes."""
+        return bool(self._twins)
+
+    def twin(self, path: str) -> str | None:
+        """Return the second file of the same bytes as `path`; None if there is none."""
+        found = self._twins.get(path)
+        return None if found is None else found.path
 
     def checksum(self, path: str) -> str:
         """Return the committed checksum of a file."""
@@ -79,13 +98,49 @@ class CommittedFiles:
         raise self.damaged(path, "missing")
 
     def read(self, path: str) -> bytes:
-        """Read a file and compare it with the manifest.
+        """Read a file, or else its twin, and compare it with the manifest.
 
         Raises:
-            CorruptCheckpointError: it is missing, or was changed.
+            CorruptCheckpointError: it is missing, or was changed, and so is its twin.
             OSError: storage failed.
         """
-        size = self.size(path)
+        return self.whole_of(path, lambda found: self._read(found, path))
+
+    def whole_of(self, path: str, read: Callable[[str], T]) -> T:
+        """Call `read` with a path, and if that is damaged, with the path of its twin.
+
+        Raises:
+            CorruptCheckpointError: both are.
+        """
+        try:
+            return read(path)
+        except CorruptCheckpointError as error:
+            twin = self.twin(path)
+            if twin is None:
+                raise
+            try:
+                found = read(twin)
+            except CorruptCheckpointError:
+                raise error from None
+            self.warn_mended([replace(failure, twin=twin) for failure in error.failures])
+            return found
+
+    def warn_mended(self, failures: Sequence[FileFailure]) -> None:
+        """Log damage for which twins make up, once per file."""
+        found = {
+            each.path: each for each in reversed(failures) if each.twin and each.path not in self._warned
+        }
+        self._warned |= found.keys()
+        if found:
+            _logger.warning(
+                "%s is damaged, and what is lost is read from the second files: %s. Run `ckpt verify`, and "
+                "repair it",
+                self.url,
+                "; ".join(map(str, list(found.values())[:_MOST_NAMED])),
+            )
+
+    def _read(self, path: str, original: str) -> bytes:
+        size = self.size(original)
         key = f"{self.directory}/{path}"
         try:
             found = self._storage.size(key)
@@ -102,7 +157,7 @@ class CommittedFiles:
                 raise
             raise self.damaged(path, f"cannot be read: {error}") from error
         if self.is_ours:
-            self._compare(path, content)
+            self._compare(path, content, self._entries[original].checksum)
         return content
 
     def table(self, rank: int) -> ChunkTable:
@@ -121,8 +176,10 @@ class CommittedFiles:
         """Return reads of this rank's share of all files, and the paths without a CRC-32."""
         reads: list[RangeRead] = []
         others: set[str] = set()
-        for path in share(self.entries, rank, world_size):
-            entry = self._entries[path]
+        files = () if self._manifest is None else self._manifest.files
+        entries = {entry.path: entry for entry in files}
+        for path in share(files, rank, world_size):
+            entry = entries[path]
             crc = crc32_value(entry.checksum)
             if crc is None:
                 others.add(path)
@@ -136,8 +193,7 @@ class CommittedFiles:
         failure = FileFailure(path=path, problem=problem)
         return CorruptCheckpointError(f"{self.url}/{failure}. Nothing was loaded", failures=(failure,))
 
-    def _compare(self, path: str, content: bytes) -> None:
-        committed = self._entries[path].checksum
+    def _compare(self, path: str, content: bytes, committed: str) -> None:
         try:
             found = Checksum.like(committed)
         except ValueError as error:
@@ -147,15 +203,21 @@ class CommittedFiles:
             raise self.damaged(path, f"checksum is {found}, {committed} was committed")
 
     def missing_or_truncated(self, rank: int, world_size: int) -> list[FileFailure]:
-        """Check this rank's share of the files for missing ones and wrong sizes."""
-        found: list[FileFailure] = []
-        for path in list(self._entries)[rank::world_size]:
-            try:
-                size = self._storage.size(f"{self.directory}/{path}")
-            except FileNotFoundError:
-                found.append(FileFailure(path=path, problem="missing"))
-                continue
-            if size != self.size(path):
-                problem = f"has {size} bytes, {self.size(path)} were committed"
-                found.append(FileFailure(path=path, problem=problem))
-        return found
+        """Check this rank's share of the files for missing ones and wrong sizes.
+
+        A file whose twin is there is no failure.
+        """
+        return [
+            FileFailure(path=path, problem=problem)
+            for path in list(self._entries)[rank::world_size]
+            if (problem := self._size_problem(path, path))
+            and ((twin := self.twin(path)) is None or self._size_problem(twin, path))
+        ]
+
+    def _size_problem(self, path: str, original: str) -> str:
+        try:
+            size = self._storage.size(f"{self.directory}/{path}")
+        except FileNotFoundError:
+            return "missing"
+        committed = self.size(original)
+        return "" if size == committed else f"has {size} bytes, {committed} were committed"

@@ -32,6 +32,7 @@ from ckpt_core.errors import (
     FileFailure,
     IncompatibleCheckpointError,
     LoadError,
+    lost,
 )
 from ckpt_core.loading._checkpoint import OpenCheckpoint, open_checkpoint
 from ckpt_core.loading._committed_files import CommittedFiles
@@ -247,7 +248,7 @@ class Load:
             self._coordinator.rank, self._coordinator.world_size
         )
         if not failures and self._request.verification == "read":
-            failures = self._engine.verify(reads.checked()) or verify_framing(
+            failures = self._verify_reads(opened.files, reads) or verify_framing(
                 self._storage,
                 opened.files,
                 rank=self._coordinator.rank,
@@ -255,10 +256,19 @@ class Load:
             )
         if not failures and self._request.verification == "full":
             failures = self._verify_all(opened.files)
+            if not failures and opened.files.has_twins:
+                # Which of two files is read for a chunk is known only to the rank that reads it.
+                failures = self._verify_reads(opened.files, reads)
         if failures:
             raise _damaged(self._place, failures)
         for load in parts.values():
             load.try_odd_chunks()
+
+    def _verify_reads(self, files: CommittedFiles, reads: Reads) -> Sequence[FileFailure]:
+        """Compare what this rank will read, in whichever of two files it is whole."""
+        found = self._engine.verify(reads.checked(), twin_of=files.twin if files.has_twins else None)
+        files.warn_mended(found)
+        return lost(found)
 
     def _verify_all(self, files: CommittedFiles) -> Sequence[FileFailure]:
         """Compare every byte of this rank's share of the files."""
@@ -273,7 +283,7 @@ class Load:
         if not paths:
             return []
         accepted = self._request.manifest_sha256
-        return verify(self._storage, files.directory, paths=paths, sha256=accepted)
+        return lost(verify(self._storage, files.directory, paths=paths, sha256=accepted))
 
     def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> None:
         """Restore small values, which may refuse their state; roll back if any rank fails."""

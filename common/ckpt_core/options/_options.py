@@ -80,6 +80,9 @@ class CheckpointOptions:
             values, for a resume on the same number of ranks (`keep-each`), which takes the space of all.
         checksum: of the files of a save, in the manifest: `crc32` detects faults of storage, `sha256` also
             changes on purpose. Tensors have a CRC-32 of their own either way.
+        replicas: the number of files that hold the same bytes, 1 or 2. With 2 every file of a save has a
+            second one, `NAME.replica`, written by a rank of another host where there is one; a load reads
+            from it what is lost or damaged in the first. A save takes twice the space.
         sign_manifest: a function, or its import path as "package.module:function": called with the name of
             the checkpoint and the bytes of `manifest.json` before the marker is written, on the coordinator's
             save thread. Its result is stored beside as `manifest.json.sig`; an exception fails the save.
@@ -113,6 +116,7 @@ class CheckpointOptions:
     on_error: OnError = "raise"
     on_divergence: OnDivergence = "refuse"
     checksum: Checksums = "crc32"
+    replicas: int = 1
     # Not shown: a function may be bound to a key.
     sign_manifest: SignManifest | str | None = field(default=None, repr=False)
     verify_manifest: VerifyManifest | str | None = field(default=None, repr=False)
@@ -130,7 +134,7 @@ class CheckpointOptions:
             _optional("keep", self.keep, RetentionPolicy),
             one_of("abandoned", self.abandoned, get_args(Abandoned)),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
-            _arenas(self.arenas),
+            _one_or_two("arenas", self.arenas),
             _size("staging_memory", self.staging_memory),
             _size("write_bandwidth", self.write_bandwidth, rate=True),
             _headroom(self.headroom),
@@ -138,6 +142,7 @@ class CheckpointOptions:
             one_of("on_error", self.on_error, get_args(OnError)),
             one_of("on_divergence", self.on_divergence, get_args(OnDivergence)),
             one_of("checksum", self.checksum, get_args(Checksums)),
+            _one_or_two("replicas", self.replicas),
             None if self.sign_manifest is None else function("sign_manifest", self.sign_manifest),
             None if self.verify_manifest is None else function("verify_manifest", self.verify_manifest),
             _verify(self.verify),
@@ -235,9 +240,9 @@ def _verify(value: Any) -> str | None:
     return None if isinstance(value, bool) else one_of("verify", value, get_args(Verify))
 
 
-def _arenas(value: Any) -> str | None:
-    problem = integer("arenas", value, minimum=1)
-    return problem or (None if value in {1, 2} else f"arenas must be 1 or 2, not {value!r}")
+def _one_or_two(name: str, value: Any) -> str | None:
+    problem = integer(name, value, minimum=1)
+    return problem or (None if value in {1, 2} else f"{name} must be 1 or 2, not {value!r}")
 
 
 def _size(name: str, value: Any, *, rate: bool = False) -> str | None:

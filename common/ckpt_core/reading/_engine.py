@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, Self, final
 
 from ckpt_core.crew import run_all
 from ckpt_core.errors import FileFailure
 from ckpt_core.reading._buffers import Buffers
+from ckpt_core.reading._findings import VerifyReport
 from ckpt_core.reading._open_files import OpenFiles
 from ckpt_core.reading._passes import VerifyPass, deliver
-from ckpt_core.reading._payloads import RangeRead
+from ckpt_core.reading._payloads import Payload, RangeRead
 from ckpt_core.reading._placing import VerifiedPlan, check_destinations, plan_unverified
 from ckpt_core.reading._requests import MEMORY_LIMITS, NETWORK_LIMITS, Piece, Request
 from ckpt_core.storage import Storage
@@ -57,6 +59,8 @@ class Engine:
         # Checksums from pass 1 of the steps of pieces that are too large for a buffer.
         self._steps: dict[tuple[str, int, int], int] = {}
         self._has_verified = False
+        # Payloads that are damaged where they belong, and the whole ones to be read instead.
+        self._instead: dict[tuple[str, int], Payload] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -69,20 +73,29 @@ class Engine:
         """Bytes requested from storage in both passes, without those served from memory."""
         return self._files.bytes_read
 
-    def verify(self, ranges: Iterable[RangeRead]) -> list[FileFailure]:
+    def verify(
+        self, ranges: Iterable[RangeRead], *, twin_of: Callable[[str], str | None] | None = None
+    ) -> list[FileFailure]:
         """Read every checksummed piece that a range touches, once, and compare it.
 
+        Args:
+            ranges: to be read.
+            twin_of: returns the path of a file of the same bytes, None if there is none. A damaged payload is
+                verified and fetched there.
+
         Returns:
-            The failures, by path and position in the file; empty if there are none.
+            The failures, by path and position in the file; empty if there are none. Those with a `twin` are
+            of no consequence.
 
         Raises:
             OSError: storage failed; that says nothing about the checkpoint.
         """
-        self._has_verified = True
-        verify_pass = VerifyPass(self._files, self._buffers, self._steps)
-        requests = verify_pass.plan(ranges, self._limits)
-        run_all(self._registered(requests, verify_pass.serve), requests, self._threads)
-        return verify_pass.report()
+        if twin_of is None:
+            return self._compared(ranges).report()
+        ranges = list(ranges)
+        report = self._compared(ranges)
+        failures = report.report()
+        return failures and self._compared_twins(ranges, report, failures, twin_of)
 
     def fetch(self, ranges: Iterable[RangeRead]) -> None:
         """Read every range to its destination.
@@ -93,7 +106,7 @@ class Engine:
             EOFError: a file has become shorter; the message names it.
             OSError: storage failed; the error names the file.
         """
-        ranges = list(ranges)
+        ranges = [self._whole(each) for each in ranges] if self._instead else list(ranges)
         check_destinations(ranges)
         for each in ranges:
             if each.take is not None and each.start == each.stop:
@@ -105,6 +118,41 @@ class Engine:
     def close(self) -> None:
         """Close all files and drop kept bytes; harmless when repeated."""
         self._files.close()
+
+    def _compared(self, ranges: Iterable[RangeRead]) -> VerifyReport:
+        self._has_verified = True
+        verify_pass = VerifyPass(self._files, self._buffers, self._steps)
+        requests = verify_pass.plan(ranges, self._limits)
+        run_all(self._registered(requests, verify_pass.serve), requests, self._threads)
+        return verify_pass.report()
+
+    def _compared_twins(
+        self,
+        ranges: Sequence[RangeRead],
+        report: VerifyReport,
+        failures: list[FileFailure],
+        twin_of: Callable[[str], str | None],
+    ) -> list[FileFailure]:
+        """Compare the damaged payloads in the twins of their files; see `verify`."""
+        damaged = [each for each in ranges if report.concerns(each.payload)]
+        twins = {path: twin_of(path) for path in {each.payload.path for each in damaged}}
+        moved = [
+            replace(each, payload=replace(each.payload, path=twin))
+            for each in damaged
+            if (twin := twins[each.payload.path]) is not None
+        ]
+        second = self._compared(moved)
+        without = report.has_unverifiable or None in twins.values()
+        if without or any(second.concerns(each.payload) for each in moved):
+            return failures + second.report()
+        for each, instead in zip(damaged, moved, strict=True):
+            self._instead[each.payload.path, each.payload.offset] = instead.payload
+        return [replace(failure, twin=str(twins[failure.path])) for failure in failures]
+
+    def _whole(self, read: RangeRead) -> RangeRead:
+        """Return a read with its payload where it is whole."""
+        instead = self._instead.get((read.payload.path, read.payload.offset))
+        return read if instead is None else replace(read, payload=instead)
 
     def _plan_fetch(self, ranges: Sequence[RangeRead]) -> list[Request]:
         # A file that stayed open is the verified one, even if its name was reused.

@@ -31,6 +31,7 @@ class VerifyReport:
         self._cut: defaultdict[str, list[Piece]] = defaultdict(list)
         self._damage: defaultdict[tuple[str, int, str], list[_Damage]] = defaultdict(list)
         self._unverifiable: list[Payload] = []
+        self._payloads: set[tuple[str, int]] = set()
 
     def add_missing(self, path: str, problem: str = "missing") -> None:
         """Record that a file does not exist or is not a regular file."""
@@ -44,9 +45,15 @@ class VerifyReport:
         """Record that a payload has no checksum."""
         self._unverifiable.append(payload)
 
+    @property
+    def has_unverifiable(self) -> bool:
+        """Whether a payload has no checksum."""
+        return bool(self._unverifiable)
+
     def add_cut(self, piece: Piece, file_bytes: int) -> None:
         """Record that the file ends before the piece does."""
         with self._guard:
+            self._payloads.add((piece.payload.path, piece.payload.offset))
             self._sizes[piece.payload.path] = file_bytes
             self._cut[piece.payload.path].append(piece)
 
@@ -60,6 +67,10 @@ class VerifyReport:
         self._add(
             piece, "changed", f"differ from those that were saved: CRC-32 is {found:08x}, {saved} was saved"
         )
+
+    def concerns(self, payload: Payload) -> bool:
+        """Return whether a problem of that payload, or of its whole file, was recorded."""
+        return payload.path in self._missing or (payload.path, payload.offset) in self._payloads
 
     def report(self) -> list[FileFailure]:
         """Return all failures, by path and position in the file."""
@@ -76,6 +87,7 @@ class VerifyReport:
 
     def _add(self, piece: Piece, kind: str, text: str) -> None:
         with self._guard:
+            self._payloads.add((piece.payload.path, piece.payload.offset))
             self._damage[piece.payload.path, piece.payload.offset, kind].append(_Damage(piece, text))
 
     def _cut_text(self, path: str) -> str:

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.formats.checksums import combine_crc32, crc32
 from ckpt_core.reading._buffers import Buffers
 from ckpt_core.reading._findings import VerifyReport
@@ -99,11 +99,11 @@ class VerifyPass:
                 raise
             self._narrow_down(request, error)
 
-    def report(self) -> list[FileFailure]:
-        """Return the failures, once every request has been served."""
+    def report(self) -> VerifyReport:
+        """Return the report, once every request has been served."""
         for piece in self._large:
             self._compare_steps(piece)
-        return self._report.report()
+        return self._report
 
     def _compare(self, request: Request) -> None:
         with self._buffers.lend(request.start, request.stop - request.start) as buffer:

@@ -32,6 +32,7 @@ from ckpt_core.errors import (
     FileFailure,
     IncompatibleCheckpointError,
     RootBusyError,
+    lost,
 )
 from ckpt_core.names import run_name
 from ckpt_core.provenance import find_code_version
@@ -217,6 +218,7 @@ class Ownership:
 
         A mark that cannot be written is a warning, and still known to this process.
         """
+        failures = lost(failures)
         problem = "; ".join(map(str, failures[:_MOST_LISTED]))
         if failures:
             self._damaged.add(info.name)

@@ -24,6 +24,7 @@ from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache
 from ckpt_core.saving._prepared import Assignment, PreparedSave, SaveRequest
 from ckpt_core.saving._size_estimate import Overhead
 from ckpt_core.saving._stager import NOTHING_STAGED, Stager
+from ckpt_core.saving.twins import Partners
 from ckpt_core.staging import Arenas
 from ckpt_core.state import (
     PICKLED,
@@ -89,11 +90,15 @@ class Preparer:
     Concurrency: main thread; `prepare` and `prewarm` are collective.
     """
 
-    def __init__(self, job: Job, ownership: Ownership, options: CheckpointOptions) -> None:
+    def __init__(
+        self, job: Job, ownership: Ownership, options: CheckpointOptions, partners: Partners | None = None
+    ) -> None:
         self._url = job.storage.url
         self._storage = job.storage
         self._coordinator = job.coordinator
         self._ownership = ownership
+        self._partners = partners
+        self._replicas = options.replicas
         self._notes = LoadNotes(allow_pickle=options.allow_pickle)
         self._overlapped = options.staging == "overlapped"
         self._chosen = options.chosen
@@ -116,6 +121,8 @@ class Preparer:
             local, request = self._resolve(request, captured, agreement)
             if agreement.changed:
                 plans.negotiate(coordinator)
+            if self._partners is not None:
+                self._partners.settle(coordinator)
         except CoordinationError as error:
             raise save_error(self._url, request.step, "plan", error) from error
         save_id = self._ownership.id_at(round(agreement.created * _MICROSECONDS))
@@ -146,6 +153,7 @@ class Preparer:
                 ranks=coordinator.world_size,
                 rank_bytes=agreement.most_extra_bytes,
                 rank_files=agreement.most_extra_files,
+                replicas=self._replicas,
             ),
             replicas=plans.replicas,
             provenance=self._provenance(local.state),
@@ -230,7 +238,7 @@ class Preparer:
         taken = lead and self._ownership.is_taken(request.name, replace=request.replace)
         changed = isinstance(captured, BaseException) or captured.changed
         created = int(time.time() * _MICROSECONDS) if lead else 0
-        digest = request.digest()
+        digest = request.digest() + self._replicas - 1
         extra = (
             (0, 0) if isinstance(captured, BaseException) else (captured.extra_bytes, captured.extra_files)
         )
@@ -251,7 +259,7 @@ class Preparer:
     ) -> tuple[_LocalState, SaveRequest]:
         """Report this rank's error to all, or clear the name: see `Ownership.clear_name`."""
 
-        def decide(requested: list[tuple[int, str]]) -> list[str]:
+        def decide(requested: list[tuple[Any, ...]]) -> list[str]:
             if len(set(requested)) > 1:
                 different = sorted(set(requested))
                 raise ConfigError(f"ranks ask for different saves: {different}; all must ask for the same")
@@ -259,10 +267,9 @@ class Preparer:
             return [name] * len(requested)
 
         error = captured if isinstance(captured, BaseException) else None
+        own = (request.step, request.name, *(["replicas=2"] if self._replicas > 1 else []))
         if agreement.trouble:
-            name = self._coordinator.gather_scatter(
-                error or (request.step, request.name), decide, what=_AGREEING
-            )
+            name = self._coordinator.gather_scatter(error or own, decide, what=_AGREEING)
             request = replace(request, name=name)
         if isinstance(captured, BaseException):
             raise captured  # unreachable: an error of one rank makes every rank raise

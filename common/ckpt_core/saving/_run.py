@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import final
@@ -31,6 +31,7 @@ from ckpt_core.saving._plan_cache import KeepOwn
 from ckpt_core.saving._prepared import PreparedSave
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._write import Terms, commit_all, write_rank
+from ckpt_core.saving.twins import Partners, TwinSession
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage
@@ -52,6 +53,7 @@ class SaveContext:
         committed: called on the coordinator after the commit.
         diverged: called on every rank when a save is refused because replicas differ.
         reject_non_finite: whether NaN and infinities in staged weights make the save fail.
+        partners: write a twin of every file; None without twins.
     """
 
     storage: Storage
@@ -63,6 +65,7 @@ class SaveContext:
     committed: Callable[[CheckpointInfo], None]
     diverged: Callable[[], None]
     reject_non_finite: bool = False
+    partners: Partners | None = None
 
 
 @final
@@ -102,17 +105,21 @@ class SaveRun:
         Nothing is raised. A rank that failed still arrives at the commit barrier with its error, so that
         every rank learns of it.
         """
-        reference, failure = self._open(self._watch_copies())
-        report = self._write(reference) if failure is None else failure
-        self._prepared.staged.release()
-        try:
-            info = self._commit_with_all(report)
-        except CheckpointError as error:
-            reject(self._handle.committed, self._failed(error))
-            return
+        partners = self._context.partners
+        with nullcontext() if partners is None else partners.session(self._prepared.assignment) as twins:
+            reference, failure = self._open(self._watch_copies())
+            report = self._write(reference, twins) if failure is None else failure
+            self._prepared.staged.release()
+            try:
+                info = self._commit_with_all(report, twins)
+            except CheckpointError as error:
+                reject(self._handle.committed, self._failed(error))
+                return
         self._context.reports.committed()
         fulfil(self._handle.committed, info)
         if self._channel.is_coordinator:
+            if partners is not None:
+                partners.log_size(info.size_bytes // 2, self._storage.url)
             self._heartbeat("pruning")
             self._context.committed(info)
 
@@ -189,7 +196,7 @@ class SaveRun:
         begin(self._storage, request.name, assignment.save_id, replace=request.replace)
         return self._prepared.local.digests()
 
-    def _write(self, reference: bytes) -> bytes | BaseException:
+    def _write(self, reference: bytes, twins: TwinSession | None) -> bytes | BaseException:
         """Write this rank's files; return the report, or the error."""
         prepared = self._prepared
         attributes = {"step": prepared.request.step, "rank": self._channel.rank}
@@ -199,22 +206,29 @@ class SaveRun:
             small = _small_files(prepared, reference)
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
                 report = write_rank(
-                    self._storage, prepared, small, self._context.reports, progress=self._progress
+                    self._storage,
+                    prepared,
+                    small,
+                    self._context.reports,
+                    progress=self._progress,
+                    twins=twins,
                 )
             if self._context.reject_non_finite:
                 refuse_non_finite(prepared.staged.images, prepared.buffers)
         except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
+            if twins is not None:
+                twins.stop()  # before the staged copies are released
             return failed_in("write", caught)
         return self._given_up() or report
 
-    def _commit_with_all(self, report: bytes | BaseException) -> CheckpointInfo:
+    def _commit_with_all(self, report: bytes | BaseException, twins: TwinSession | None) -> CheckpointInfo:
         """Pass the commit barrier: the coordinator commits once every rank has reported."""
         request, assignment = self._prepared.request, self._prepared.assignment
 
         def commit(reports: list[bytes]) -> bytes:
             if self._refusal is not None:
                 raise self._refusal
-            return json.dumps(asdict(self._commit(reports))).encode()  # see `_decoded`
+            return json.dumps(asdict(self._commit(reports, twins))).encode()  # see `_decoded`
 
         name = f"save/{request.name}/{assignment.save_id}"
         attributes = {"step": request.step, "rank": self._channel.rank}
@@ -227,12 +241,17 @@ class SaveRun:
             details["size_bytes"] = info.size_bytes
         return info
 
-    def _commit(self, reports: list[bytes]) -> CheckpointInfo:
+    def _commit(self, reports: list[bytes], twins: TwinSession | None) -> CheckpointInfo:
         self._begin_committing()
         try:
             self._terms.check()
             return commit_all(
-                self._storage, self._prepared, reports, self._context.reports, terms=self._terms
+                self._storage,
+                self._prepared,
+                reports,
+                self._context.reports,
+                terms=self._terms,
+                twins=twins,
             )
         finally:
             # Only the report is missing, for which a store may take its time.

@@ -23,6 +23,7 @@ from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._run import SaveContext, SaveRun
 from ckpt_core.saving._stager import StepGuard
 from ckpt_core.saving._write import Terms, Throttle
+from ckpt_core.saving.twins import Partners
 from ckpt_core.state import State
 from ckpt_core.types import CapturedState, CheckpointInfo, Provenance
 
@@ -61,16 +62,20 @@ class Saver:
         self._pruner = pruner
         self._thread = thread
         self._options = options
-        self._preparer = Preparer(job, ownership, options)
+        rate = options.write_bytes_per_second
+        reports = ReportCache(pace=None if rate is None else Throttle(rate), algorithm=options.checksum)
+        self._partners = (
+            None if options.replicas == 1 else Partners(job.storage, reports, options.deadline_seconds)
+        )
+        self._preparer = Preparer(job, ownership, options, self._partners)
         self._space = DiskSpace(job.storage, options, ownership=ownership, telemetry=job.telemetry)
         self._asked = ""
         self._entered = threading.Lock()
-        rate = options.write_bytes_per_second
         self._context = SaveContext(
             storage=job.storage,
             telemetry=job.telemetry,
             thread=thread,
-            reports=ReportCache(pace=None if rate is None else Throttle(rate), algorithm=options.checksum),
+            reports=reports,
             terms=Terms(
                 check=ownership.check,
                 judge=Judge(options.on_divergence),
@@ -81,6 +86,7 @@ class Saver:
             reject_non_finite=options.reject_non_finite,
             committed=self._committed,
             diverged=self._preparer.plans.distrust,
+            partners=self._partners,
         )
         self.in_flight = InFlightSaves(job.coordinator, thread, options)
         self.copies = StepGuard()
@@ -148,6 +154,8 @@ class Saver:
         finally:
             self.copies.close()
             self._preparer.stager.close()
+            if self._partners is not None:
+                self._partners.close()
             if self.in_flight.stuck():
                 # Storage may hang on this thread, too; at the latest, the lock ends with the process.
                 run_with_timeout(self._options.deadline_seconds, self._ownership.release)

@@ -42,12 +42,14 @@ class Overhead:
         ranks: the number of ranks.
         rank_bytes: of one rank's small files, plain values, pickles and buffers.
         rank_files: of one rank.
+        replicas: the number of files that hold the same bytes.
     """
 
     generation: int = 0
     ranks: int = 1
     rank_bytes: int = 0
     rank_files: int = 0
+    replicas: int = 1
 
     def with_values(self, staged: Iterable[Mapping[MetadataIndex, bytes]]) -> Overhead:
         """Add the staged plain values; those of other ranks are assumed to be alike."""
@@ -62,12 +64,12 @@ class Overhead:
     @property
     def size_bytes(self) -> int:
         """Of all ranks."""
-        return self.ranks * self.rank_bytes
+        return self.replicas * self.ranks * self.rank_bytes
 
     @property
     def files(self) -> int:
         """Of all ranks."""
-        return self.ranks * self.rank_files
+        return self.replicas * self.ranks * self.rank_files
 
 
 NO_OVERHEAD: Final = Overhead()
@@ -129,13 +131,13 @@ class SizeEstimator:
 
     def predict(self, metadata: Mapping[str, Metadata], overhead: Overhead) -> SpaceNeeded:
         """Predict the space of a save with that plan and overhead."""
-        files = overhead.files + 2 * len(metadata) + 3
+        files = overhead.files + overhead.replicas * 2 * len(metadata) + 3
         rest = files * (_PAGE + _LISTED_BYTES) + _FIXED_BYTES
         if self._known is not None and self._known[0].generation == overhead.generation:
             before, size_bytes = self._known
             growth = max(0, overhead.size_bytes - before.size_bytes)
             return SpaceNeeded(size_bytes=size_bytes + growth + rest, files=files)
-        planned = self._planned_bytes(metadata, overhead.generation)
+        planned = overhead.replicas * self._planned_bytes(metadata, overhead.generation)
         return SpaceNeeded(size_bytes=planned + overhead.size_bytes + rest, files=files)
 
     def record(self, overhead: Overhead, size_bytes: int) -> None:

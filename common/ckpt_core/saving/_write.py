@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,8 @@ from ckpt_core._version import __version__
 from ckpt_core.commit import ItemKind, Manifest, commit, write_signature
 from ckpt_core.dcp import Hashing, ShardWriter
 from ckpt_core.errors import SaveError
-from ckpt_core.formats.checksums import checksum
 from ckpt_core.formats.chunks import TableEntry, encode_table
-from ckpt_core.names import METADATA, chunks_name, is_own_file
+from ckpt_core.names import MANIFEST, METADATA, SIGNATURE, chunks_name, is_own_file, twin_name
 from ckpt_core.options import SignManifest
 from ckpt_core.provenance import software_versions
 from ckpt_core.saving._failure import failed_in
@@ -26,6 +26,7 @@ from ckpt_core.saving._prepared import Assignment, PreparedSave
 from ckpt_core.saving._replicas import Judge
 from ckpt_core.saving._reports import RankReport, ReportCache
 from ckpt_core.saving._stager import StagedParts
+from ckpt_core.saving.twins import TwinSession
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, FileEntry, Provenance
 
@@ -36,7 +37,7 @@ class Throttle:
 
     A token bucket of the size of one piece: after a pause of any length, one piece passes without waiting.
 
-    Concurrency: one file at a time, on one thread; several files in turn share the cap.
+    Concurrency: any thread; all files share the cap.
 
     Args:
         bytes_per_second: the cap, greater than 0.
@@ -55,14 +56,17 @@ class Throttle:
         self._clock = clock
         self._sleep = sleep
         self._free_at = clock()
+        self._guard = threading.Lock()
 
     def __call__(self, pieces: Iterable[memoryview]) -> Generator[memoryview]:
         """Yield each of `pieces` as soon as the average rate permits it."""
         for piece in pieces:
-            pause = self._free_at - self._clock()
-            if pause > 0:
-                self._sleep(pause)
-            self._free_at = max(self._free_at, self._clock()) + len(piece) / self._bytes_per_second
+            # Asleep, too: a file that waits its turn is as slow as the cap demands.
+            with self._guard:
+                pause = self._free_at - self._clock()
+                if pause > 0:
+                    self._sleep(pause)
+                self._free_at = max(self._free_at, self._clock()) + len(piece) / self._bytes_per_second
             yield piece
 
 
@@ -73,6 +77,7 @@ def write_rank(
     memory: ReportCache,
     *,
     progress: Callable[[str], None],
+    twins: TwinSession | None = None,
 ) -> bytes:
     """Write this rank's files durably; return the report for the coordinator.
 
@@ -86,7 +91,7 @@ def write_rank(
     working, staged = prepared.assignment.working, prepared.staged
     files: list[FileEntry] = []
     entries: list[TableEntry] = []
-    with Hashing(memory.algorithm) as hashing:
+    with Hashing(memory.algorithm, twins) as hashing:
         for part, image in staged.images.items():
             writer = ShardWriter(
                 storage, working, part=part, rank=prepared.rank, pace=memory.pace, hashing=hashing
@@ -97,14 +102,17 @@ def write_rank(
             files += writer.files
             entries += writer.tables
         _finish_copies(staged)
-        for name, content in {**_table(storage, prepared.rank, entries, small), **small}.items():
+        table = _table(storage, prepared.rank, entries, small, twins=twins is not None)
+        for name, content in {**table, **small}.items():
             progress(f"writing {working}/{name}")
-            files.append(_write_file(storage, working, name, content, algorithm=memory.algorithm))
+            files.append(_write_file(storage, working, name, content, hashing=hashing))
         hashed = hashing.checksums(progress)
     files = [replace(entry, checksum=hashed.get(entry.path, entry.checksum)) for entry in files]
     for directory in _directories(prepared.assignment, files):
         progress(f"writing {directory}")
         storage.sync_directory(directory)
+    if twins is not None:
+        files += twins.finish(files, progress)
     report = replace(memory.report(files, entries), place=(storage.url, platform.node()))
     if prepared.evidence is not None:
         written = {part: image.chunk_crcs for part, image in staged.images.items()}
@@ -113,11 +121,12 @@ def write_rank(
 
 
 def _table(
-    storage: Storage, rank: int, entries: Sequence[TableEntry], small: Mapping[str, bytes]
+    storage: Storage, rank: int, entries: Sequence[TableEntry], small: Mapping[str, bytes], *, twins: bool
 ) -> dict[str, bytes]:
     """Encode the chunk table, by file name."""
     # It is written before the small files: without renames, it proves that the files of a torn save are ours.
     beside = [] if storage.supports_rename else [path for path in small if not is_own_file(path)]
+    beside += map(twin_name, beside if twins else ())
     return {chunks_name(rank): encode_table(entries, beside=beside)} if entries or beside else {}
 
 
@@ -135,9 +144,9 @@ def _finish_copies(staged: StagedParts) -> None:
         raise failed_in("stage", error) from error
 
 
-def _write_file(storage: Storage, working: str, path: str, content: bytes, *, algorithm: str) -> FileEntry:
+def _write_file(storage: Storage, working: str, path: str, content: bytes, *, hashing: Hashing) -> FileEntry:
     storage.write_bytes(f"{working}/{path}", content)
-    return FileEntry(path=path, size_bytes=len(content), checksum=checksum(content, algorithm))
+    return FileEntry(path=path, size_bytes=len(content), checksum=hashing.checksum_of(path, content))
 
 
 def _directories(assignment: Assignment, files: Sequence[FileEntry]) -> list[str]:
@@ -170,6 +179,7 @@ def commit_all(
     memory: ReportCache,
     *,
     terms: Terms | None = None,
+    twins: TwinSession | None = None,
 ) -> CheckpointInfo:
     """Commit the files of all ranks as one checkpoint. Coordinator only.
 
@@ -190,8 +200,10 @@ def commit_all(
     files = [entry for report in reports for entry in report.entries()]
     for part, content in memory.metadata(prepared.metadata).items():
         path = f"{part}/{METADATA}" if part else METADATA
-        storage.write_pieces(f"{working}/{path}", content.pieces())
-        files.append(FileEntry(path=path, size_bytes=len(content.memory), checksum=content.checksum))
+        pieces = content.pieces() if twins is None else twins.follow(path, content.pieces())
+        storage.write_pieces(f"{working}/{path}", pieces)
+        entry = FileEntry(path=path, size_bytes=len(content.memory), checksum=content.checksum)
+        files += [entry] if twins is None else [entry, *twins.finish([entry])]
     manifest = Manifest(
         save_id=prepared.assignment.save_id,
         step=request.step,
@@ -204,10 +216,16 @@ def commit_all(
         num_chunks=sum(report.num_chunks for report in reports),
         lineage=prepared.lineage,
         provenance=terms.origin(prepared.provenance),
+        replicas=1 if twins is None else 2,
         files=tuple(sorted(files, key=lambda entry: entry.path)),
     )
     if terms.sign is not None:
-        write_signature(storage, working, manifest, partial(terms.sign, request.name))
+        signature = write_signature(storage, working, manifest, partial(terms.sign, request.name))
+        if twins is not None:
+            twins.add(SIGNATURE, signature)
+    if twins is not None:
+        twins.add(MANIFEST, manifest.to_bytes())
+        twins.finish()
     try:
         return commit(storage, working, request.name, manifest, replace=request.replace, check=terms.check)
     except SaveError as error:
