@@ -7,7 +7,8 @@ from typing import Any, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import derive_rng, load_rng_state
-from lightning_ckpt._state import LoadedCheckpoint, position_in
+from lightning_ckpt._state import LoadedCheckpoint
+from lightning_ckpt.loops import position_in
 
 _logger = logger_of(__name__)
 _TRAINING, _VALIDATION = "training", "validation"

@@ -21,9 +21,18 @@ from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
-from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number, position_in, tell_of_hidden
+from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
-from lightning_ckpt.loops import Following, Measured, Running, requeue, requeue_signal, with_requeue
+from lightning_ckpt.loops import (
+    Following,
+    Measured,
+    Running,
+    position_in,
+    requeue,
+    requeue_signal,
+    tell_of_hidden,
+    with_requeue,
+)
 
 _logger = logger_of(__name__)
 _SHOWN = 10
@@ -112,7 +121,7 @@ class Session:
         self._roots.save(
             place.root,
             step,
-            LightningState(self.trainer, checkpoint, running=self._training),
+            LightningState(self.trainer, checkpoint, running=self._training, contents=self.settings.contents),
             name=place.name,
             metrics=measured.at(step),
             reason="asked for by path",
@@ -157,7 +166,7 @@ class Session:
         if not has_optimizers:
             _convert_early(self.trainer.strategy)
         place = path_of(text, kind)
-        state = LightningState(self.trainer, has_optimizers=has_optimizers)
+        state = LightningState(self.trainer, has_optimizers=has_optimizers, contents=self.settings.contents)
         self._load(place, state)
         if state.loaded is None:
             raise CheckpointNotFoundError(f"{text} holds no checkpoint any more; was it pruned just now?")

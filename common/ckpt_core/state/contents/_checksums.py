@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -20,7 +20,19 @@ _WORD: Final = 8
 _TABLE: Final = 1 << 16
 _UNITS_AT_ONCE: Final = 1 << 20
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTORS: Final = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_FACTORS: Final = (
+    0x9E3779B97F4A7C15 - (1 << 64),
+    0xBF58476D1CE4E5B9 - (1 << 64),
+    0x94D049BB133111EB - (1 << 64),
+)
+
+
+class _Box(NamedTuple):
+    """A region of a tensor: its start, its size, and the shape of the tensor, in units."""
+
+    starts: Sequence[int]
+    sizes: Sequence[int]
+    whole: Sequence[int]
 
 
 def own_checksum(tensor: torch.Tensor) -> int:
@@ -67,8 +79,7 @@ def add_up(tensors: Mapping[str, torch.Tensor], own: Mapping[str, int]) -> dict[
         elif isinstance(tensor, ShardedTensor):
             shared.setdefault(tensor._process_group, []).append(name)
     for key, names in shared.items():
-        for name, total in zip(names, _all_reduced([own[name] for name in names], key), strict=True):
-            sums[name] = total
+        sums |= dict(zip(names, _all_reduced([own[name] for name in names], key), strict=True))
     return {name: f"{total & (1 << 64) - 1:016x}" for name, total in sums.items()}
 
 
@@ -103,7 +114,7 @@ def _of_box(local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -
             row *= length
         _add_run(units, starts[0] * row, total)
     else:
-        _add_scattered(units, starts, sizes, whole, total)
+        _add_scattered(units, _Box(starts, sizes, whole), total)
     return int(total.item())
 
 
@@ -125,7 +136,9 @@ def _add_run(units: torch.Tensor, start: int, total: torch.Tensor) -> None:
     tail = head + words * per_word
     for first, last in ((0, head), (tail, units.numel())):
         if last > first:
-            _add_units(units[first:last], torch.arange(start + first, start + last, device=units.device), total)
+            _add_units(
+                units[first:last], torch.arange(start + first, start + last, device=units.device), total
+            )
     if not words:
         return
     body = units[head:tail]
@@ -146,10 +159,9 @@ def _rows(start: int, count: int) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def _add_scattered(
-    units: torch.Tensor, starts: Sequence[int], sizes: Sequence[int], whole: Sequence[int], total: torch.Tensor
-) -> None:
+def _add_scattered(units: torch.Tensor, box: _Box, total: torch.Tensor) -> None:
     """Add the units of a region that is not contiguous in the whole tensor."""
+    starts, sizes, whole = box
     row = max(1, sizes[-1])
     per_turn = max(1, _UNITS_AT_ONCE // row)
     for first in range(0, units.numel() // row, per_turn):

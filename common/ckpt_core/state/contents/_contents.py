@@ -17,7 +17,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
 from ckpt_core.state._model import model_state
-from ckpt_core.state._parameter_names import ParameterNames, Prefixes
+from ckpt_core.state._parameter_names import ParameterNames, Prefixes, bare
 from ckpt_core.state._tensors import dtype_name, shape_of
 from ckpt_core.state.contents._checksums import add_up, inner_tensors, own_checksum
 from ckpt_core.state.contents._record import BaseRecord, TensorFacts
@@ -186,8 +186,8 @@ class _LiveBase:
         if not self._told and place_in_job()[0] == 0:
             _log.log(
                 INFO if given else WARNING,
-                'checkpoints hold what is trained (contents="trainable"%s): %d of %d tensors of the model. The '
-                'base, %s, is compared at a resume by checksums; contents="all" saves it, too',
+                'checkpoints hold what is trained (contents="trainable"%s): %d of %d tensors of the model. '
+                'The base, %s, is compared at a resume by checksums; contents="all" saves it, too',
                 "" if given else ", the default for PEFT models",
                 len(state) - len(self.facts),
                 len(state),
@@ -220,14 +220,17 @@ class _LiveBase:
             )
 
 
-_BASES: Final[WeakKeyDictionary[nn.Module, _LiveBase]] = WeakKeyDictionary()
+_BASES: Final[WeakKeyDictionary[nn.Module, dict[tuple[str, ...], _LiveBase]]] = WeakKeyDictionary()
 """Of every model that was saved or loaded, as long as it lives: hosts make a state for each save."""
 _DECIDED: Final[WeakKeyDictionary[nn.Module, dict[Contents | None, bool]]] = WeakKeyDictionary()
 """Of every model, whether an option means that only what is trained is saved."""
 
 
 def _base_of(model: nn.Module) -> _LiveBase:
-    return _BASES.setdefault(model, _LiveBase())
+    """Return the base of a model, whatever wraps it at the moment."""
+    names = tuple(model) if isinstance(model, nn.ModuleDict) else ()
+    owner = bare(model[names[0]] if isinstance(model, nn.ModuleDict) and names else model)
+    return _BASES.setdefault(owner, {}).setdefault(names, _LiveBase())
 
 
 def _is_wanted(model: nn.Module, contents: Contents | None) -> bool:
@@ -333,7 +336,8 @@ def _facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
     own = {name: own_checksum(each) for name, each in tensors.items()}
     sums = add_up(tensors, own)
     return {
-        name: TensorFacts(dtype_name(each.dtype), shape_of(each), sums[name]) for name, each in tensors.items()
+        name: TensorFacts(dtype_name(each.dtype), shape_of(each), sums[name])
+        for name, each in tensors.items()
     }
 
 

@@ -66,7 +66,9 @@ class BaseRecord:
     def of(cls, saved: SavedState, place: str) -> Self | None:
         """Return the record of a model in a checkpoint; None if all of it was saved."""
         found = [
-            value for name, value in saved.shared.items() if name.startswith(_ITEM) and value["place"] == place
+            value
+            for name, value in saved.shared.items()
+            if name.startswith(_ITEM) and value["place"] == place
         ]
         if not found:
             return None
@@ -97,11 +99,10 @@ class BaseRecord:
         lines = [f"{name} is not in the model" for name in lacking]
         lines += [f"{name}: saved {self.tensors[name]}; live {live.tensors[name]}" for name in differing]
         raise IncompatibleCheckpointError(
-            f"it holds only what was trained, on a base that the live model does not have. Saved with the base "
-            f"{self.source or 'of a model without a name'}; the live base is "
-            f"{live.source or 'of a model without a name'}; {_listed(lines)}. Load the same base, in the same "
-            "dtype and quantisation, before the resume; or, to train on with the live one, load with "
-            "strict=False",
+            f"it holds only what was trained, and the live model has another base. Saved with "
+            f"{self.source or 'a base without a name'}; live is {live.source or 'a base without a name'}; "
+            f"{_listed(lines)}. Before the resume, load the same base in the same dtype and quantisation; "
+            "or, to train on with the live one, load with strict=False",
             missing=lacking,
             mismatched=differing,
         )
