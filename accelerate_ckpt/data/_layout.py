@@ -180,10 +180,16 @@ def length(loader: Any) -> int | None:
 def order_of(loader: Any) -> dict[str, Any]:
     """Describe what makes the order of an epoch, and of how many samples, if known."""
     if isinstance(loader.dataset, IterableDataset):
-        data = maker = _whole(_stream_of(loader))
-    else:
-        data, sampler = loader.dataset, _whole(sampler_of(loader))
-        maker = _whole(_batch_samplers(loader)[-1]) if sampler is None else sampler
+        stream = _whole(_stream_of(loader))
+        return described_order(stream, stream)
+    sampler = sampler_of(loader)
+    return described_order(
+        _whole(_batch_samplers(loader)[-1] if sampler is None else sampler), loader.dataset
+    )
+
+
+def described_order(maker: Any, data: Any) -> dict[str, Any]:
+    """Describe an order by what makes it, and the number of samples, if known."""
     try:
         samples = len(data)
     except TypeError:
@@ -217,7 +223,7 @@ def place_rest(
     taken: Sequence[int],
     *,
     sampler: Any = None,
-    rewind: Callable[[], object] = lambda: None,
+    rewinds: Sequence[Callable[[], object]] = (),
 ) -> Callable[[], None]:
     """Make a loader begin behind what was taken; return the function that undoes it.
 
@@ -227,21 +233,21 @@ def place_rest(
         loader: a prepared loader, or a copy of one.
         taken: of `LoaderLayout.taken`.
         sampler: the sampler to order the samples, if not the loader's own.
-        rewind: called before each time that the order is drawn, until it is undone: an iterator with workers
+        rewinds: called before each time that the order is drawn, until it is undone: an iterator with workers
             has it drawn twice when it is made.
     """
     base, place = vars(loader.base_dataloader), _place(loader)
     before = base[place]
-    rewinds = [rewind]
+    until_undone = list(rewinds)
     if place == "dataset":
         base[place] = _rest_of_stream(before, taken)
         loader.skip_batches = 0
     else:
-        base[place] = _rest_of_batches(_batch_samplers(loader), sampler, Rest(None, taken[0], rewinds))
+        base[place] = _rest_of_batches(_batch_samplers(loader), taken[0], sampler, until_undone)
 
     def undo() -> None:
         base[place] = before
-        rewinds.clear()
+        until_undone.clear()
 
     return undo
 
@@ -265,15 +271,16 @@ def _rest_of_stream(dataset: Any, taken: Sequence[int]) -> Any:
     return shard
 
 
-def _rest_of_batches(chain: Sequence[Any], sampler: Any, inmost: Rest) -> Any:
+def _rest_of_batches(
+    chain: Sequence[Any], taken: int, sampler: Any, rewinds: Sequence[Callable[[], object]]
+) -> Any:
     own = chain[-1]
-    rest: Any = inmost
+    rest: Any
     if makes_plain_batches(own):
-        inmost.whole = sampler or own.sampler
         rest = copy.copy(own)
-        rest.sampler = inmost
+        rest.sampler = Rest(sampler or own.sampler, taken, rewinds)
     else:
-        inmost.whole = own
+        rest = Rest(own, taken, rewinds)
     for outer in reversed(chain[:-1]):
         if isinstance(outer, BatchSamplerShard):
             inner, rest = rest, copy.copy(outer)

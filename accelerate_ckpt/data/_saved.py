@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from torch.utils.data import SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from accelerate_ckpt.data._layout import BATCHES, SAMPLES, LoaderLayout, length, order_of, padding
 from ckpt_core.state import rng_state
@@ -154,7 +154,20 @@ class Saved:
         added = padding(loader, rest)
         if added:
             text += f", and {added} of them twice, which fills up the last batches"
-        return [text, *self._note_on_batch_size()]
+        return [text, *self._note_on_orders_of_ranks(seen, rest), *self._note_on_batch_size()]
+
+    def _note_on_orders_of_ranks(self, seen: int, rest: int) -> list[str]:
+        """Tell of an order that stock Accelerate has each rank draw by itself, in `prepare`."""
+        before = LoaderLayout(**self.position["layout"])
+        ranks = before.per_fetch // before.batch_size if before.unit == SAMPLES else before.per_fetch
+        shuffles = self.position["order"]["type"] == RandomSampler.__qualname__
+        if ranks < 2 or not shuffles or not self.start.get("prepared") or self.start.get("seed") is not None:
+            return []
+        return [
+            f"but each of the {ranks} ranks has drawn the order of this epoch by itself, in prepare(), as "
+            "stateful loaders with workers do in Accelerate: unless all ranks were seeded alike before it, "
+            f"up to {min(seen, rest)} {before.unit} come twice in it and as many never, as without a resume"
+        ]
 
     def _note_on_batch_size(self) -> list[str]:
         before = self.position["layout"]["batch_size"]

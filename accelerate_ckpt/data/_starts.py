@@ -16,6 +16,7 @@ from ckpt_core.data import draw_seed
 from ckpt_core.state import load_rng_state, rng_state
 
 _GENERATORS = ("python", "numpy", "torch")
+_MOST_DRAWS = 8
 
 
 def start_here(loader: Any, *, made: bool) -> dict[str, Any]:
@@ -60,6 +61,36 @@ def set_generator(loader: Any, start: Mapping[str, Any]) -> dict[str, Any]:
     return {**start, "generator": state}
 
 
+def draws_early(loader: Any) -> bool:
+    """Return whether the order is drawn whenever an iterator is made, as by torchdata's sampler."""
+    if not getattr(loader, "use_stateful_dataloader", False):
+        return False
+    from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
+
+    sampler = sampler_of(loader)
+    return isinstance(sampler, StatefulRandomSampler) and not sampler.replacement
+
+
+def drawn_in_the_end(loader: Any, position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the start of a saved epoch, with the generator as its order was drawn from it.
+
+    A sampler that draws early may have drawn several orders for an epoch: in `prepare`, and twice with
+    workers. The last one left its generator as the save found it.
+    """
+    start, found = dict(position["start"]), position.get("generator")
+    samples, state = position.get("order", {}).get("samples"), start.get("generator")
+    if not draws_early(loader) or found is None or state is None or samples is None:
+        return start
+    generator = torch.Generator()
+    generator.set_state(state)
+    for _ in range(_MOST_DRAWS):
+        state = generator.get_state()
+        torch.randperm(samples, generator=generator)
+        if torch.equal(generator.get_state(), found):
+            return {**start, "generator": state}
+    return start
+
+
 def generator_state(loader: Any) -> torch.Tensor | None:
     """Return the state of the generator that a loader shuffles with, if it has one."""
     generator = _generator(loader)
@@ -102,6 +133,11 @@ class Prepared:
         generator = getattr(sampler, "generator", None)
         state = generator.get_state() if isinstance(generator, torch.Generator) else None
         return cls(sampler=sampler, rng=rng_state(), generator=state)
+
+    def has_drawn(self, loader: Any) -> bool:
+        """Return whether the sampler has drawn an order meanwhile, from a generator that it still has."""
+        now = generator_state(loader)
+        return self.generator is not None and now is not None and not torch.equal(self.generator, now)
 
     def with_new_generator(self) -> Self:
         """Follow `prepare`, which has seeded a generator for the sampler."""

@@ -12,6 +12,7 @@ import accelerate
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torchdata.stateful_dataloader.sampler import RandomSampler as DrawnEarly
 
 import accelerate_ckpt
 from tests.adapters.accelerate_jobs import _without_goodbye, forget_accelerators
@@ -166,6 +167,7 @@ def _loader(run: Run) -> DataLoader[Any]:
         "by_epoch": ByEpoch,
         "numpy": NumpyOrder,
         "replacement": lambda: RandomSampler(Items(), replacement=True),
+        "drawn_early": lambda: DrawnEarly(Items()),
     }
     return DataLoader(Items(), sampler=samplers[run.kind](), **options)
 

@@ -192,6 +192,18 @@ def limited(cell: Cell) -> str:
             "the host deals each rank a part of a shuffle of the rank's own, so that ranks see the same "
             "samples even in a run that never resumes; give the loader a `StatefulDistributedSampler`"
         )
+    if (
+        cell.host == "accelerate"
+        and cell.data == "stateful map"
+        and cell.shuffle
+        and cell.place.replicas > 1
+        and cell.workers != "0"
+        and cell.point == "mid-epoch"
+    ):
+        return (
+            "stock Accelerate draws the first epoch's order in `prepare`, on each rank by itself, so that "
+            "ranks see the same samples even in a run that never resumes; seed all ranks alike before it"
+        )
     if "stream" in cell.data and cell.host not in {"accelerate", "trainer"}:
         return (
             "the iterable data set shares its samples among the ranks by itself, and nothing says which are "
