@@ -133,14 +133,15 @@ class CallArguments:
     Attributes:
         pickles: reads small files, and warns of those that need pickle.
         safe: whether single files of weights are safetensors.
-        stock_files: whether plain replicas get single files for the stock loader.
+        stock_files: whether plain replicas get single files for the stock loader; None where it depends on
+            `contents`.
         gradients: whether gradients are part of the state.
         contents: what of the models is saved.
     """
 
     pickles: Pickles
     safe: bool = True
-    stock_files: bool = True
+    stock_files: bool | None = True
     gradients: bool = False
     contents: Contents | None = None
 
@@ -215,6 +216,7 @@ class AcceleratorState:
             },
             stable=stable_tensors(nn.ModuleList(trained_by(optimizers, accelerator._models)), optimizers),
             optimizers=optimizers,
+            dense=bool(bases),
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:

@@ -375,6 +375,7 @@ def capture(
         local=local_buffers(model, tree[MODEL]),
         stable=stable_tensors(model, trained_by),
         optimizers=trained_by,
+        dense=bool(bases),
     )
 
 

@@ -139,6 +139,7 @@ class CapturedState:
         stable: live tensors in `sharded` that change only in a step of one of `optimizers`, so that they may
             be copied while forward and backward run.
         optimizers: torch optimizers; their steps wait for pending copies.
+        dense: whether small tensors are written close together, for they are most of the state.
     """
 
     sharded: Mapping[str, StateDict] = field(default_factory=dict[str, StateDict])
@@ -150,6 +151,7 @@ class CapturedState:
     local: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     stable: Sequence[Any] = ()
     optimizers: Sequence[Any] = ()
+    dense: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,10 +43,10 @@ from ckpt_core.state._source import (
     takes_all,
 )
 from ckpt_core.state._template import optimizer_target
-from ckpt_core.state._tensors import empty_like, template
+from ckpt_core.state._tensors import empty_like, shard_like, template
 from ckpt_core.state._train_state import TrainState
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
-from ckpt_core.state.contents import Contents, begin, contents_problem, saved_part, supplied
+from ckpt_core.state.contents import Contents, begin, contents_problem, saved_part, saves_base, supplied
 from ckpt_core.state.gradients import Gradients
 from ckpt_core.state.overriding import Override
 
@@ -101,6 +101,8 @@ __all__ = [
     "rng_seed",
     "rng_state",
     "saved_part",
+    "saves_base",
+    "shard_like",
     "stable_tensors",
     "supplied",
     "takes_all",

@@ -205,6 +205,7 @@ class TrainState:
             local=local_buffers(self._model, tree["model"], names=names) if self._with_model else {},
             stable=stable_tensors(self._model, self.optimizers),
             optimizers=self.optimizers,
+            dense=bool(bases),
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:

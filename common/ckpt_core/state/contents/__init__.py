@@ -1,6 +1,13 @@
 """The option `contents`: whether checkpoints hold a frozen base, or refer to it."""
 
-from ckpt_core.state.contents._contents import Contents, begin, contents_problem, saved_part, supplied
+from ckpt_core.state.contents._contents import (
+    Contents,
+    begin,
+    contents_problem,
+    saved_part,
+    saves_base,
+    supplied,
+)
 from ckpt_core.state.contents._record import BaseRecord, base_sources, has_base
 
 __all__ = [
@@ -11,5 +18,6 @@ __all__ = [
     "contents_problem",
     "has_base",
     "saved_part",
+    "saves_base",
     "supplied",
 ]

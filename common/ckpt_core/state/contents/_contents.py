@@ -56,6 +56,15 @@ def begin(model: nn.Module, contents: Contents | None) -> None:
         _base_of(model).begin(model)
 
 
+def saves_base(model: nn.Module, contents: Contents | None) -> bool:
+    """Return whether a checkpoint is to hold all of a model.
+
+    Raises:
+        ConfigError: it is not, and that cannot be had of this model.
+    """
+    return not _is_wanted(model, contents)
+
+
 def saved_part(
     model: nn.Module, state: Mapping[str, Any], contents: Contents | None, *, place: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
