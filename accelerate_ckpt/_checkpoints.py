@@ -63,6 +63,7 @@ class AcceleratorCheckpoints:
             pickles=Pickles(allowed=settings.options.allow_pickle),
             stock_files=settings.stock_files,
             gradients=settings.gradients,
+            contents=settings.contents,
         )
         self._metrics = Metrics(settings.options.keep if accelerator.is_main_process else None)
         self._batches_seen = -1

@@ -62,6 +62,8 @@ def enable(
         **options: `stock_files` (whether plain replicas also get `model.safetensors` and `optimizer.bin`,
             written by the main process while training waits, so that stock `load_state` reads them; False),
             `gradients` (whether a save within an accumulation window holds its gradients; False),
+            `contents` ("all" of the models, or "trainable", which refers to what is frozen; the default for
+            PEFT models),
             `override` (hyperparameters that `load_state` changes, such as `{"lr": 1e-4}`, once for all
             restarts), and every other field of `CheckpointOptions`, such as `back_pressure` and `on_error`.
 

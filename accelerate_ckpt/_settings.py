@@ -21,7 +21,7 @@ from ckpt_core import CheckpointOptions, ConfigError
 from ckpt_core.coordination import KEY_VARIABLE
 from ckpt_core.options import parse_yaml, read_document
 from ckpt_core.provenance import CODE_VERSION_VARIABLE
-from ckpt_core.state import Override
+from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage
 from ckpt_core.validation import boolean, require
 
@@ -32,7 +32,7 @@ SECTION = "ckpt"
 _OF_THE_CORE = frozenset({FILE_VARIABLE, KEY_VARIABLE, CODE_VERSION_VARIABLE})
 """Variables with our prefix that are no settings."""
 
-_OWN = ("root", "stock_files", "override", "gradients")
+_OWN = ("root", "stock_files", "override", "gradients", "contents")
 _NAMES = (*_OWN, *(each.name for each in fields(CheckpointOptions)))
 _FLAGS = (each.name for each in fields(CheckpointOptions) if type(each.default) is bool)
 _SWITCHES = ("stock_files", "gradients", "verify", *_FLAGS)
@@ -49,6 +49,7 @@ class Settings:
         options: of the managers.
         override: hyperparameters that a load changes.
         gradients: whether saves within an accumulation window hold its gradients.
+        contents: what of models is saved; None to decide by their kind.
         given: the names of settings that were given; the others are defaults.
     """
 
@@ -57,6 +58,7 @@ class Settings:
     options: CheckpointOptions
     override: Override = field(default_factory=Override)
     gradients: bool = False
+    contents: Contents | None = None
     given: frozenset[str] = frozenset()
 
     @classmethod
@@ -82,7 +84,13 @@ class Settings:
         merged: dict[str, Any] = {**_from_file(environment), **_from_environment(environment), **given}
         names = frozenset(merged)
         stock_files, gradients = merged.pop("stock_files", stock_files), merged.pop("gradients", False)
-        require("settings", boolean("stock_files", stock_files), boolean("gradients", gradients))
+        contents = merged.pop("contents", None)
+        require(
+            "settings",
+            boolean("stock_files", stock_files),
+            boolean("gradients", gradients),
+            contents_problem(contents),
+        )
         root = merged.pop("root", None)
         if root is not None and not isinstance(root, str | os.PathLike | Storage):
             raise ConfigError(f"root must be a directory, a URL or a Storage, not {type(root).__name__}")
@@ -94,6 +102,7 @@ class Settings:
             options=options,
             override=override,
             gradients=gradients,
+            contents=contents,
             given=names,
         )
 

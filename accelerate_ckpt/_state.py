@@ -53,6 +53,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError, lost
 from ckpt_core.state import (
+    Contents,
     Override,
     check_groups,
     derive_rng,
@@ -69,7 +70,9 @@ from ckpt_core.state import (
     owner,
     rng_seed,
     rng_state,
+    saved_part,
     stable_tensors,
+    supplied,
     template,
     unwrap_optimizer,
 )
@@ -107,14 +110,14 @@ def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[n
     return [model for model in models if any(id(each) in trained for each in model.parameters())]
 
 
-def inner_entries(saved: SavedState, part: str, key: str) -> SavedEntries:
-    """Return the entries of a part below `key`.
+def inner_entries(saved: SavedState, part: str, key: str, *, may_lack: bool = False) -> SavedEntries:
+    """Return the entries of a part below `key`; none only if it `may_lack` them.
 
     Raises:
         IncompatibleCheckpointError: nothing.
     """
     found = {path[1:]: entry for path, entry in saved.sharded.get(part, {}).items() if path[0] == key}
-    if not found:
+    if not found and not may_lack:
         there = ", ".join(sorted(saved.sharded)) or "nothing"
         raise IncompatibleCheckpointError(
             f"checkpoint {saved.name} has no {part} (it has {there}); prepare as many models and optimizers, "
@@ -132,14 +135,17 @@ class CallArguments:
     Attributes:
         pickles: reads small files, and warns of those that need pickle.
         safe: whether single files of weights are safetensors.
-        stock_files: whether plain replicas get single files for the stock loader.
+        stock_files: whether plain replicas get single files for the stock loader; None where it depends on
+            `contents`.
         gradients: whether gradients are part of the state.
+        contents: what of the models is saved.
     """
 
     pickles: Pickles
     safe: bool = True
-    stock_files: bool = True
+    stock_files: bool | None = True
     gradients: bool = False
+    contents: Contents | None = None
 
 
 @final
@@ -162,6 +168,7 @@ class AcceleratorState:
         self._coordinator = coordinator
         self._storage = storage
         self._models_left: list[int] = []
+        self._bases: dict[int, frozenset[str]] = {}
         self._objects: dict[str, Any] = {}
         self._small = SmallState()
         self._for_hooks: Mapping[str, bytes] | Sequence[str] | None = None
@@ -189,7 +196,7 @@ class AcceleratorState:
             files = {**files_in(directory), **large}
         self._arguments.pickles.warn(files, small_owners(accelerator))
         models = {index: accelerator._models[index] for index in left}
-        states = {index: model_state(model) for index, model in models.items()}
+        states, bases = self._saved_parts(models)
         gradients, facts = self._window.capture()
         rng = rng_state()
         optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
@@ -201,7 +208,8 @@ class AcceleratorState:
                 **{_object_part(index): {"object": objects[index]} for index in sharded_objects},
             },
             per_rank={_LOADERS: positions, _RNG: rng},
-            shared={_SHARED: {**self._shared(positions, rng), **facts}},
+            shared={_SHARED: {**self._shared(positions, rng), **facts}, **bases},
+            alike=list(bases),
             files=files,
             local={
                 key: value
@@ -212,6 +220,7 @@ class AcceleratorState:
             optimizers=optimizers,
             positions=positions_in_samples(positions),
             configuration=lambda: {name: getattr(accelerator, name, None) for name in _CONFIGURED},
+            dense=bool(bases),
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
@@ -247,8 +256,10 @@ class AcceleratorState:
         ]
         tree: dict[str, dict[str, Any]] = {}
         for index in self._models_left:
-            entries = inner_entries(saved, model_part(index), "model")
-            tree[model_part(index)] = {"model": model_target(accelerator._models[index], entries, saved)}
+            model, part = accelerator._models[index], model_part(index)
+            self._bases[index] = supplied(model, saved, self._arguments.contents, place=part)
+            entries = inner_entries(saved, part, "model", may_lack=bool(self._bases[index]))
+            tree[part] = {"model": model_target(model, entries, saved, base=self._bases[index])}
         for index, optimizer in enumerate(accelerator._optimizers):
             entries = inner_entries(saved, optimizer_part(index), "optimizer")
             model = owner(accelerator._models, optimizer)
@@ -292,7 +303,8 @@ class AcceleratorState:
             load_optimizer_state(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
         for index in self._models_left:
             state = loaded[model_part(index)]["model"]
-            load_model_state(accelerator._models[index], state, strict=saved.strict)
+            base = self._bases[index]
+            load_model_state(accelerator._models[index], state, strict=saved.strict, base=base)
         for part, each in self._objects.items():
             load_item(
                 f"the registered object in {saved.name}/{part}", each, loaded[part]["object"], of_tree=True
@@ -343,6 +355,19 @@ class AcceleratorState:
                 name = f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
                 files[name] = torch_bytes(loader.state_dict())
         return left, files
+
+    def _saved_parts(
+        self, models: Mapping[int, nn.Module]
+    ) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+        """Return what of each model to save, and the shared items that refer to the rest."""
+        states: dict[int, dict[str, Any]] = {}
+        bases: dict[str, Any] = {}
+        for index, model in models.items():
+            states[index], items = saved_part(
+                model, model_state(model), self._arguments.contents, place=model_part(index)
+            )
+            bases |= items
+        return states, bases
 
     def _optimizer_parts(self) -> dict[str, dict[str, Any]]:
         models = self._accelerator._models

@@ -28,7 +28,7 @@ from ckpt_core.options import (
     VerifyManifest,
 )
 from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
-from ckpt_core.state import Override
+from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.validation import boolean, location, require
@@ -71,6 +71,7 @@ class Settings:
         sinks: receivers of telemetry events.
         tokens: tokens in a batch of one rank, or what counts them; None if they are not counted.
         override: hyperparameters that a resumed fit changes.
+        contents: what of the model is saved; None to decide by its kind.
     """
 
     own: RunRoot | None = field(repr=False)
@@ -79,6 +80,7 @@ class Settings:
     sinks: Sequence[Sink] = ()
     tokens: int | TokensInBatch | None = None
     override: Override = field(default_factory=Override)
+    contents: Contents | None = None
 
     @property
     def root(self) -> str | None:
@@ -133,6 +135,8 @@ class Configured:
         override: hyperparameters that a fit changes in the optimizers' parameter groups when it resumes from
             a checkpoint of `dirpath`, such as `{lr: 1e-4}`, once for all restarts. Learning rate schedules
             continue from there.
+        contents: `all` of the model, or `trainable`: what is not frozen, with the name and the checksums of
+            the rest, by which a load compares the live model; `trainable` for PEFT models if None.
         abandoned: what `keep` does with checkpoints that the run does not go on from, because it was begun
             afresh or went back: `keep` or `prune` them.
         back_pressure: what to do when a save is due and every arena is busy: `wait`, `skip`, or `coalesce`
@@ -192,6 +196,7 @@ class Configured:
         save_last: bool = True,
         tokens: int | TokensInBatch | str | None = None,
         override: dict[str, Any] | None = None,
+        contents: Contents | None = None,
         abandoned: Abandoned = "keep",
         back_pressure: BackPressure = "wait",
         arenas: int = 1,
@@ -218,6 +223,7 @@ class Configured:
             type(self).__name__,
             None if dirpath is None or isinstance(dirpath, Storage) else problem_of_root(dirpath),
             boolean("save_last", save_last),
+            contents_problem(contents),
         )
         if dirpath is None and not (save is None and keep is None):
             raise ConfigError("save= and keep= need dirpath=, the directory or URL of the run's checkpoints")
@@ -255,6 +261,7 @@ class Configured:
             sinks=sinks,
             tokens=tokens_in_batch(tokens),
             override=change,
+            contents=contents,
         )
         if "tokens" in needed_counts(self.settings.options.save) and tokens is None:
             raise ConfigError(_UNCOUNTED)

@@ -227,7 +227,7 @@ class Pacing:
         handle = self._roots.save(
             self._root,
             step,
-            LightningState(self._trainer, running=self._running),
+            LightningState(self._trainer, running=self._running, contents=self._settings.contents),
             name=None if replaced is None else replaced.name,
             metrics=metrics,
             reason=reason,

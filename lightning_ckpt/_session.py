@@ -121,7 +121,7 @@ class Session:
         self._roots.save(
             place.root,
             step,
-            LightningState(self.trainer, checkpoint, running=self._training),
+            LightningState(self.trainer, checkpoint, running=self._training, contents=self.settings.contents),
             name=place.name,
             metrics=measured.at(step),
             reason="asked for by path",
@@ -166,7 +166,7 @@ class Session:
         if not has_optimizers:
             _convert_early(self.trainer.strategy)
         place = path_of(text, kind)
-        state = LightningState(self.trainer, has_optimizers=has_optimizers)
+        state = LightningState(self.trainer, has_optimizers=has_optimizers, contents=self.settings.contents)
         self._load(place, state)
         if state.loaded is None:
             raise CheckpointNotFoundError(f"{text} holds no checkpoint any more; was it pruned just now?")

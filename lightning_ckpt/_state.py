@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
+    Contents,
     NotEncodableError,
     Override,
     check_groups,
@@ -25,15 +26,19 @@ from ckpt_core.state import (
     optimizer_target,
     rng_seed,
     rng_state,
+    saved_part,
     stable_tensors,
+    supplied,
     template,
     under,
 )
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 from lightning_ckpt.loops import (
+    POSITIONS,
+    PREFETCHED,
     Running,
     configuration_of,
-    position_in,
+    positions,
     positions_in_samples,
     tell_of_hidden,
 )
@@ -49,8 +54,6 @@ PREFIX = "lightning."
 
 LOADERS = "lightning.dataloaders"
 """Item of the loaders' own states, of earlier versions."""
-POSITIONS = "lightning.positions"
-PREFETCHED = "lightning.prefetched"
 TRAINING = "lightning.training"
 _CORES = {"state_dict", "optimizer_states", "callbacks"}
 RNG = "rng"
@@ -75,6 +78,7 @@ class LoadedCheckpoint:
         positions: in the loaders; empty in checkpoints of earlier versions and of others.
         ended_epoch: whether it was saved when an epoch's last batch was done.
         training: what `Running` saved; None of saves at other moments and of earlier versions.
+        base: names of weights that are not in it, because the model has them.
     """
 
     checkpoint: dict[str, Any]
@@ -83,6 +87,7 @@ class LoadedCheckpoint:
     positions: Mapping[str, Any]
     ended_epoch: bool
     training: Mapping[str, Any] | None
+    base: frozenset[str] = frozenset()
 
     @property
     def rng(self) -> Mapping[str, Any] | None:
@@ -112,6 +117,7 @@ class LightningState:
         checkpoint: what Lightning has collected already; collected on demand if None.
         running: what a fit changes besides; None outside a fit.
         has_optimizers: whether the strategy has its optimizers, to load into.
+        contents: what of the model is saved.
     """
 
     def __init__(
@@ -121,11 +127,13 @@ class LightningState:
         *,
         running: Running | None = None,
         has_optimizers: bool = True,
+        contents: Contents | None = None,
     ) -> None:
         self._trainer = trainer
         self._checkpoint = checkpoint
         self._running = running
         self._has_optimizers = has_optimizers
+        self._contents, self._base = contents, frozenset[str]()
         self.loaded: LoadedCheckpoint | None = None
         self.refusal: IncompatibleCheckpointError | None = None
         self.change: Override | None = None
@@ -141,7 +149,7 @@ class LightningState:
 
     def capture(self) -> CapturedState:
         """Capture the state as it is now, with live tensors."""
-        return capture(self._trainer, self._collected(), self._running)
+        return capture(self._trainer, self._collected(), self._running, self._contents)
 
     def unstorable(self) -> list[str]:
         """Return advice on callbacks and hooks whose state cannot be stored."""
@@ -167,6 +175,7 @@ class LightningState:
 
     def _target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         entries = saved.sharded.get(PART, {})
+        self._base = supplied(self._trainer.strategy.model, saved, self._contents, place=MODEL)
         tree: dict[str, Any] = {MODEL: self._model_target(under(entries, MODEL))}
         if large := under(entries, LARGE):
             tree[LARGE] = template(self._shards(large), large)
@@ -182,7 +191,7 @@ class LightningState:
             # Its own memory: the hook may drop or change what must not have reached the model by then.
             return template({name: _unlike(value) for name, value in live.items()}, saved)
         if module.strict_loading:
-            return model_target(strategy.model, saved)
+            return model_target(strategy.model, saved, base=self._base)
         live = model_state(strategy.model)
         wanted = {path: entry for path, entry in saved.items() if path[0] in live}
         return template(live, wanted)
@@ -245,6 +254,7 @@ class LightningState:
             positions=saved.per_rank.get(POSITIONS) or saved.shared.get(POSITIONS, {}),
             ended_epoch=ended_epoch,
             training=saved.per_rank.get(TRAINING) or saved.shared.get(TRAINING),
+            base=self._base,
         )
         return self._tell(fits=fits)
 
@@ -331,14 +341,18 @@ def _ended_epoch(checkpoint: Mapping[str, Any]) -> bool:
     return bool(fit_loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False))
 
 
-def capture(trainer: Any, checkpoint: Mapping[str, Any], running: Running | None) -> CapturedState:
+def capture(
+    trainer: Any, checkpoint: Mapping[str, Any], running: Running | None, contents: Contents | None
+) -> CapturedState:
     """Convert the dictionary that Lightning collected on this rank.
 
     Callbacks and the data module may differ between ranks, which Lightning ignores: their state is kept per
     rank, and rank 0's also for ranks that are added later.
     """
     rest = dict(checkpoint)
-    tree: dict[str, Any] = {MODEL: rest.pop("state_dict")}
+    model = trainer.strategy.model
+    saved, bases = saved_part(model, rest.pop("state_dict"), contents, place=MODEL)
+    tree: dict[str, Any] = {MODEL: saved}
     optimizers = rest.pop("optimizer_states", [])
     if optimizers:
         tree[OPTIMIZER] = _one_or_several(optimizers)
@@ -360,14 +374,16 @@ def capture(trainer: Any, checkpoint: Mapping[str, Any], running: Running | None
     if training is not None:
         per_rank[TRAINING] = training
         small[TRAINING] = {**training, "metrics": {"callback": training["metrics"]["callback"]}}
-    strategy = trainer.strategy
+    trained_by = trainer.strategy.optimizers
     return CapturedState(
         sharded={PART: tree},
         per_rank=per_rank,
-        shared={**small, SEED: rng_seed(per_rank[RNG])},
-        local=local_buffers(strategy.model, tree[MODEL]),
-        stable=stable_tensors(strategy.model, strategy.optimizers),
-        optimizers=strategy.optimizers,
+        shared={**small, **bases, SEED: rng_seed(per_rank[RNG])},
+        alike=list(bases),
+        local=local_buffers(model, tree[MODEL]),
+        stable=stable_tensors(model, trained_by),
+        optimizers=trained_by,
+        dense=bool(bases),
         positions=positions_in_samples(trainer.fit_loop, per_rank.get(POSITIONS)),
         configuration=lambda: configuration_of(trainer),
     )
@@ -386,44 +402,6 @@ def _take_position(trainer: Any, rest: dict[str, Any]) -> dict[str, Any]:
     }
     rest["loops"] = {**rest["loops"], "fit_loop": fit_loop}
     return positions(trainer.fit_loop)
-
-
-def positions(fit_loop: Any) -> dict[str, Any]:
-    """Return the positions in a fit's loaders, and batches drawn ahead of them."""
-    combined = fit_loop._combined_loader
-    if combined is None:
-        return {}
-    training = [position_in(loader) for loader in combined.flattened]
-    evaluated = fit_loop.epoch_loop.val_loop._combined_loader
-    validation = [position_in(each) for each in (() if evaluated is None else evaluated.flattened)]
-    ended = bool(fit_loop.epoch_loop.batch_progress.is_last_batch)
-    ahead = [] if ended else list(getattr(fit_loop._data_fetcher, "batches", ()))
-    draws_again = all(each is not None and each.replayable for each in training)
-    return {
-        POSITIONS: {
-            "training": [
-                each and each.state(ended=ended, ahead=len(ahead), kept=not draws_again) for each in training
-            ],
-            "validation": [each and each.state(ended=True) for each in validation],
-            # A loader that is cycled has been through; the epoch ends when all have.
-            "consumed": list(getattr(combined._iterator, "_consumed", ())),
-        },
-        PREFETCHED: [] if draws_again else _storable(ahead),
-    }
-
-
-def _storable(batches: list[Any]) -> list[Any]:
-    """Return batches that Lightning drew ahead of a loader without a length."""
-    try:
-        encode(batches)
-    except NotEncodableError as error:
-        _logger.warning(
-            "a resume will skip %d batch(es) that Lightning drew ahead of a loader without a length: %s. "
-            "Use plain tensors, or give the dataset a length",
-            len(batches), error,
-        )  # fmt: skip
-        return []
-    return batches
 
 
 def unstorable(checkpoint: Mapping[str, Any]) -> list[str]:

@@ -125,7 +125,7 @@ def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool
     if session is None or session.loaded is None:
         _stock(self).load_model_state_dict(checkpoint, strict=strict)
     elif strict:
-        load_model_state(self.model, checkpoint["state_dict"])
+        load_model_state(self.model, checkpoint["state_dict"], base=session.loaded.base)
     else:
         options = StateDictOptions(strict=False)
         set_model_state_dict(self.model, dict(checkpoint["state_dict"]), options=options)

@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from accelerate_ckpt._patch import ENDED
 from accelerate_ckpt._settings import Settings
+from accelerate_ckpt._state import CallArguments
 from accelerate_ckpt.trainer._data import SHADOWED as DATA_METHODS
 from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
@@ -57,7 +58,6 @@ class TrainerCheckpoints:
     ) -> None:
         _check_supported(trainer)
         self._trainer: Any = trainer
-        self._stock_files = settings.stock_files
         self._stock = StockTrainer(
             train=trainer.train,
             save_checkpoint=trainer._save_checkpoint,
@@ -68,7 +68,12 @@ class TrainerCheckpoints:
             maybe_log_save_evaluate=trainer._maybe_log_save_evaluate,
         )
         self._session = TrainerSession(trainer, settings, sinks)
-        self._loading = TrainerLoading(trainer, self._stock, self._session, stock_files=self._stock_files)
+        self._arguments = CallArguments(
+            pickles=self._session.pickles,
+            stock_files=settings.stock_files if "stock_files" in settings.given else None,
+            contents=settings.contents,
+        )
+        self._loading = TrainerLoading(trainer, self._stock, self._session, self._arguments)
         self._data = TrainerData(trainer)
         gated = settings.options.save is not None
         self.events = TrainerEvents(self._session, self._data, self._loading.load_callbacks, gated=gated)
@@ -147,13 +152,7 @@ class TrainerCheckpoints:
             state.best_model_checkpoint = self._session.path_of(name)
         handle = self.manager.save(
             state.global_step,
-            TrainingState(
-                self._trainer,
-                self._stock,
-                self._session.pickles,
-                stock_files=self._stock_files,
-                progress=self._data.progress(),
-            ),
+            TrainingState(self._trainer, self._stock, self._arguments, progress=self._data.progress()),
             metrics=metrics_at(state.log_history, state.global_step),
             annotations={"framework": "transformers", "reason": self.events.reason},
             name=name,

@@ -18,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
+from accelerate_ckpt._state import CallArguments
 from accelerate_ckpt.trainer._callbacks import CallbackStates
 from accelerate_ckpt.trainer._choice import newest_to_resume
 from accelerate_ckpt.trainer._data import Resumed
@@ -70,12 +71,12 @@ class TrainerLoading:
     """Loads checkpoints into a Trainer; every method is collective."""
 
     def __init__(
-        self, trainer: Any, stock: StockTrainer, session: TrainerSession, *, stock_files: bool
+        self, trainer: Any, stock: StockTrainer, session: TrainerSession, arguments: CallArguments
     ) -> None:
         self._trainer = trainer
         self._stock = stock
         self._session = session
-        self._state = partial(TrainingState, trainer, stock, session.pickles, stock_files=stock_files)
+        self._state = partial(TrainingState, trainer, stock, arguments)
         self._lent: _Lent | None = None
         self._callbacks_from: str | None = None
 
@@ -150,7 +151,7 @@ class TrainerLoading:
         else:
             lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
             origin = checkpoint if lent is None else lent.checkpoint
-            state = self._state()
+            state = self._state(storage=self._storage_of(origin))
             if self._load(origin, state, change=self._session.override.values):
                 self._session.saved_step = None
             self._callbacks_from = origin
@@ -170,7 +171,8 @@ class TrainerLoading:
         self._session.manager.wait()
         best = self._trainer.state.best_model_checkpoint
         if best is not None and self._is_ours(best):
-            self._load(best, self._state(with_optimizer=False), items=["model"])
+            state = self._state(with_optimizer=False, storage=self._storage_of(best))
+            self._load(best, state, items=["model"])
         else:
             if best is not None:
                 self._require_trusted(best)
@@ -197,6 +199,9 @@ class TrainerLoading:
             other.load(state, name=place.name, items=items)
             manager.begin_from(other)
         return False
+
+    def _storage_of(self, checkpoint: str) -> Storage:
+        return self._session.storage_at(CheckpointPath.of(checkpoint).root)
 
     def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:
         """Refuse what `verify_manifest` does not accept; stock writes no manifest."""

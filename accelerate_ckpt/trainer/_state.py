@@ -7,30 +7,38 @@ optimizer go through the core.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from accelerate_ckpt._host_calls import files_in
 from accelerate_ckpt._scratch import private_directory
-from accelerate_ckpt._small_files import Pickles
-from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
+from accelerate_ckpt._small_files import verified_files
+from accelerate_ckpt._state import CallArguments, inner_entries, model_part, optimizer_part
+from accelerate_ckpt.trainer._adapters import (
+    ADAPTERS,
+    Places,
+    gathered_adapters,
+    has_adapters,
+    loaded_adapters,
+    places_of,
+    written_places,
+)
 from accelerate_ckpt.trainer._callbacks import CallbackStates
 from accelerate_ckpt.trainer._continuation import DataProgress, encoded
 from accelerate_ckpt.trainer._rank_files import progress_file
-from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import (
+    Contents,
     Override,
     check_groups,
     load_model_state,
@@ -40,13 +48,18 @@ from ckpt_core.state import (
     model_target,
     optimizer_state,
     optimizer_target,
+    saved_part,
+    saves_base,
     stable_tensors,
+    supplied,
     unwrap_optimizer,
 )
+from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState, SavedState
 
 # The stock Trainer takes any `pytorch_model_fsdp…` directory as a sign of FSDP and refuses without it.
 _PLAIN_MODEL_PART = "model_0"
+_MODEL = "model"
 _TOKENS = ("hub_token", "push_to_hub_token")
 _PLACES = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint"})
 """Arguments that say where a training runs, not how."""
@@ -73,17 +86,22 @@ class TrainingState:
         self,
         trainer: Trainer,
         stock: StockTrainer,
-        pickles: Pickles,
+        arguments: CallArguments,
         *,
-        stock_files: bool,
         with_optimizer: bool = True,
         progress: DataProgress | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self._trainer: Any = trainer  # its own annotations allow None where there is none while it trains
         self._stock = stock
         self._progress = progress
-        self._pickles = pickles
-        self._stock_files = stock_files
+        self._pickles = arguments.pickles
+        self._contents = contents = arguments.contents
+        given = arguments.stock_files
+        self._stock_files = stock_files_wanted(trainer, contents) if given is None else given
+        self._storage = storage
+        self._adapters: dict[str, Any] = {}
+        self._base: frozenset[str] = frozenset()
         self._with_optimizer = with_optimizer and not trainer.args.save_only_model
         self.change: Override | None = None
 
@@ -110,9 +128,13 @@ class TrainingState:
         trainer, model = self._trainer, self._trainer.model_wrapped
         callbacks = CallbackStates(trainer)
         callbacks.check()
-        files = self._files()
+        files, weights = self._files()
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
-        state = model_state(model)
+        state, items = saved_part(model, model_state(model), self._contents, place=_MODEL)
+        dense = bool(items)
+        if dense and not self._stock_files:
+            state, places = self._without_adapters(state, weights, files)
+            items |= {ADAPTERS: places}
         sharded: dict[str, dict[str, Any]] = {part: {"model": state}}
         if self._with_optimizer:
             sharded[optimizer_part(0)] = {"optimizer": optimizer_state(model, trainer.optimizer)}
@@ -120,14 +142,39 @@ class TrainingState:
         extra = CapturedState() if trainer.args.save_only_model else callbacks.capture()
         return CapturedState(
             sharded={**sharded, **extra.sharded},
-            shared=extra.shared,
+            shared={**extra.shared, **items},
             files=files,
             local=local_buffers(model, state, part=part),
             stable=stable_tensors(model, optimizers),
             optimizers=optimizers,
             positions={} if self._progress is None else {"training": self._progress.in_samples()},
             configuration=lambda: _configured(trainer.args),
+            dense=dense,
         )
+
+    def _without_adapters(
+        self, state: Mapping[str, Any], weights: Mapping[str, Any] | None, files: Mapping[str, bytes]
+    ) -> tuple[dict[str, Any], Places]:
+        """Leave out what PEFT's own files hold; return the rest, and the places in the files.
+
+        Raises:
+            ConfigError: a file holds something else.
+        """
+        trainer = self._trainer
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        places = places_of(model, state)
+        if trainer.args.should_save:
+            whole = weights or state
+            found = written_places(places, files, whole)
+            if len(found) < len(places) and weights:
+                name = next(name for name in places if name not in found)
+                raise ConfigError(
+                    f"the Trainer has not written the adapters as they are, first {name}: save_model() or "
+                    "save_pretrained() changes them. Give enable_trainer() stock_files=True, which saves "
+                    "their shards as well"
+                )
+            places = found
+        return {name: value for name, value in state.items() if name not in places}, places
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         """Return what to load into.
@@ -136,9 +183,13 @@ class TrainingState:
             IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
         """
         trainer, part = self._trainer, _model_part_of(saved)
+        model = trainer.model_wrapped
         tree: dict[str, dict[str, Any]] = {}
-        entries = inner_entries(saved, part, "model")
-        tree[part] = {"model": model_target(trainer.model_wrapped, entries)}
+        base = supplied(model, saved, self._contents, place=_MODEL)
+        self._adapters = loaded_adapters(saved, model_state(model), partial(self._verified, saved.name))
+        self._base = base | self._adapters.keys()
+        entries = inner_entries(saved, part, "model", may_lack=bool(self._base))
+        tree[part] = {"model": model_target(model, entries, base=self._base)}
         if self._with_optimizer and optimizer_part(0) in saved.sharded:
             entries = inner_entries(saved, optimizer_part(0), "optimizer")
             tree[optimizer_part(0)] = {
@@ -164,11 +215,21 @@ class TrainingState:
         if optimizer_part(0) in loaded:
             optimizer = loaded[optimizer_part(0)]["optimizer"]
             load_optimizer_state(trainer.model_wrapped, trainer.optimizer, optimizer)
-        load_model_state(trainer.model_wrapped, loaded[_model_part_of(saved)]["model"])
+        state = {**loaded[_model_part_of(saved)]["model"], **self._adapters}
+        load_model_state(trainer.model_wrapped, state, base=self._base)
+        self._adapters = {}
         return []
 
-    def _files(self) -> dict[str, bytes]:
-        """Return what the Trainer writes, single files for its own loader included."""
+    def _verified(self, name: str, paths: Collection[str]) -> Mapping[str, bytes]:
+        if self._storage is None:
+            raise ConfigError("adapters are read from the storage of a checkpoint, and none was given")
+        return verified_files(self._storage, name, lambda path: path in paths)
+
+    def _files(self) -> tuple[dict[str, bytes], Mapping[str, Any] | None]:
+        """Return what the Trainer writes, single files for its own loader included.
+
+        Also the gathered weights, of a sharded model.
+        """
         trainer = self._trainer
         # What ranks do together comes first: a rank that fails later keeps no other one waiting.
         trainer.store_flos()
@@ -185,7 +246,7 @@ class TrainingState:
             files[progress_file(trainer.args.process_index)] = encoded(self._progress)
         kind = type(trainer.lr_scheduler).__name__
         self._pickles.warn(files, {SCHEDULER_NAME: f"the scheduler, a {kind}"})
-        return files
+        return files, weights
 
     @contextmanager
     def _writing_to(self, directory: Path, weights: Mapping[str, Any] | None) -> Generator[None]:
@@ -193,8 +254,8 @@ class TrainingState:
         trainer, state = self._trainer, self._trainer.state
         replaced: dict[str, Any] = {
             "_get_output_dir": lambda trial: str(directory),  # noqa: ARG005 - the Trainer's own signature
-            "save_model": functools.partial(self._save_model, weights),
-            "_save_optimizer_and_scheduler": functools.partial(self._save_optimizer_and_scheduler, weights),
+            "save_model": partial(self._save_model, weights),
+            "_save_optimizer_and_scheduler": partial(self._save_optimizer_and_scheduler, weights),
             "store_flos": lambda: None,
         }
         args = trainer.args
@@ -242,9 +303,19 @@ def _model_part_of(saved: SavedState) -> str:
     for part in (model_part(0), _PLAIN_MODEL_PART):
         if part in saved.sharded:
             return part
+    if ADAPTERS in saved.shared:
+        return _PLAIN_MODEL_PART
     raise IncompatibleCheckpointError(
         f"checkpoint {saved.name} holds no model: it was not saved by enable_trainer()"
     )
+
+
+def stock_files_wanted(trainer: Any, contents: Contents | None) -> bool:
+    """Return whether the stock Trainer's single files are written if nobody has said so.
+
+    They would hold the optimizer's state a second time, and that is most of what is saved of adapters.
+    """
+    return saves_base(trainer.model_wrapped, contents) or not has_adapters(trainer.model)
 
 
 def weights_for_files(trainer: Any, *, stock_files: bool) -> Mapping[str, Any] | None:
@@ -260,7 +331,7 @@ def weights_for_files(trainer: Any, *, stock_files: bool) -> Mapping[str, Any] |
     gathers = getattr(trainer, "is_distributed_loading_by_transformers", False)
     if gathers or trainer.is_fsdp_enabled or any(isinstance(each, DTensor) for each in model.parameters()):
         if has_adapters(model):
-            return _gathered_adapters(trainer.model)
+            return gathered_adapters(trainer.model)
         if trainer.is_fsdp_enabled or not (gathers and stock_files):
             return {}
         gathered: Mapping[str, Any] = model.gather_sharded_state_dict_for_save(
@@ -271,26 +342,6 @@ def weights_for_files(trainer: Any, *, stock_files: bool) -> Mapping[str, Any] |
         )
         return gathered
     return None if stock_files or has_adapters(model) else {}
-
-
-def has_adapters(model: Any) -> bool:
-    """Return whether PEFT has changed the model, so that only adapters are written."""
-    return hasattr(model, "peft_config") or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def _gathered_adapters(model: torch.nn.Module) -> Mapping[str, Any]:
-    """Gather what is trained, or belongs to an adapter by its name. Collective."""
-    if isinstance(model, FullyShardedDataParallel):
-        # Its state dict holds shards of another kind, which only torch itself can put together.
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        return get_model_state_dict(model, options=whole)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    adapters = set(getattr(model, "peft_config", {}))
-    return {
-        name: value.full_tensor().cpu() if isinstance(value, DTensor) else value
-        for name, value in model.state_dict().items()
-        if name in trained or adapters & set(name.split("."))
-    }
 
 
 @contextmanager

@@ -22,8 +22,10 @@ from ckpt_core.manager import CheckpointManager
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.saving import SaveHandle
+from ckpt_core.state import Contents, contents_problem
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
+from ckpt_core.validation import require
 from lightning_ckpt._hooks import PluginOptions
 from lightning_ckpt._options import Settings
 from lightning_ckpt._session import refuse_hidden_shards
@@ -60,7 +62,8 @@ def setup_fabric(
         save: when `maybe_save` saves; `fabric.save` always does.
         keep: what to keep in `root`; everything if None.
         step: the key of the state that counts steps; without it, saves are counted.
-        **options: every other field of `CheckpointOptions`, such as `back_pressure`, and `sinks`.
+        **options: `contents` ("all" of the models, or "trainable", which refers to what is frozen; the
+            default for PEFT models), `sinks`, and the other fields of `CheckpointOptions`.
 
     Raises:
         ConfigError: an option is wrong, or the strategy hides its state.
@@ -69,9 +72,15 @@ def setup_fabric(
     _refuse_plugin(fabric)
     refuse_hidden_shards(fabric.strategy)
     sinks: Sequence[Sink] = options.pop("sinks", ())
+    contents: Contents | None = options.pop("contents", None)
+    require("setup_fabric", contents_problem(contents))
     given = {"save": save, "keep": keep, **options}
     settings = Settings(
-        own=RunRoot.of(root), options=CheckpointOptions.from_mapping(given), save_last=False, sinks=sinks
+        own=RunRoot.of(root),
+        options=CheckpointOptions.from_mapping(given),
+        save_last=False,
+        sinks=sinks,
+        contents=contents,
     )
     attached: FabricCheckpoints | None = fabric.__dict__.get(_ATTACHED)
     if attached is not None:
@@ -329,7 +338,7 @@ class FabricCheckpoints:
         parts = Parts.of(self._unwrap(dict(state)))
         counts = {key: getattr(state[key], _COUNTER, None) for key in parts.loaders}
         iterations = {key: count for key, count in counts.items() if count is not None}
-        return FabricState(parts, filters=filters, iterations=iterations)
+        return FabricState(parts, filters=filters, iterations=iterations, contents=self._settings.contents)
 
     def _step_of(self, state: Mapping[str, Any], root: str, manager: CheckpointManager) -> int:
         """Return the step in a state, else one more than that of the last save there."""
@@ -351,7 +360,7 @@ class FabricCheckpoints:
             manager.load(everything, name=place.name or None)
             return everything.found
         parts = Parts.of(self._unwrap(dict(state)))
-        source = FabricState(parts, rng=bool(parts.optimizers))
+        source = FabricState(parts, rng=bool(parts.optimizers), contents=self._settings.contents)
         if parts.optimizers and strict and not place.name and place.root == self._settings.root:
             manager.resume(source)
         else:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import (
+    Contents,
     TrainState,
     check_groups,
     fit_of,
@@ -24,7 +25,9 @@ from ckpt_core.state import (
     optimizer_state,
     optimizer_target,
     owner,
+    saved_part,
     stable_tensors,
+    supplied,
     template,
     under,
 )
@@ -141,6 +144,7 @@ class FabricState:
         filters: key -> function that is given name and value, and returns whether to save it.
         rng: whether the random number generators are part of it.
         iterations: key of a loader -> how often it was iterated, where Fabric counts that.
+        contents: what of the models is saved.
     """
 
     def __init__(
@@ -150,11 +154,14 @@ class FabricState:
         filters: Filters | None = None,
         rng: bool = True,
         iterations: Mapping[str, int] | None = None,
+        contents: Contents | None = None,
     ) -> None:
         self.saved: SavedState | None = None
         self._parts = parts
         self._filters = _checked(filters or {}, parts)
         self._iterations = dict(iterations or {})
+        self._contents = contents
+        self._bases: dict[str, frozenset[str]] = {}
         items: dict[str, Any] = {
             _item(key): each for key, each in (*parts.stateful.items(), *parts.plain.items())
         }
@@ -171,15 +178,18 @@ class FabricState:
         rest = self._rest.capture()
         tree, local = dict(rest.sharded[_PART]), dict(rest.local)
         groups, stable = list(rest.groups), list(rest.stable)
+        bases: dict[str, Any] = {}
         for key, model in self._parts.models.items():
-            tree[key] = self._filtered(key, model_state(model))
+            kept, items = saved_part(model, model_state(model), self._contents, place=key)
+            tree[key] = self._filtered(key, kept)
+            bases |= items
             local |= local_buffers(model, tree[key], prefix=f"{key}.")
         for key, optimizer in self._parts.optimizers.items():
             home = self._parts.home(optimizer)
             tree[key] = optimizer_state(home, optimizer)
             groups.append((_PART, (key, "param_groups")))
             stable += stable_tensors(home, [optimizer])
-        shared = dict(rest.shared)
+        shared = {**rest.shared, **bases}
         if self._iterations:
             shared[_EPOCHS] = {
                 key: max(0, count - (not rest.per_rank[f"{_LOADERS}.{key}"].get("ended", False)))
@@ -191,10 +201,12 @@ class FabricState:
             rest,
             sharded={_PART: tree},
             shared=shared,
+            alike=[*rest.alike, *bases],
             local=local,
             groups=groups,
             stable=stable,
             optimizers=tuple(self._parts.optimizers.values()),
+            dense=bool(bases),
         )
 
     def _filtered(self, key: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -211,7 +223,12 @@ class FabricState:
         """
         entries = saved.sharded.get(_PART, {})
         tops = {path[0] for path in entries}
-        missing = sorted(key for key in self._parts.tensors - tops if key not in self._empty())
+        self._bases = {
+            key: supplied(model, saved, self._contents, place=key)
+            for key, model in self._parts.models.items()
+        }
+        supplying = {key for key, names in self._bases.items() if names}
+        missing = sorted(self._parts.tensors - tops - self._empty() - supplying)
         if missing and saved.strict:
             there = ", ".join(sorted(map(str, tops - {_ITEMS}))) or "none"
             raise IncompatibleCheckpointError(
@@ -222,7 +239,7 @@ class FabricState:
         tree = dict(self._rest.target(saved)[_PART])
         for key, model in self._parts.models.items():
             if key not in missing:
-                tree[key] = model_target(model, under(entries, key))
+                tree[key] = model_target(model, under(entries, key), base=self._bases[key])
         for key, optimizer in self._parts.optimizers.items():
             if key not in missing:
                 home = self._parts.home(optimizer)
@@ -248,7 +265,7 @@ class FabricState:
                 load_optimizer_state(self._parts.home(optimizer), optimizer, tree[key], fit=fit_of(saved))
         for key, model in self._parts.models.items():
             if key in tree:
-                load_model_state(model, tree[key])
+                load_model_state(model, tree[key], base=self._bases[key])
         self.saved = saved
         return self._rest.apply(loaded, saved)
 

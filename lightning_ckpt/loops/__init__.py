@@ -2,13 +2,16 @@
 
 from lightning_ckpt.loops._counts import TokensInBatch, TrainingCounts, tokens_in_batch
 from lightning_ckpt.loops._evaluation import Evaluations, Measured
-from lightning_ckpt.loops._facts import configuration_of, position_in, positions_in_samples, tell_of_hidden
+from lightning_ckpt.loops._facts import configuration_of, positions_in_samples
+from lightning_ckpt.loops._positions import POSITIONS, PREFETCHED, position_in, positions, tell_of_hidden
 from lightning_ckpt.loops._preemption import SignalTakeover, ValidationExit
 from lightning_ckpt.loops._requeue import continues, job_note, requeue, requeue_signal, with_requeue
 from lightning_ckpt.loops._running import Running
 from lightning_ckpt.loops._steps import Following, TrainingLoops
 
 __all__ = [
+    "POSITIONS",
+    "PREFETCHED",
     "Evaluations",
     "Following",
     "Measured",
@@ -22,6 +25,7 @@ __all__ = [
     "continues",
     "job_note",
     "position_in",
+    "positions",
     "positions_in_samples",
     "requeue",
     "requeue_signal",

@@ -1,40 +1,14 @@
-"""The loaders of a fit and its configuration: positions, also in samples."""
+"""What the manifest says of a fit: samples seen, and its configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
-
-from ckpt_core.data import LoaderPosition, hidden_position, track
-from ckpt_core.disclosure import logger_of
 from ckpt_core.types import DataPosition
+from lightning_ckpt.loops._positions import position_in
 
 _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision")
-_logger = logger_of(__name__)
-
-
-def position_in(loader: Any) -> LoaderPosition | None:
-    """Return the position in a loader; None if it cannot tell any."""
-    if isinstance(loader, DataLoader):
-        track(loader)
-    return LoaderPosition(loader) if hidden_position(loader) is None else None
-
-
-def tell_of_hidden(loaders: Iterable[Any], told: set[str]) -> None:
-    """Warn once of each kind of loader that hides its position."""
-    for loader in loaders:
-        why, kind = hidden_position(loader), type(loader).__name__
-        if why is not None and kind not in told:
-            told.add(kind)
-            _logger.warning(
-                "the position in a %s cannot be saved: %s. A resume in the middle of an epoch begins its "
-                "data again: use a torch DataLoader that hands out each batch as it is drawn, or give it "
-                "state_dict and load_state_dict",
-                kind,
-                why,
-            )
 
 
 def positions_in_samples(fit_loop: Any, saved: Mapping[str, Any] | None) -> dict[str, DataPosition]:

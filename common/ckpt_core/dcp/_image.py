@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, build_archive, tensor_pickle
 from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkColumns, TableEntry
+from ckpt_core.storage import ALIGNMENT
 from ckpt_core.types import FileEntry
 
 PIECE_BYTES = 16 << 20
+_DENSE_ALIGNMENT: Final = 64
+"""That of torch's own zips."""
 
 ShardSpec = tuple[MetadataIndex, torch.dtype, tuple[int, ...]]
 Spans: TypeAlias = npt.NDArray[np.int64]
@@ -51,10 +54,13 @@ class ImageLayout:
     Args:
         specs: the shards, in the order of the file.
         zip64_from: the smallest payload size that uses the 64-bit fields of zip.
+        dense: whether small payloads begin right behind one another, and not each on a page.
     """
 
-    def __init__(self, specs: Sequence[ShardSpec], *, zip64_from: int = ZIP32_LIMIT) -> None:
-        self._zip64_from = zip64_from
+    def __init__(
+        self, specs: Sequence[ShardSpec], *, zip64_from: int = ZIP32_LIMIT, dense: bool = False
+    ) -> None:
+        self._zip64_from, self._dense = zip64_from, dense
         self._frames: list[tuple[int, bytes]] = []
         slots: list[Slot] = []
         offset = 0
@@ -68,7 +74,15 @@ class ImageLayout:
     def _place(self, index: MetadataIndex, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Slot:
         payload_bytes = torch.Size(shape).numel() * dtype.itemsize
         record = tensor_pickle(dtype, shape)
-        archive = build_archive(record, payload_bytes, 0, offset=offset, zip64_from=self._zip64_from)
+        small = self._dense and payload_bytes < BLOCK_BYTES
+        archive = build_archive(
+            record,
+            payload_bytes,
+            0,
+            offset=offset,
+            zip64_from=self._zip64_from,
+            alignment=_DENSE_ALIGNMENT if small else ALIGNMENT,
+        )
         payload = offset + len(archive.prefix)
         self._frames += [(offset, archive.prefix), (payload + payload_bytes, archive.suffix)]
         return Slot(

@@ -81,6 +81,7 @@ class Part:
     Attributes:
         specs: index, dtype and shape of the shards, in the order of `shards`.
         value_indices: the entries of `values`.
+        dense: whether small shards are written close together.
     """
 
     def __init__(self) -> None:
@@ -93,6 +94,7 @@ class Part:
         self._value_items: list[_Item] = []
         self._replicas: dict[int, list[_Replica]] = {}
         self._serialised: dict[MetadataIndex, tuple[str, bytes]] = {}
+        self.dense = False
         self.specs: list[ShardSpec] = []
         self.value_indices: list[MetadataIndex] = []
 

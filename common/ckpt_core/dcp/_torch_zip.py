@@ -108,6 +108,7 @@ def build_archive(
     *,
     offset: int,
     zip64_from: int = ZIP32_LIMIT,
+    alignment: int = ALIGNMENT,
 ) -> Archive:
     """Lay out the archive that starts at `offset` of its file.
 
@@ -117,6 +118,7 @@ def build_archive(
         payload_crc: CRC-32 of the raw tensor bytes.
         offset: of the archive in the file; decides the padding before the payload.
         zip64_from: the smallest size or offset that uses 64-bit fields.
+        alignment: of the payload in the file.
     """
     records = [
         (f"{_ROOT}/data.pkl", data_pickle),
@@ -132,7 +134,7 @@ def build_archive(
         directory += record.central_header()
     payload = _ZipRecord(_PAYLOAD, payload_bytes, payload_crc, len(body), zip64_from)
     unpadded = offset + len(body) + len(payload.local_header()) + 4
-    body += payload.local_header(padding=-unpadded % ALIGNMENT)
+    body += payload.local_header(padding=-unpadded % alignment)
     crc_in_suffix = len(directory) + _CRC_IN_CENTRAL_HEADER
     directory += payload.central_header()
     end = _end_records(len(records) + 1, len(directory), len(body) + payload_bytes, zip64_from)

@@ -100,7 +100,12 @@ class Selection:
                 for part, of_part in saved.sharded.items()
             },
             per_rank={name: value for name, value in saved.per_rank.items() if name in self.items},
-            shared={name: value for name, value in saved.shared.items() if name in self.items},
+            # What the state notes of an item is called `<item>.…`.
+            shared={
+                name: value
+                for name, value in saved.shared.items()
+                if name in self.items or name.partition(".")[0] in self.items
+            },
         )
 
     def of_metadata(self, metadata: Mapping[str, Metadata], place: str) -> Mapping[str, Narrowed]:

@@ -186,7 +186,7 @@ class Stager:
 
     def _laid_out(self, parts: Mapping[str, Part], generation: int) -> _Layouts:
         if generation != self._generation:
-            self._layouts = {name: ImageLayout(part.specs) for name, part in parts.items()}
+            self._layouts = {name: ImageLayout(part.specs, dense=part.dense) for name, part in parts.items()}
             self._generation = generation
         return self._layouts
 

@@ -43,9 +43,10 @@ from ckpt_core.state._source import (
     takes_all,
 )
 from ckpt_core.state._template import optimizer_target
-from ckpt_core.state._tensors import empty_like, template
+from ckpt_core.state._tensors import empty_like, shard_like, template
 from ckpt_core.state._train_state import TrainState
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
+from ckpt_core.state.contents import Contents, begin, contents_problem, saved_part, saves_base, supplied
 from ckpt_core.state.gradients import Gradients
 from ckpt_core.state.overriding import Override
 
@@ -54,6 +55,7 @@ __all__ = [
     "AdjustableSource",
     "BufferKey",
     "CarefulSource",
+    "Contents",
     "Counters",
     "DictState",
     "EncodedItems",
@@ -67,8 +69,10 @@ __all__ = [
     "as_captured",
     "as_module",
     "as_source",
+    "begin",
     "check_groups",
     "checked_override",
+    "contents_problem",
     "decode",
     "decode_buffers",
     "decode_items",
@@ -96,7 +100,11 @@ __all__ = [
     "put_buffers",
     "rng_seed",
     "rng_state",
+    "saved_part",
+    "saves_base",
+    "shard_like",
     "stable_tensors",
+    "supplied",
     "takes_all",
     "template",
     "under",

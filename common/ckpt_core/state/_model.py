@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -98,7 +98,9 @@ def local_buffers(
     }
 
 
-def model_target(model: nn.Module, saved: SavedEntries, of: SavedState | None = None) -> dict[str, Any]:
+def model_target(
+    model: nn.Module, saved: SavedEntries, of: SavedState | None = None, *, base: Collection[str] = ()
+) -> dict[str, Any]:
     """Build the load target: the selected live tensors, and None for plain values.
 
     Missing names, and names on other ranks, are checked where all ranks are known.
@@ -107,8 +109,10 @@ def model_target(model: nn.Module, saved: SavedEntries, of: SavedState | None = 
         model: the live model.
         saved: the model's entries in the checkpoint, by name.
         of: the checkpoint, with the selection of what to load; None for everything.
+        base: names that the checkpoint may lack, because the model has their values.
     """
-    live = model_state(model)
+    lacking = set(base) - {path[0] for path in saved}
+    live = {name: value for name, value in model_state(model).items() if name not in lacking}
     if of is not None:
         live = {name: value for name, value in live.items() if of.wants(("model", name))}
     target = placeholders({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
@@ -123,27 +127,32 @@ def _only(saved: SavedEntries, name: str | int) -> SavedEntries:
     return {path: entry for path, entry in saved.items() if path[0] == name}
 
 
-def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+def load_model_state(
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, base: Collection[str] = ()
+) -> None:
     """Put loaded values back; tensors that were loaded in place are not copied again.
 
     Args:
         model: the live model.
         state: values by name.
         strict: whether every name of the model must be there.
+        base: names that may be absent; their values stay.
 
     Raises:
         IncompatibleCheckpointError: names or shapes differ from the model's.
     """
     try:
         if is_fsdp1(model):
-            set_model_state_dict(model, dict(state), options=StateDictOptions(strict=strict))
+            live = model_state(model) if base else {}
+            whole = {**{name: live[name] for name in base if name in live}, **state}
+            set_model_state_dict(model, whole, options=StateDictOptions(strict=strict))
         else:
-            _put_back(model, state, strict=strict)
+            _put_back(model, state, strict=strict, base=base)
     except RuntimeError as error:
         raise IncompatibleCheckpointError(f"the loaded state does not fit the model: {error}") from error
 
 
-def _put_back(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+def _put_back(model: nn.Module, state: Mapping[str, Any], *, strict: bool, base: Collection[str]) -> None:
     """Restore what `model_state` captured, under the same names."""
     prefixes, remaining = Prefixes(model), dict(state)
     values: dict[str, Any] = {}
@@ -158,5 +167,6 @@ def _put_back(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> No
         return  # a method of the model's own, which raises its own errors
     # Torch reports a loaded key as unexpected if the parameter's own name has a dot.
     unexpected = [key for key in found.unexpected_keys if key not in values]
-    if unexpected or found.missing_keys:
-        raise RuntimeError(f"missing: {found.missing_keys}; unexpected: {unexpected}")
+    missing = [key for key in found.missing_keys if not base or prefixes.name(key) not in base]
+    if unexpected or missing:
+        raise RuntimeError(f"missing: {missing}; unexpected: {unexpected}")

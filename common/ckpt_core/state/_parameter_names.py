@@ -56,6 +56,18 @@ class Prefixes:
                 yield self._canonical[raw] + leaf, parameter
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model without wrappers around the whole of it."""
+    while True:
+        children = dict(model.named_children())
+        inner = next((children[name] for name in _WRAPPERS if name in children), None)
+        if inner is None and isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterNames:

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import ShardedTensor, TensorShard, sharded_tensor
+from ckpt_core._torch_internals import ShardedTensor, TensorShard, chunks_of, sharded_tensor
 from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.state._nested import leaves, put
 from ckpt_core.types import SavedEntries, SavedTensor
@@ -57,6 +57,20 @@ def empty_like(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(reference, ShardedTensor):
         return _empty_sharded(reference, dtype)
     return torch.empty_like(reference, dtype=dtype, requires_grad=False).detach()
+
+
+def shard_like(whole: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a whole tensor, of the kind and placement of `live`."""
+    if not is_sharded(live):
+        return whole
+    made = empty_like(live, whole.dtype)
+    locals_ = (
+        [made.to_local()] if isinstance(made, DTensor) else [each.tensor for each in made.local_shards()]
+    )
+    for local, chunk in zip(locals_, chunks_of(made), strict=False):
+        part = whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+        local.copy_(part)
+    return made
 
 
 def _empty_sharded(reference: ShardedTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -41,6 +41,7 @@ from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template
+from ckpt_core.state.contents import Contents, begin, saved_part, supplied
 from ckpt_core.state.gradients import Gradients
 from ckpt_core.state.overriding import Override
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
@@ -81,6 +82,8 @@ class TrainState:
         gradients: whether the parameters' gradients are part of the state, for saves within an accumulation
             window. A capture compares them between ranks.
         rng: whether the random number generators are part of the state.
+        contents: "all" of the model, or "trainable": what is not frozen, and for the rest its name and
+            checksums, with which a load compares the live model. By default "trainable" for PEFT models.
         items: any other objects with `state_dict` and `load_state_dict`; `Counters` for plain values.
 
     Raises:
@@ -99,9 +102,11 @@ class TrainState:
         dataloader: Several[Any] = None,
         gradients: bool = False,
         rng: bool = True,
+        contents: Contents | None = None,
         **items: Any,
     ) -> None:
-        self._model = as_module(model)
+        self._model, self._contents = as_module(model), contents
+        self._base: frozenset[str] = frozenset()
         self._optimizers = dict(_named("optimizer", optimizer))
         self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
         loaders = dict(_named("dataloader", dataloader))
@@ -117,6 +122,7 @@ class TrainState:
             raise ConfigError(f"no item can be called {', '.join(refused)}: the state uses the name itself")
         for name, each in (self._shared | items).items():
             check_stateful(name, each)
+        begin(self._model, contents)
 
     @property
     def model(self) -> nn.Module:
@@ -164,12 +170,16 @@ class TrainState:
         # First, because it is collective: a rank that fails later keeps no other one waiting.
         gradients = self._gradients.capture() if self._with_gradients else None
         names = ParameterNames.of(self._model)
-        tree: dict[str, Any] = {"model": model_state(self._model)} if self._with_model else {}
+        tree: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
+        if self._with_model:
+            tree["model"], shared = saved_part(
+                self._model, model_state(self._model), self._contents, place="model"
+            )
         for name, optimizer in self._optimizers.items():
             put(tree, _path(name), optimizer_state(self._model, optimizer, names=names))
-        shared: dict[str, Any] = {
-            name: function_free(each.state_dict()) for name, each in self._shared.items()
-        }
+        bases = list(shared)
+        shared |= {name: function_free(each.state_dict()) for name, each in self._shared.items()}
         for name, item in self._items.items():
             state = item.state_dict()
             check_placed(name, item, state)
@@ -190,7 +200,7 @@ class TrainState:
             sharded={_PART: tree},
             per_rank=per_rank,
             shared=shared,
-            alike=[name for name in (*self._shared, *self._items) if name in shared],
+            alike=[name for name in (*self._shared, *self._items, *bases) if name in shared],
             groups=[(_PART, (*_path(name), "param_groups")) for name in self._optimizers],
             local=local_buffers(self._model, tree["model"], names=names) if self._with_model else {},
             stable=stable_tensors(self._model, self.optimizers),
@@ -200,6 +210,7 @@ class TrainState:
                 for name, each in self._dataloaders.items()
                 if (position := each.in_samples(per_rank[name])) is not None
             },
+            dense=bool(bases),
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
@@ -213,7 +224,8 @@ class TrainState:
             self._check_present(entries, saved)
         tree: dict[str, Any] = {}
         if self._with_model:
-            tree["model"] = model_target(self._model, under(entries, "model"), saved)
+            self._base = supplied(self._model, saved, self._contents, place="model")
+            tree["model"] = model_target(self._model, under(entries, "model"), saved, base=self._base)
         for name, optimizer in self._optimizers.items():
             put(tree, _path(name), optimizer_target(self._model, optimizer, under(entries, *_path(name))))
         for name, item in self._items.items():
@@ -274,7 +286,7 @@ class TrainState:
         for name, optimizer in self._loaded_optimizers(tree, saved):
             load_optimizer_state(self._model, optimizer, get(tree, _path(name)), fit=fit_of(saved))
         if self._with_model:
-            load_model_state(self._model, tree["model"], strict=not saved.include)
+            load_model_state(self._model, tree["model"], strict=not saved.include, base=self._base)
         inside: list[tuple[tuple[str, ...], str, Any]] = [
             (("items", name), name, item) for name, item in self._items.items()
         ]
