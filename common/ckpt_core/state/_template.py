@@ -145,6 +145,8 @@ class _Template:
             return live
         if role.rest[-1] == "step" and not saved.shape:
             return torch.empty((), dtype=dtype, device=self._step_device(name))
+        if saved.wrapped:
+            return self._like_probe(name, role.rest, saved)
         if saved.shape == shape_of(reference):
             return empty_like(reference, dtype)
         if isinstance(reference, DTensor):
@@ -169,6 +171,8 @@ class _Template:
         if name not in self.probes:
             self.probes[name] = dict(leaves(probe(self.optimizer, self.groups[name], reference)))
         found = self.probes[name].get(rest)
+        if matches(found, saved) and saved.wrapped:
+            return found  # of a kind that only the optimizer can make
         dtype = dtype_named(saved.dtype)
         if isinstance(found, torch.Tensor) and shape_of(found) == saved.shape:
             return empty_like(found, dtype)
