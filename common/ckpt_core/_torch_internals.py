@@ -57,9 +57,9 @@ def is_wrapped(value: object) -> bool:
     )
 
 
-def local_part(tensor: DTensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor itself; `to_local` returns a view of it."""
-    return tensor._local_tensor
+def own_part(value: Any) -> Any:
+    """Return this rank's part of a DTensor itself, of which `to_local` returns a view."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def inner_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -181,9 +181,9 @@ __all__ = [
     "kept_iterator",
     "layout_named",
     "let_draw_from",
-    "local_part",
     "metadata_path",
     "new_dtypes",
+    "own_part",
     "rebuild_tensor",
     "rebuild_tensor_of_new_dtype",
     "set_element",

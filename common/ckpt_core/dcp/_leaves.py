@@ -18,8 +18,8 @@ from ckpt_core._torch_internals import (
     ShardedTensor,
     inner_tensors,
     is_wrapped,
-    local_part,
     new_dtypes,
+    own_part,
     storage_types_by_dtype,
 )
 from ckpt_core.dcp.wrapped import problem_of
@@ -230,17 +230,16 @@ def _kind(value: object) -> tuple[object, ...]:
         shards = [(tuple(s.metadata.shard_offsets), tuple(s.tensor.shape)) for s in value.local_shards()]
         return "sharded", value.dtype, tuple(value.size()), tuple(shards)
     if isinstance(value, DTensor):
-        local = local_part(value)
-        form = _form(local) if type(local) not in PLAIN and is_wrapped(local) else ()
-        return "placed", value.dtype, value.shape, value.placements, value.device_mesh, *form
+        placed = value.dtype, value.shape, value.placements, value.device_mesh
+        return "placed", *placed, *_form(own_part(value))
     if hasattr(value, "__get_tensor_shard__"):
         return "foreign", object()  # never equal: it chooses its shards itself, at every save
-    if type(value) not in PLAIN and is_wrapped(value):
-        return "wrapped", value.dtype, value.shape, *_form(value)
-    return "plain", value.dtype, value.shape, value.layout
+    return "plain", value.dtype, value.shape, value.layout, *_form(value)
 
 
 def _form(wrapped: Any) -> tuple[object, ...]:
-    """Return what the record of a wrapped tensor depends on, beside its size."""
+    """Return what the record of a wrapped tensor depends on; nothing of others."""
+    if type(wrapped) in PLAIN or not is_wrapped(wrapped):
+        return ()
     inner = [(name, each.dtype, each.shape) for name, each in inner_tensors(wrapped)]
     return type(wrapped), repr(wrapped.__tensor_flatten__()[1]), tuple(inner)

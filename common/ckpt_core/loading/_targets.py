@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from ckpt_core._torch_internals import is_wrapped
+from ckpt_core._torch_internals import is_wrapped, own_part
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
@@ -27,7 +27,7 @@ from ckpt_core.dcp import (
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading._checkpoint import CheckpointPart
 from ckpt_core.loading._selection import Selection
-from ckpt_core.loading._wrapped import WrappedLoad, own_part
+from ckpt_core.loading._wrapped import WrappedLoad
 from ckpt_core.loading.sharing import Boxes, Layouts, StoredTensor
 from ckpt_core.reading import Payload
 from ckpt_core.types import StateDict

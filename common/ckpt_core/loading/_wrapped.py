@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import local_part
 from ckpt_core.dcp import Piece, WrapMismatchError, fillings
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.types import SavedEntries, SavedState
@@ -19,11 +17,6 @@ Unlike: TypeAlias = Mapping[tuple[str | int, ...], bool]
 """Path of an entry -> whether it is wrapped in the checkpoint, where the live one is not alike."""
 
 _SHOWN = 5
-
-
-def own_part(value: Any) -> Any:
-    """Return this rank's part of an entry."""
-    return local_part(value) if isinstance(value, DTensor) else value
 
 
 @final
@@ -101,20 +94,21 @@ def refuse_unlike(unlike: Mapping[str, Unlike], place: str) -> None:
     found = {".".join(map(str, path)): kind for of_part in unlike.values() for path, kind in of_part.items()}
     if not found:
         return
+    saved = [name for name, wrapped in found.items() if wrapped]
+    live = [name for name, wrapped in found.items() if not wrapped]
+    listed = [*_listed(saved, "in the checkpoint", "here"), *_listed(live, "here", "in the checkpoint")]
     raise IncompatibleCheckpointError(
-        f"{place} does not fit the training state, and nothing was loaded: "
-        f"{_listed([name for name, wrapped in found.items() if wrapped], 'wrapped in the checkpoint', 'here')}"
-        f"{_listed([name for name, wrapped in found.items() if not wrapped], 'wrapped here', 'there')}"
-        "quantise the model as it was when it was saved, before the load. An optimizer decides by the size of "
-        "this rank's shard what it keeps quantised: load on as many ranks as saved",
+        f"{place} does not fit the training state, and nothing was loaded: {'; '.join(listed)}. Quantise the "
+        "model before the load as it was when it was saved. What an optimizer keeps quantised depends on the "
+        "size of each rank's shard: load on as many ranks as saved",
         mismatched=sorted(found),
     )
 
 
-def _listed(names: Sequence[str], what: str, other: str) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (
-        f"{', '.join(names[:_SHOWN])}{more}: {what} (made of other tensors), at least in part plain {other}; "
-    )
+def _listed(names: Sequence[str], place: str, other: str) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield (
+            f"{', '.join(names[:_SHOWN])}{more}: made of other tensors (quantised, for example) {place}, and "
+            f"at least in part plain {other}"
+        )

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_core._torch_internals import PLAIN, copy_all, inner_tensors, local_part
+from ckpt_core._torch_internals import PLAIN, copy_all, inner_tensors, own_part
 from ckpt_core.dcp import Image, ImageLayout, Part
 from ckpt_core.errors import ConfigError
 from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
@@ -242,7 +241,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _addresses(tensor: Any) -> list[int]:
-    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+    local = own_part(tensor)
     inner = [local] if type(local) in PLAIN else [each for _, each in inner_tensors(local)]
     return list(map(_address, inner))
 

@@ -60,8 +60,8 @@ def fillings(live: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[torch.Te
             place, copy = _placed(name, view, owners[name], sources[name])
             if place in found and not _same_bytes(found[place][1], copy[1]):
                 raise WrapMismatchError(
-                    f"its stored pieces have different {name}, which cannot be joined: load on the ranks that "
-                    "saved it"
+                    f"its stored pieces have different {name}, which cannot be joined: load on as many ranks "
+                    "as saved"
                 )
             found[place] = copy
     _check_cover(owners, found)
@@ -75,7 +75,9 @@ def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[in
                 tensor = tensor.narrow(dim, offset, length)
     except Exception as error:  # the library's own code, which raises anything
         raise WrapMismatchError(
-            f"a {type(tensor).__qualname__} cannot be cut at {list(offsets)} to {list(lengths)}: {error!s:.300}"
+            f"a {type(tensor).__qualname__} of shape {tuple(tensor.shape)} cannot be cut at {tuple(offsets)}, "
+            f"{tuple(lengths)}: {error!s:.300}. Load on ranks that divide it otherwise, such as those that "
+            "saved"
         ) from error
     return tensor
 
