@@ -6,7 +6,7 @@ When a new torch moves one, this module is where to mend it, and `tests/test_pri
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as chunks_of
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.storage import _dtype_to_storage_type_map as storage_types_by_dtype
 from torch.storage import _new_dtypes as new_dtypes
 from torch.storage import _storage_type_to_dtype_map as dtypes_by_storage_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
@@ -39,6 +41,35 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_bl
 def version_of(tensor: torch.Tensor) -> int:
     """Return the counter of in-place changes; -1 for an inference tensor, without one."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of tensors that are one shard, with elements of their own."""
+
+
+def is_wrapped(value: object) -> bool:
+    """Return whether a tensor is made of others, by torch's `__tensor_flatten__`.
+
+    Quantised weights and optimizer states are. Spread over ranks they are the local part of a DTensor.
+    """
+    return (
+        type(value) not in PLAIN and not isinstance(value, DTensor) and is_traceable_wrapper_subclass(value)
+    )
+
+
+def own_part(value: Any) -> Any:
+    """Return this rank's part of a DTensor itself, of which `to_local` returns a view."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def inner_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of the plain tensors that a tensor is made of; itself if plain."""
+    if not is_wrapped(tensor):
+        yield name, tensor
+        return
+    wrapped: Any = tensor
+    for each in wrapped.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(tensor, each), f"{name}.{each}" if name else each)
 
 
 def layout_named(name: str) -> torch.layout:
@@ -129,6 +160,7 @@ def count_as_given(iterator: Any, batches: int) -> None:
 __all__ = [
     "BEGINS_AGAIN",
     "MAKES_ITERATOR",
+    "PLAIN",
     "LoaderIterator",
     "PrefixStore",
     "ShardedTensor",
@@ -144,11 +176,14 @@ __all__ = [
     "dtypes_by_storage_type",
     "holds_unreduced_gradients",
     "index_sampler_of",
+    "inner_tensors",
+    "is_wrapped",
     "kept_iterator",
     "layout_named",
     "let_draw_from",
     "metadata_path",
     "new_dtypes",
+    "own_part",
     "rebuild_tensor",
     "rebuild_tensor_of_new_dtype",
     "set_element",

@@ -220,10 +220,14 @@ class CapturedState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """A saved tensor: global shape and dtype (torch's name, e.g. `bfloat16`)."""
+    """A saved tensor: global shape and dtype (torch's name, e.g. `bfloat16`).
+
+    `wrapped` says whether it is made of others; None if that is not known.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    wrapped: bool | None = None
 
 
 SavedEntries: TypeAlias = Mapping[tuple[str | int, ...], "SavedTensor | None"]

@@ -20,6 +20,7 @@ from ckpt_core.dcp._reader import (
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter, encode_metadata, places_in
+from ckpt_core.dcp.wrapped import Piece, WrapMismatchError, fillings
 from ckpt_core.formats.consistency import check_metadata
 
 __all__ = [
@@ -34,12 +35,14 @@ __all__ = [
     "Meshes",
     "Pace",
     "Part",
+    "Piece",
     "Replicas",
     "SafeLoadPlanner",
     "ShardSpec",
     "ShardWriter",
     "TensorRead",
     "TensorTarget",
+    "WrapMismatchError",
     "WriteTask",
     "check_metadata",
     "check_stock",
@@ -47,6 +50,7 @@ __all__ = [
     "decide",
     "encode_metadata",
     "entries",
+    "fillings",
     "held_by_this_rank",
     "is_expanded",
     "kept_name",

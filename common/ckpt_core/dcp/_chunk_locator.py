@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, TypeAlias, final
 
@@ -14,7 +14,14 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt_core._torch_internals import StorageInfo
-from ckpt_core.dcp._torch_zip import NotPlainError, TensorForm, read_form, read_record, tensor_pickle
+from ckpt_core.dcp._torch_zip import (
+    NotPlainError,
+    TensorForm,
+    WrappedError,
+    read_form,
+    read_record,
+    tensor_pickle,
+)
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
 from ckpt_core.formats.zips import (
@@ -105,8 +112,9 @@ class ChunkLocation:
         dtype: of the chunk; None for a byte entry.
         shape: of the chunk; None for a byte entry.
         payload: the chunk's raw bytes, of a byte entry the whole zip. None if the chunk's elements are not
-            contiguous: then read the whole zip and pass it to `load_chunk`.
+            contiguous, or it is wrapped: then read the whole zip and pass it to `load_chunk`.
         reason: why there is no payload.
+        wrapped: whether the chunk is a tensor made of others.
     """
 
     path: str
@@ -117,6 +125,7 @@ class ChunkLocation:
     shape: tuple[int, ...] | None = None
     payload: Payload | None = None
     reason: str = ""
+    wrapped: bool = False
 
 
 _Entry: TypeAlias = tuple[MetadataIndex, StorageInfo]
@@ -221,6 +230,10 @@ class ChunkLocator:
             if problem:
                 raise self._corrupt(path, index.fqn, f"{problem} (as {table_name} has it)")
             columns = chunks.columns
+            if form is not None and columns.dtype[row] is None:
+                place = ChunkLocation(path=path, key=index.fqn, offset=info.offset, size_bytes=info.length)
+                found[index] = replace(_filled(place, form, None), wrapped=True)
+                continue
             payload_at, payload_bytes = columns.payload_offset[row], columns.payload_bytes[row]
             found[index] = ChunkLocation(
                 path=path,
@@ -278,7 +291,8 @@ class ChunkLocator:
                 payload = _payload(place, *form, spans.within(info.offset, info.length))
                 found[index] = _filled(place, form, payload)
             except NotPlainError as error:
-                found[index] = _filled(place, form, None, str(error))
+                filled = _filled(place, form, None, str(error))
+                found[index] = replace(filled, wrapped=isinstance(error, WrappedError))
             except ZipError as error:
                 raise self._corrupt(path, index.fqn, f"not a whole torch zip: {error}") from error
             except _ContradictionError as error:
@@ -300,7 +314,11 @@ def _contradiction(
             f"{columns.size_bytes[row]} at {columns.offset[row]}"
         )
     said = columns.dtype[row], columns.payload_bytes[row]
-    expected = (None, None) if form is None else (_text(form[0]), prod(form[1]) * form[0].itemsize)
+    expected = (
+        (None, None)
+        if form is None or said == (None, None)
+        else (_text(form[0]), prod(form[1]) * form[0].itemsize)
+    )
     if said != expected:
         return f".metadata says {expected[1]} bytes of {expected[0]}, the table {said[1]} of {said[0]!s:.40}"
     return ""

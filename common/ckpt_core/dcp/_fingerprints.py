@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import torch
 
+from ckpt_core._torch_internals import inner_tensors, is_wrapped
 from ckpt_core.formats.checksums import crc32
 
 SAMPLE_ELEMENTS: Final = 1024
@@ -48,7 +49,7 @@ class Fingerprints:
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 devices.append(value.device.type)
                 self._numbers.append(0)
-                pending.setdefault(value.device, []).append((at, _of_device(value)))
+                pending.setdefault(value.device, []).append((at, _of_all(value)))
                 continue
             devices.append("cpu")
             self._numbers.append(_of_host(value))
@@ -86,9 +87,15 @@ class Fingerprints:
 
 
 def sample(value: Any, turn: int) -> Any:
-    """Select a few of a tensor's elements by its shape, different ones at every turn."""
+    """Select a few of a tensor's elements by its shape, different ones at every turn.
+
+    Of a wrapped tensor, one of the tensors that it is made of.
+    """
     if not isinstance(value, torch.Tensor):
         return value
+    if is_wrapped(value):
+        inner = [each for _, each in inner_tensors(value)]
+        return sample(inner[turn % len(inner)], turn // len(inner))
     part = value.detach()
     while part.numel() > SAMPLE_ELEMENTS:
         rows = part.shape[0]
@@ -103,12 +110,19 @@ def sample(value: Any, turn: int) -> Any:
 def _of_host(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return crc32(repr(value).encode()) if _is_plain(value) else 0
-    plain = _plain_bytes(value)
+    running = 0
+    for _, inner in inner_tensors(value):
+        running = _of_plain(inner, running)
+    return running
+
+
+def _of_plain(tensor: torch.Tensor, running: int) -> int:
+    plain = _plain_bytes(tensor)
     size = plain.numel() * plain.element_size()
     if not size or not plain.data_ptr():  # freed memory is reported by the copy
-        return 0
+        return running
     # A numpy view costs ten times as much, which matters for many small tensors.
-    return crc32(memoryview((ctypes.c_char * size).from_address(plain.data_ptr())))
+    return crc32(memoryview((ctypes.c_char * size).from_address(plain.data_ptr())), running)
 
 
 def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,6 +137,13 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
+
+
+def _of_all(tensor: torch.Tensor) -> torch.Tensor:
+    total, *others = [_of_device(inner) for _, inner in inner_tensors(tensor)]
+    for other in others:
+        total = total * _FACTOR + other
+    return total
 
 
 def _of_device(tensor: torch.Tensor) -> torch.Tensor:

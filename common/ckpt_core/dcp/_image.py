@@ -8,9 +8,10 @@ passes the image to storage in large aligned pieces.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -18,7 +19,9 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from ckpt_core._torch_internals import inner_tensors, is_wrapped
 from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, build_archive, tensor_pickle
+from ckpt_core.dcp.wrapped import wrapped_pickle
 from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkColumns, TableEntry
 from ckpt_core.storage import ALIGNMENT
@@ -29,13 +32,15 @@ _DENSE_ALIGNMENT: Final = 64
 """That of torch's own zips."""
 
 ShardSpec = tuple[MetadataIndex, torch.dtype, tuple[int, ...]]
+"""Index, dtype and shape of a shard, or of one of the tensors that a wrapped shard is made of."""
+
 Spans: TypeAlias = npt.NDArray[np.int64]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The offsets of one shard in the file: archive, payload, and two CRC-32 fields."""
+    """The offsets of one payload in the file: its range with frames, and CRC-32 fields."""
 
     index: MetadataIndex
     dtype: torch.dtype
@@ -52,49 +57,72 @@ class ImageLayout:
     """The slots of all shards of one data file, and the bytes around them.
 
     Args:
-        specs: the shards, in the order of the file.
+        specs: the payloads, in the order of the file.
+        records: `wrapped_pickle` of the shards that are wrapped; their payloads follow one another.
         zip64_from: the smallest payload size that uses the 64-bit fields of zip.
         dense: whether small payloads begin right behind one another, and not each on a page.
+
+    Attributes:
+        slots: of all payloads.
+        firsts: the first slot of every shard.
     """
 
     def __init__(
-        self, specs: Sequence[ShardSpec], *, zip64_from: int = ZIP32_LIMIT, dense: bool = False
+        self,
+        specs: Sequence[ShardSpec],
+        records: Mapping[MetadataIndex, bytes] = MappingProxyType({}),
+        *,
+        zip64_from: int = ZIP32_LIMIT,
+        dense: bool = False,
     ) -> None:
         self._zip64_from, self._dense = zip64_from, dense
         self._frames: list[tuple[int, bytes]] = []
         slots: list[Slot] = []
-        offset = 0
-        for index, dtype, shape in specs:
-            slot = self._place(index, dtype, shape, offset)
-            slots.append(slot)
-            offset = slot.end
+        self.firsts: list[int] = []
+        self.size_bytes = place = 0
+        while place < len(specs):
+            index, dtype, shape = specs[place]
+            record = records.get(index)
+            end = place + 1
+            while record is not None and end < len(specs) and specs[end][0] == index:
+                end += 1
+            self.firsts.append(place)
+            slots += self._place(specs[place:end], record or tensor_pickle(dtype, shape))
+            place = end
         self.slots = tuple(slots)
-        self.size_bytes = offset
+        self._wrapped = frozenset(records)
 
-    def _place(self, index: MetadataIndex, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Slot:
-        payload_bytes = torch.Size(shape).numel() * dtype.itemsize
-        record = tensor_pickle(dtype, shape)
-        small = self._dense and payload_bytes < BLOCK_BYTES
+    def _place(self, specs: Sequence[ShardSpec], record: bytes) -> Iterator[Slot]:
+        """Append the archive of one shard; yield the slots of its payloads."""
+        start = self.size_bytes
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs]
+        small = self._dense and max(sizes) < BLOCK_BYTES
         archive = build_archive(
             record,
-            payload_bytes,
-            0,
-            offset=offset,
+            [(size, 0) for size in sizes],
+            offset=start,
             zip64_from=self._zip64_from,
             alignment=_DENSE_ALIGNMENT if small else ALIGNMENT,
         )
-        payload = offset + len(archive.prefix)
-        self._frames += [(offset, archive.prefix), (payload + payload_bytes, archive.suffix)]
-        return Slot(
-            index=index,
-            dtype=dtype,
-            shape=shape,
-            start=offset,
-            payload=payload,
-            payload_bytes=payload_bytes,
-            end=payload + payload_bytes + len(archive.suffix),
-            crc_fields=(offset + archive.crc_in_prefix, payload + payload_bytes + archive.crc_in_suffix),
-        )
+        self.size_bytes = start + archive.size_bytes
+        at = start
+        for place, ((index, dtype, shape), size) in enumerate(zip(specs, sizes, strict=True)):
+            frame = archive.frames[place]
+            self._frames.append((at, frame))
+            payload = at + len(frame)
+            last = place + 1 == len(specs)
+            yield Slot(
+                index=index,
+                dtype=dtype,
+                shape=shape,
+                start=at,
+                payload=payload,
+                payload_bytes=size,
+                end=self.size_bytes if last else payload + size,
+                crc_fields=(start + archive.crc_fields[place][0], start + archive.crc_fields[place][1]),
+            )
+            at = payload + size
+        self._frames.append((at, archive.frames[-1]))
 
     def frame(self, memory: memoryview) -> None:
         """Write the bytes around the payloads into `memory`, without the CRC-32 fields."""
@@ -103,8 +131,9 @@ class ImageLayout:
 
     @cached_property
     def spans(self) -> Spans:
-        """Start and end in the file of every slot's archive, int64 [slots, 2]."""
-        return np.array([(slot.start, slot.end) for slot in self.slots], dtype=np.int64).reshape(-1, 2)
+        """Start and end in the file of every shard's archive, int64 [shards, 2]."""
+        starts = np.array([self.slots[first].start for first in self.firsts], dtype=np.int64)
+        return np.stack([starts, np.append(starts, self.size_bytes)[1:]], axis=1)
 
     @cached_property
     def crc_places(self) -> Spans:
@@ -120,7 +149,11 @@ class ImageLayout:
     @cached_property
     def large(self) -> list[int]:
         """The slots whose payload has a checksum for every block, in order."""
-        return [place for place, slot in enumerate(self.slots) if slot.payload_bytes > BLOCK_BYTES]
+        return [
+            place
+            for place, slot in enumerate(self.slots)
+            if slot.payload_bytes > BLOCK_BYTES and slot.index not in self._wrapped
+        ]
 
     @cached_property
     def batches(self) -> list[tuple[int, int, int]]:
@@ -132,17 +165,25 @@ class ImageLayout:
 
     @cached_property
     def columns(self) -> bytes:
-        """The slots as columns of a chunk table."""
-        offsets = [slot.index.offset for slot in self.slots]
+        """The shards as columns of a chunk table; a wrapped one has several payloads."""
+        slots = [self.slots[first] for first in self.firsts]
+        plain = [slot.index not in self._wrapped for slot in slots]
+        pairs = list(zip(slots, plain, strict=True))
+        offsets = [slot.index.offset for slot in slots]
         return ChunkColumns(
-            key=[slot.index.fqn for slot in self.slots],
+            key=[slot.index.fqn for slot in slots],
             shard_offsets=[None if offset is None else list(offset) for offset in offsets],
-            offset=[slot.start for slot in self.slots],
-            size_bytes=[slot.end - slot.start for slot in self.slots],
-            payload_offset=[slot.payload for slot in self.slots],
-            payload_bytes=[slot.payload_bytes for slot in self.slots],
-            dtype=[str(slot.dtype).removeprefix("torch.") for slot in self.slots],
+            offset=[start for start, _ in self.spans.tolist()],
+            size_bytes=[end - start for start, end in self.spans.tolist()],
+            payload_offset=[slot.payload if one else None for slot, one in pairs],
+            payload_bytes=[slot.payload_bytes if one else None for slot, one in pairs],
+            dtype=[str(slot.dtype).removeprefix("torch.") if one else None for slot, one in pairs],
         ).encode()
+
+    @cached_property
+    def wrapped(self) -> list[int]:
+        """The positions of the wrapped shards among all shards."""
+        return [place for place, first in enumerate(self.firsts) if self.slots[first].index in self._wrapped]
 
 
 @final
@@ -170,10 +211,11 @@ class Image:
         self._sums = _Sums()
 
     def copy(self, shards: Mapping[MetadataIndex, torch.Tensor]) -> None:
-        """Copy shards into their slots."""
+        """Copy shards, in the order of the layout, into their slots."""
+        sources = [inner for shard in shards.values() for _, inner in inner_tensors(shard)]
         with torch.no_grad():
-            for slot, target in zip(self.layout.slots, self.targets, strict=True):
-                target.copy_(shards[slot.index])
+            for source, target in zip(sources, self.targets, strict=True):
+                target.copy_(source)
 
     def pieces(self, wait_for: Callable[[int], None] | None = None) -> Generator[memoryview]:
         """Fill in the checksums and yield the file in pieces; a yielded piece is final.
@@ -226,11 +268,22 @@ class Image:
         return TableEntry(
             path=path,
             size_bytes=self.layout.size_bytes,
-            num_chunks=len(self.layout.slots),
+            num_chunks=len(self.layout.firsts),
             columns=self.layout.columns,
-            crcs=np.array(self._sums.chunks, dtype="<u4").tobytes(),
+            crcs=self._table_crcs().tobytes(),
             block_crcs=np.array(self._sums.blocks, dtype="<u4").tobytes(),
         )
+
+    def _table_crcs(self) -> npt.NDArray[np.uint32]:
+        """CRC-32 of the payload of every shard, of a wrapped one of the whole archive."""
+        crcs = np.array(self._sums.chunks, dtype="<u4")
+        if not self.layout.wrapped:
+            return crcs
+        crcs = crcs[self.layout.firsts]
+        for place in self.layout.wrapped:
+            start, end = self.layout.spans[place].tolist()
+            crcs[place] = crc32(self._bytes[start:end])
+        return crcs
 
 
 @final
@@ -256,3 +309,10 @@ class _Sums:
 def spec_of(index: MetadataIndex, shard: torch.Tensor) -> ShardSpec:
     """Return index, dtype and shape of a shard."""
     return index, shard.dtype, tuple(shard.shape)
+
+
+def specs_of(index: MetadataIndex, shard: torch.Tensor) -> tuple[list[ShardSpec], bytes | None]:
+    """Return the payloads of a shard, and the record of it if it is wrapped."""
+    if not is_wrapped(shard):
+        return [spec_of(index, shard)], None
+    return [spec_of(index, inner) for _, inner in inner_tensors(shard)], wrapped_pickle(shard)

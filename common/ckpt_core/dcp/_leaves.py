@@ -13,7 +13,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ckpt_core._torch_internals import ShardedTensor, new_dtypes, storage_types_by_dtype
+from ckpt_core._torch_internals import (
+    PLAIN,
+    ShardedTensor,
+    inner_tensors,
+    is_wrapped,
+    new_dtypes,
+    own_part,
+    storage_types_by_dtype,
+)
+from ckpt_core.dcp.wrapped import problem_of
 from ckpt_core.errors import ConfigError
 
 
@@ -23,10 +32,18 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
     Raises:
         ConfigError: with the tensor's name, its kind, and a remedy.
     """
-    for plain in _local(tensor, name):
-        problem = _problem(plain)
-        if problem is not None:
-            raise ConfigError(f"{name} is {problem}")
+    for local in _local(tensor, name):
+        if is_wrapped(local) and not local.is_nested:
+            for inner, plain in inner_tensors(local, name):
+                _refuse(inner, _problem(plain))
+            _refuse(name, problem_of(local))
+        else:
+            _refuse(name, _problem(local))
+
+
+def _refuse(name: str, problem: str | None) -> None:
+    if problem is not None:
+        raise ConfigError(f"{name} is {problem}")
 
 
 def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
@@ -39,7 +56,8 @@ def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
                 f"{name} is placed as {tensor.placements}: ranks hold parts not yet added up, so it "
                 "has no value; redistribute() it to Replicate() or Shard() before saving"
             )
-        yield tensor.to_local()
+        with torch.no_grad():
+            yield tensor.to_local()
     else:
         yield tensor
 
@@ -117,6 +135,8 @@ def is_expanded(tensor: torch.Tensor) -> bool:
         return any(is_expanded(shard.tensor) for shard in tensor.local_shards())
     if isinstance(tensor, DTensor):
         return is_expanded(tensor.to_local())
+    if is_wrapped(tensor):
+        return any(is_expanded(each) for _, each in inner_tensors(tensor))
     if tensor.layout != torch.strided or tensor.is_contiguous() or not tensor.numel():
         return False
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -201,10 +221,6 @@ class Kinds:
         return True
 
 
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors that are one shard."""
-
-
 def _kind(value: object) -> tuple[object, ...]:
     if not isinstance(value, torch.Tensor):
         return ("value",)
@@ -214,7 +230,16 @@ def _kind(value: object) -> tuple[object, ...]:
         shards = [(tuple(s.metadata.shard_offsets), tuple(s.tensor.shape)) for s in value.local_shards()]
         return "sharded", value.dtype, tuple(value.size()), tuple(shards)
     if isinstance(value, DTensor):
-        return "placed", value.dtype, value.shape, value.placements, value.device_mesh
+        placed = value.dtype, value.shape, value.placements, value.device_mesh
+        return "placed", *placed, *_form(own_part(value))
     if hasattr(value, "__get_tensor_shard__"):
         return "foreign", object()  # never equal: it chooses its shards itself, at every save
-    return "plain", value.dtype, value.shape, value.layout
+    return "plain", value.dtype, value.shape, value.layout, *_form(value)
+
+
+def _form(wrapped: Any) -> tuple[object, ...]:
+    """Return what the record of a wrapped tensor depends on; nothing of others."""
+    if type(wrapped) in PLAIN or not is_wrapped(wrapped):
+        return ()
+    inner = [(name, each.dtype, each.shape) for name, each in inner_tensors(wrapped)]
+    return type(wrapped), repr(wrapped.__tensor_flatten__()[1]), tuple(inner)

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import ShardedTensor
+from ckpt_core._torch_internals import PLAIN, ShardedTensor, inner_tensors
 from ckpt_core.dcp._dedup import Meshes, Replicas, assign_writers
 from ckpt_core.dcp._fingerprints import Written
-from ckpt_core.dcp._image import ShardSpec
-from ckpt_core.dcp._leaves import PLAIN, Kinds, Leaves, check_kind
+from ckpt_core.dcp._image import ShardSpec, specs_of
+from ckpt_core.dcp._leaves import Kinds, Leaves, check_kind
 from ckpt_core.dcp._metadata_build import describe
 from ckpt_core.dcp._rank_names import GroupNames, kept_name, kept_path, renumber
 from ckpt_core.formats.checksums import crc32
@@ -79,7 +79,8 @@ class Part:
     3. (all ranks, every save) `shards` and `values`, then `release`.
 
     Attributes:
-        specs: index, dtype and shape of the shards, in the order of `shards`.
+        specs: index, dtype and shape of every tensor in `shards`.
+        records: the pickles of the shards that are wrapped.
         value_indices: the entries of `values`.
         dense: whether small shards are written close together.
     """
@@ -96,6 +97,7 @@ class Part:
         self._serialised: dict[MetadataIndex, tuple[str, bytes]] = {}
         self.dense = False
         self.specs: list[ShardSpec] = []
+        self.records: dict[MetadataIndex, bytes] = {}
         self.value_indices: list[MetadataIndex] = []
 
     def update(self, tree: Mapping[str, Any]) -> bool:
@@ -154,8 +156,7 @@ class Part:
         byte_io = WriteItemType.BYTE_IO
         self._shard_items = [(at, own, new.index) for at, own, new in items if new.type != byte_io]
         self._value_items = [(at, own, new.index) for at, own, new in items if new.type == byte_io]
-        slots = [place for place, new in written if new.type != byte_io]
-        slot_of = {place: slot for slot, place in enumerate(slots)}
+        slot_of = self._lay_out([place for place, new in written if new.type != byte_io])
         self._replicas = {
             group: [
                 (position[plan[place].index.fqn], plan[place].index, slot_of.get(place)) for place in places
@@ -163,14 +164,31 @@ class Part:
             for group, places in task.replicas.items()
         }
         self._serialised, self._plan = {}, SavePlan([])
-        shapes = [(new, shard) for (_, _, new), shard in zip(self._shard_items, self.shards(), strict=True)]
-        self.specs = [(index, shard.dtype, tuple(shard.shape)) for index, shard in shapes]
         self.value_indices = [new for _, _, new in self._value_items]
 
+    def _lay_out(self, places: Sequence[int]) -> dict[int, int]:
+        """Describe the shards; map those that are not wrapped, by place, to their slots."""
+        self.specs, self.records, slot_of = [], {}, {}
+        for place, (at, own, index) in zip(places, self._shard_items, strict=True):
+            shard = _local(self._leaves[at], own)
+            specs, record = specs_of(index, shard)
+            if record is None:
+                slot_of[place] = len(self.specs)
+            else:
+                self.records[index] = record
+            self.specs += specs
+        return slot_of
+
     def shards(self) -> list[torch.Tensor]:
-        """Return the live local tensors that this rank writes."""
-        leaves = self._leaves
-        return [_local(leaves[at], index) for at, index, _ in self._shard_items]
+        """Return the live local tensors that this rank writes; of a wrapped one, the inner."""
+        found: list[torch.Tensor] = []
+        for at, index, _ in self._shard_items:
+            shard = _local(self._leaves[at], index)
+            if type(shard) in PLAIN:
+                found.append(shard)
+            else:
+                found += [inner for _, inner in inner_tensors(shard)]
+        return found
 
     def values(self) -> list[bytes]:
         """Serialise the byte entries that this rank writes, as DCP does."""

@@ -8,6 +8,7 @@ import struct
 import sys
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, final
@@ -29,7 +30,6 @@ from ckpt_core.formats.zips import Directory, ReadAt, ZipError, payload_offset, 
 from ckpt_core.storage import ALIGNMENT
 
 _ROOT = "archive"
-_PAYLOAD = f"{_ROOT}/data/0"
 ZIP32_LIMIT = 0xFFFFFFFF
 _PADDING_FIELD = 0x4246  # "FB", the extra-field id torch itself pads with
 _CRC_IN_LOCAL_HEADER = 14
@@ -47,36 +47,44 @@ class _StorageRef:
     dtype: torch.dtype
     numel: int
     untyped: bool
+    key: str
 
 
-class _TensorPickler(pickle.Pickler):
+class TensorPickler(pickle.Pickler):
+    """Pickler of contiguous CPU tensors as the calls that rebuild them, without bytes."""
+
+    @override
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _StorageRef):
             return None
         if obj.untyped:
-            return "storage", torch.storage.UntypedStorage, "0", "cpu", obj.numel * obj.dtype.itemsize
+            return "storage", torch.storage.UntypedStorage, obj.key, "cpu", obj.numel * obj.dtype.itemsize
         name = storage_types_by_dtype()[obj.dtype]
-        return "storage", getattr(torch, name), "0", "cpu", obj.numel
+        return "storage", getattr(torch, name), obj.key, "cpu", obj.numel
+
+
+def rebuilding(dtype: torch.dtype, shape: tuple[int, ...], key: str = "0") -> tuple[Any, ...]:
+    """Return the call that rebuilds a contiguous tensor, for `TensorPickler`."""
+    numel, stride = 1, []
+    for length in reversed(shape):
+        stride.append(numel)
+        numel *= max(length, 1)
+    untyped = dtype in new_dtypes()
+    storage = _StorageRef(dtype, 0 if 0 in shape else numel, untyped, key)
+    arguments: tuple[Any, ...] = (storage, 0, shape, tuple(reversed(stride)), False, OrderedDict())
+    if untyped:
+        return rebuild_tensor_of_new_dtype, (*arguments, dtype)
+    return rebuild_tensor, arguments
 
 
 class _Rebuild:
     """Stand-in for a contiguous tensor, pickled as the call that rebuilds it."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype = dtype
-        self.shape = shape
+        self.form = dtype, shape
 
     def __reduce__(self) -> tuple[Any, ...]:
-        numel, stride = 1, []
-        for length in reversed(self.shape):
-            stride.append(numel)
-            numel *= max(length, 1)
-        untyped = self.dtype in new_dtypes()
-        storage = _StorageRef(self.dtype, 0 if 0 in self.shape else numel, untyped)
-        arguments: tuple[Any, ...] = (storage, 0, self.shape, tuple(reversed(stride)), False, OrderedDict())
-        if untyped:
-            return rebuild_tensor_of_new_dtype, (*arguments, self.dtype)
-        return rebuild_tensor, arguments
+        return rebuilding(*self.form)
 
 
 @lru_cache(maxsize=4096)
@@ -84,27 +92,28 @@ def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Return the `data.pkl` that `torch.save` writes for a contiguous CPU tensor."""
     buffer = io.BytesIO()
     # A `torch.Size` is the same cache key and pickles differently: the result must not depend on the caller.
-    _TensorPickler(buffer, protocol=2).dump(_Rebuild(dtype, tuple(shape)))
+    TensorPickler(buffer, protocol=2).dump(_Rebuild(dtype, tuple(shape)))
     return buffer.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Archive:
-    """The bytes of one torch zip before and after its payload.
+    """The bytes of one torch zip around its payloads.
 
-    `crc_in_prefix` and `crc_in_suffix` are the offsets of the payload's CRC-32, as little-endian 32 bits.
+    Attributes:
+        frames: the bytes before each payload, and after the last.
+        crc_fields: of each payload, the two offsets of its CRC-32, as little-endian 32 bits.
+        size_bytes: of the whole zip.
     """
 
-    prefix: bytes
-    suffix: bytes
-    crc_in_prefix: int
-    crc_in_suffix: int
+    frames: Sequence[bytes]
+    crc_fields: Sequence[tuple[int, int]]
+    size_bytes: int
 
 
 def build_archive(
     data_pickle: bytes,
-    payload_bytes: int,
-    payload_crc: int,
+    payloads: Sequence[tuple[int, int]],
     *,
     offset: int,
     zip64_from: int = ZIP32_LIMIT,
@@ -113,10 +122,9 @@ def build_archive(
     """Lay out the archive that starts at `offset` of its file.
 
     Args:
-        data_pickle: result of `tensor_pickle`.
-        payload_bytes: size of the raw tensor bytes.
-        payload_crc: CRC-32 of the raw tensor bytes.
-        offset: of the archive in the file; decides the padding before the payload.
+        data_pickle: result of `tensor_pickle`, or of `wrapped_pickle`.
+        payloads: size and CRC-32 of the raw bytes of each of its tensors.
+        offset: of the archive in the file; decides the padding before the payloads.
         zip64_from: the smallest size or offset that uses 64-bit fields.
         alignment: of the payload in the file.
     """
@@ -126,23 +134,31 @@ def build_archive(
         (f"{_ROOT}/byteorder", sys.byteorder.encode()),
         (f"{_ROOT}/version", b"3\n"),
     ]
-    body = bytearray()
-    directory = bytearray()
+    body, directory, end = bytearray(), bytearray(), 0
     for name, content in records:
         record = _ZipRecord(name, len(content), zlib.crc32(content), len(body), zip64_from)
         body += record.local_header() + content
         directory += record.central_header()
-    payload = _ZipRecord(_PAYLOAD, payload_bytes, payload_crc, len(body), zip64_from)
-    unpadded = offset + len(body) + len(payload.local_header()) + 4
-    body += payload.local_header(padding=-unpadded % alignment)
-    crc_in_suffix = len(directory) + _CRC_IN_CENTRAL_HEADER
-    directory += payload.central_header()
-    end = _end_records(len(records) + 1, len(directory), len(body) + payload_bytes, zip64_from)
+    frames: list[bytes] = []
+    fields: list[tuple[int, int]] = []
+    for key, (size_bytes, crc) in enumerate(payloads):
+        payload = _ZipRecord(f"{_ROOT}/data/{key}", size_bytes, crc, end + len(body), zip64_from)
+        unpadded = offset + end + len(body) + len(payload.local_header()) + 4
+        body += payload.local_header(padding=-unpadded % alignment)
+        fields.append((payload.offset + _CRC_IN_LOCAL_HEADER, len(directory) + _CRC_IN_CENTRAL_HEADER))
+        directory += payload.central_header()
+        end += len(body) + size_bytes
+        frames.append(bytes(body))
+        body.clear()
+    start = end + len(body)
+    frames.append(
+        bytes(body + directory)
+        + _end_records(len(records) + len(payloads), len(directory), start, zip64_from)
+    )
     return Archive(
-        prefix=bytes(body),
-        suffix=bytes(directory) + end,
-        crc_in_prefix=payload.offset + _CRC_IN_LOCAL_HEADER,
-        crc_in_suffix=crc_in_suffix,
+        frames=frames,
+        crc_fields=[(local, start + central) for local, central in fields],
+        size_bytes=end + len(frames[-1]),
     )
 
 
@@ -168,13 +184,14 @@ class _ZipRecord:
         return fixed + name + extra
 
     def central_header(self) -> bytes:
-        large = self.size >= self.zip64_from
-        size = ZIP32_LIMIT if large else self.size
-        extra = struct.pack("<HHQQ", 1, 16, self.size, self.size) if large else b""
-        name, version = self.name.encode(), 45 if large else 20
+        large, far = self.size >= self.zip64_from, self.offset >= ZIP32_LIMIT
+        size, offset = ZIP32_LIMIT if large else self.size, ZIP32_LIMIT if far else self.offset
+        fields = [self.size, self.size] * large + [self.offset] * far
+        extra = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
+        name, version = self.name.encode(), 45 if fields else 20
         fixed = struct.pack(
             "<IHHHHHHIIIHHHHHII", 0x02014B50, version, version, 0, 0, *_DOS_EPOCH, self.crc, size, size,
-            len(name), len(extra), 0, 0, 0, 0, self.offset,
+            len(name), len(extra), 0, 0, 0, 0, offset,
         )  # fmt: skip
         return fixed + name + extra
 
@@ -240,6 +257,10 @@ class NotPlainError(ValueError):
     """A value is not one plain tensor, or only torch could read it as one."""
 
 
+class WrappedError(NotPlainError):
+    """A value is a tensor made of others."""
+
+
 @lru_cache(maxsize=1024)
 def read_form(data_pickle: bytes) -> TensorForm:
     """Read the `data.pkl` of one plain tensor, executing nothing.
@@ -300,6 +321,11 @@ _CALLS: Final[dict[tuple[str, str], Any]] = {
 }
 
 
+_OF_WRAPPED: Final = frozenset(
+    {("torch._tensor", "_rebuild_from_type_v2"), ("torch._utils", "_rebuild_wrapper_subclass")}
+)
+
+
 def _form(storage: Any, dtype: Any, args: tuple[Any, ...], extra: tuple[Any, ...]) -> TensorForm:
     offset, shape, strides, _, hooks = args
     if type(storage) is not _StorageKey or type(dtype) is not torch.dtype or hooks or any(extra):
@@ -321,6 +347,8 @@ def _form(storage: Any, dtype: Any, args: tuple[Any, ...], extra: tuple[Any, ...
 class _FormUnpickler(pickle.Unpickler):  # noqa: S301 - the allow-list is what makes it safe
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) in _OF_WRAPPED:
+            raise WrappedError("a tensor made of others")
         if (module_name, global_name) in _CALLS:
             return _CALLS[module_name, global_name]
         if module_name == "torch":

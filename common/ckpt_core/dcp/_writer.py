@@ -24,7 +24,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from ckpt_core._torch_internals import StorageInfo
-from ckpt_core.dcp._image import Image, ImageLayout, Spans, spec_of
+from ckpt_core.dcp._image import Image, ImageLayout, Spans, specs_of
 from ckpt_core.dcp._torch_zip import pad_archive
 from ckpt_core.formats.checksums import CRC32, Checksum, checksum, crc32
 from ckpt_core.formats.chunks import ChunkColumns, ChunkTable, TableEntry
@@ -262,7 +262,11 @@ class ShardWriter(StorageWriter):
         values: dict[MetadataIndex, bytes] = {}
         for item in plan.items:
             _sort(item, planner.resolve_data(item), shards, values)
-        layout = ImageLayout([spec_of(index, shard) for index, shard in shards.items()])
+        laid_out = {index: specs_of(index, shard) for index, shard in shards.items()}
+        layout = ImageLayout(
+            [spec for specs, _ in laid_out.values() for spec in specs],
+            {index: record for index, (_, record) in laid_out.items() if record is not None},
+        )
         image = Image(layout, torch.frombuffer(mmap.mmap(-1, layout.size_bytes or 1), dtype=torch.uint8))
         image.copy(shards)
         future: Future[list[WriteResult]] = Future()

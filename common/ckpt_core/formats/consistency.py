@@ -25,6 +25,7 @@ _Tensor: TypeAlias = Any
 _Chunk: TypeAlias = Any
 _Entry: TypeAlias = Any
 
+_BITS_PER_BYTE: Final = 8
 _Entries: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Entry]
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -37,7 +38,7 @@ def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) 
     """Check that metadata describes whole tensors in files that can hold them.
 
     Every entry is inside its file; every tensor's chunks are inside its shape and cover each element exactly
-    once; every chunk has a large enough entry, and every entry has a chunk.
+    once; every chunk has an entry of at least a bit for each element, and every entry has a chunk.
 
     Args:
         metadata: the result of `load_metadata`.
@@ -103,7 +104,7 @@ def _unexplained(metadata: _Metadata, entries: _Entries) -> str:
 
 def _check_tensor(key: str, entry: _Tensor, entries: _Entries) -> int:
     """Check one tensor; return the number of its entries."""
-    shape, itemsize = entry.size, entry.properties.dtype.itemsize
+    shape = entry.size
     if len(shape) > MAX_DIMS or any(not 0 <= length <= MAX_COUNT for length in shape):
         raise _ImpossibleError(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
     boxes: list[_Box] = []
@@ -114,10 +115,11 @@ def _check_tensor(key: str, entry: _Tensor, entries: _Entries) -> int:
         info = entries.get((key, chunk.offsets))
         if info is None:
             raise _ImpossibleError(f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} is nowhere")
-        if own * itemsize > info.length and not info.transform_descriptors:
+        # Quantised tensors have fewer bytes than their dtype says; where a chunk is found, it is compared.
+        if own > info.length * _BITS_PER_BYTE and not info.transform_descriptors:
             raise _ImpossibleError(
-                f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} has {own * itemsize} bytes, its place "
-                f"in {info.relative_path!r} {info.length}"
+                f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} has {own} elements, its place in "
+                f"{info.relative_path!r} {info.length} bytes"
             )
         if own:
             volume += own

@@ -40,6 +40,7 @@ from ckpt_core.loading._framing import verify_framing
 from ckpt_core.loading._reads import Reads
 from ckpt_core.loading._selection import Selection
 from ckpt_core.loading._targets import Misfits, PartLoad
+from ckpt_core.loading._wrapped import refuse_unlike, with_kinds
 from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
 from ckpt_core.root import Job
@@ -197,13 +198,23 @@ class Load:
             allow_pickle=request.allow_pickle,
             committed=request.manifest_sha256 or request.committed is not None,
         )
+        parts, misfits = self._planned(opened)
+        if unlike := {part: load.unlike for part, load in parts.items() if load.unlike}:
+            # Only the stored chunks say what they are: the source may have other tensors for them.
+            opened = replace(opened, saved=with_kinds(opened.saved, unlike))
+            parts, misfits = self._planned(opened)
+            refuse_unlike({part: load.unlike for part, load in parts.items()}, self._place)
+        return opened, parts, misfits
+
+    def _planned(self, opened: OpenCheckpoint) -> tuple[Mapping[str, PartLoad], Misfits]:
+        selection = self._request.selection
         parts, misfits = self._targets(opened)
-        if request.selection.strict and (misfits.missing or misfits.mismatched):
+        if selection.strict and (misfits.missing or misfits.mismatched):
             misfits.raise_if_any(self._place)
         for part, load in parts.items():
             if part in opened.contents:  # of other parts nothing fits, which a strict load has refused
-                load.plan(opened.contents[part], request.selection)
-        return opened, parts, misfits
+                load.plan(opened.contents[part], selection)
+        return parts, misfits
 
     def _targets(self, opened: OpenCheckpoint) -> tuple[dict[str, PartLoad], Misfits]:
         selection, misfits = self._request.selection, Misfits()

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from ckpt_core._torch_internals import is_wrapped, own_part
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
@@ -26,6 +27,7 @@ from ckpt_core.dcp import (
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading._checkpoint import CheckpointPart
 from ckpt_core.loading._selection import Selection
+from ckpt_core.loading._wrapped import WrappedLoad
 from ckpt_core.loading.sharing import Boxes, Layouts, StoredTensor
 from ckpt_core.reading import Payload
 from ckpt_core.types import StateDict
@@ -203,17 +205,20 @@ class PartLoad:
     Attributes:
         target: nested: tensors to fill, and plain values, which `plan` sets.
         reads: the reads of the tensors, after `plan`.
+        unlike: entries that are wrapped in the checkpoint or here but not in both, after `plan`; not loaded.
     """
 
     def __init__(self, part: str, target: StateDict, planner: SafeLoadPlanner, metadata: Metadata) -> None:
         self.target = target
         self.reads: list[TensorRead] = []
+        self.unlike: dict[tuple[str | int, ...], bool] = {}
         self._part = part
         self._planner = planner
         self._metadata = metadata
         self._contents: CheckpointPart | None = None
         self._places: dict[MetadataIndex, ChunkLocation] = {}
         self._odd: list[_OddChunk] = []
+        self._wrapped: dict[MetadataIndex, WrappedLoad] = {}
         self._kept: set[str] = set()
 
     @classmethod
@@ -284,6 +289,16 @@ class PartLoad:
         self._planner.put_value(item.dest_index.fqn, contents.read_entry(place), renamed)
 
     def _plan_tensor(self, item: ReadItem, place: ChunkLocation, contents: CheckpointPart) -> None:
+        key = item.dest_index.fqn
+        own = own_part(self.entries[key])
+        if is_wrapped(own) != place.wrapped:
+            known: Paths = self._metadata.planner_data or {}
+            self.unlike[tuple(known.get(key, (key,)))] = place.wrapped
+            return
+        if place.wrapped:
+            load = self._wrapped.setdefault(item.dest_index, WrappedLoad(f"{self._part}/{key}", own))
+            load.add(partial(contents.read_chunk, place), item)
+            return
         target = self._planner.resolve_tensor(item).detach()
         if place.payload is None or place.dtype is None or place.shape is None:
             self._odd.append(_OddChunk(partial(contents.read_chunk, place), item, target))
@@ -291,7 +306,7 @@ class PartLoad:
         part = TensorTarget(
             shape=place.shape, dtype=place.dtype, offsets=tuple(item.storage_offsets), tensor=target
         )
-        name = f"{self._part}/{item.dest_index.fqn}"
+        name = f"{self._part}/{key}"
         self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
 
     def stored(self, layouts: Layouts) -> Iterator[StoredTensor]:
@@ -334,11 +349,15 @@ class PartLoad:
         """Read and verify the chunks of `read_odd_chunks`, without changing anything."""
         for each in self._odd:
             each.read()
+        for load in self._wrapped.values():
+            load.check()
 
     def read_odd_chunks(self) -> None:
-        """Read the chunks that are not contiguous into their tensors."""
+        """Read the chunks that are not contiguous, or wrapped, into their tensors."""
         for each in self._odd:
             each.load()
+        for load in self._wrapped.values():
+            load.fill()
 
 
 def _remove(container: Any, path: Sequence[str | int]) -> None:

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_core._torch_internals import copy_all
+from ckpt_core._torch_internals import PLAIN, copy_all, inner_tensors, own_part
 from ckpt_core.dcp import Image, ImageLayout, Part
 from ckpt_core.errors import ConfigError
 from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
@@ -141,7 +140,7 @@ class Stager:
                 _copy(targets, sources)
                 deferred = None
             else:
-                frozen = frozenset(map(_address, stable))
+                frozen = frozenset(address for tensor in stable for address in _addresses(tensor))
                 deferred = _copy_unstable(
                     zip(names, sources, targets, (address in frozen for address in addresses), strict=True)
                 )
@@ -186,7 +185,9 @@ class Stager:
 
     def _laid_out(self, parts: Mapping[str, Part], generation: int) -> _Layouts:
         if generation != self._generation:
-            self._layouts = {name: ImageLayout(part.specs, dense=part.dense) for name, part in parts.items()}
+            self._layouts = {
+                name: ImageLayout(part.specs, part.records, dense=part.dense) for name, part in parts.items()
+            }
             self._generation = generation
         return self._layouts
 
@@ -237,9 +238,14 @@ def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], address
         )
 
 
-def _address(tensor: Any) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return int(local.untyped_storage().data_ptr())
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _addresses(tensor: Any) -> list[int]:
+    local = own_part(tensor)
+    inner = [local] if type(local) in PLAIN else [each for _, each in inner_tensors(local)]
+    return list(map(_address, inner))
 
 
 def _total(layouts: _Layouts) -> int:

@@ -9,7 +9,14 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import ShardedTensor, TensorShard, chunks_of, sharded_tensor
+from ckpt_core._torch_internals import (
+    ShardedTensor,
+    TensorShard,
+    chunks_of,
+    is_wrapped,
+    own_part,
+    sharded_tensor,
+)
 from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.state._nested import leaves, put
 from ckpt_core.types import SavedEntries, SavedTensor
@@ -49,6 +56,7 @@ def matches(value: object, saved: SavedTensor) -> TypeGuard[torch.Tensor]:
         isinstance(value, torch.Tensor)
         and shape_of(value) == saved.shape
         and dtype_name(value.dtype) == saved.dtype
+        and saved.wrapped in {None, is_wrapped(own_part(value))}
     )
 
 

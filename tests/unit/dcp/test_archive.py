@@ -18,8 +18,9 @@ def archive_of(tensor: torch.Tensor, *, offset: int = 0, **options: int) -> tupl
     """The whole archive, and where the payload starts in it."""
     payload = content(tensor)
     record = tensor_pickle(tensor.dtype, tuple(tensor.shape))
-    archive = build_archive(record, len(payload), zlib.crc32(payload), offset=offset, **options)
-    return archive.prefix + payload + archive.suffix, len(archive.prefix)
+    archive = build_archive(record, [(len(payload), zlib.crc32(payload))], offset=offset, **options)
+    before, after = archive.frames
+    return before + payload + after, len(before)
 
 
 def loaded(data: bytes) -> torch.Tensor:

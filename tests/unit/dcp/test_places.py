@@ -364,16 +364,17 @@ def test_the_64_bit_fields_of_a_zip_are_understood(zip64_from):
     tensor = torch.arange(100.0)
     raw = content(tensor)
     archive = build_archive(
-        tensor_pickle(torch.float32, (100,)), 400, zlib.crc32(raw), offset=0, zip64_from=zip64_from
+        tensor_pickle(torch.float32, (100,)), [(400, zlib.crc32(raw))], offset=0, zip64_from=zip64_from
     )
-    whole = archive.prefix + raw + archive.suffix
+    before, after = archive.frames
+    whole = before + raw + after
     index, info = MetadataIndex("w", (0,)), _StorageInfo("__0_0.distcp", 0, len(whole))
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([100]))
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([100]), [chunk])
     metadata = Metadata({"w": entry}, storage_data={index: info})
     places = ChunkLocator(metadata, read_at=lambda _, offset, size: whole[offset : offset + size])
     payload = places.find([index])[index].payload
-    assert (payload.offset, payload.crc32) == (len(archive.prefix), zlib.crc32(raw))
+    assert (payload.offset, payload.crc32) == (len(before), zlib.crc32(raw))
     assert torch.equal(load_chunk(whole, "w"), tensor)
 
 
