@@ -81,12 +81,13 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have the fork server of `run_ranks` import, once, what the chosen tests need; set it all aside."""
+    """Import what the chosen tests need, once, and in the fork server of `run_ranks`; set it all aside."""
     of_torch = _OF_TORCH if "torch" in sys.modules else ()
-    if of_torch:
-        import_module("tests.support.abandoned_workers")
     of_hosts = [name for name in _OF_HOSTS if name in sys.modules]
     multiprocessing.set_forkserver_preload([*of_torch, *of_hosts, "tests.frozen"])
+    for name in of_torch:
+        # Not by the first optimizer: what is imported behind `freeze` is part of every full collection.
+        import_module(name)
     freeze()
     gc.enable()
 
