@@ -92,6 +92,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _files_leave_nothing_to_look_through() -> None:
+    """Set aside what the files before have left: reports, caches, modules."""
+    freeze()
+
+
 @pytest.fixture(autouse=True)
 def _memory_forgets() -> Generator[None]:
     yield
