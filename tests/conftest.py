@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Generator
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -47,6 +48,7 @@ _OF_TORCH = (
     "torch._dynamo.repro.after_dynamo", "torch.profiler", "numpy.ma",
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "ckpt_core.manager", "pytest",
+    "tests.support.abandoned_workers",
 )  # fmt: skip
 _OF_HOSTS = ("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer")
 _FORK_SERVER = pytest.StashKey[str | None]()
@@ -82,12 +84,21 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have the fork server of `run_ranks` import, once, what the chosen tests need; set it all aside."""
+    """Import what the chosen tests need, once, and in the fork server of `run_ranks`; set it all aside."""
     of_torch = _OF_TORCH if "torch" in sys.modules else ()
     of_hosts = [name for name in _OF_HOSTS if name in sys.modules]
     multiprocessing.set_forkserver_preload([*of_torch, *of_hosts, "tests.frozen"])
+    for name in of_torch:
+        # Not by the first optimizer: what is imported behind `freeze` is part of every full collection.
+        import_module(name)
     freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _files_leave_nothing_to_look_through() -> None:
+    """Set aside what the files before have left: reports, caches, modules."""
+    freeze()
 
 
 @pytest.fixture(autouse=True)
