@@ -15,9 +15,10 @@ from ckpt_core.commit import Catalog, Manifest
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import MARKER
 from ckpt_core.storage import Storage
+from ckpt_core.types import SavedTensor
 
 if TYPE_CHECKING:  # of the commands only this one needs torch, which takes a second to import
-    from ckpt_core.comparison import Comparison, TensorDifference, TensorForm
+    from ckpt_core.comparison import Comparison, TensorDifference
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -139,7 +140,7 @@ def _tensor_row(each: TensorDifference) -> tuple[str, ...]:
     return each.name, what, changed, *("" if figure is None else f"{figure:.6g}" for figure in figures)
 
 
-def _form_text(form: TensorForm | None) -> str:
+def _form_text(form: SavedTensor | None) -> str:
     return "" if form is None else f"{form.dtype} {'x'.join(map(str, form.shape)) or 'scalar'}"
 
 

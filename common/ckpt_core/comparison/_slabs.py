@@ -12,6 +12,7 @@ import torch
 from ckpt_core.comparison._contents import Contents, StoredChunk
 from ckpt_core.dcp import load_chunk
 from ckpt_core.formats.checksums import crc32
+from ckpt_core.types import SavedTensor
 
 SLAB_ELEMENTS: Final = 1 << 20
 """Elements that are compared at a time: figures need 8 bytes for each, several times."""
@@ -19,15 +20,6 @@ SLAB_ELEMENTS: Final = 1 << 20
 Difference: TypeAlias = Literal["added", "removed", "shape", "dtype", "content"]
 Slab: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The first index and the lengths of a part of a tensor, contiguous in the order of its elements."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorForm:
-    """The shape and dtype of a tensor, in torch's words."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @final
@@ -46,8 +38,8 @@ class TensorDifference:
 
     name: str
     difference: Difference
-    a: TensorForm | None = None
-    b: TensorForm | None = None
+    a: SavedTensor | None = None
+    b: SavedTensor | None = None
     changed: int | None = None
     max_abs: float | None = None
     relative_norm: float | None = None
@@ -204,7 +196,7 @@ class Figures:
         self._max_abs = largest if math.isnan(largest) else max(self._max_abs, largest)
         self._squares += float(apart.square().sum())
 
-    def of(self, name: str, form: TensorForm) -> TensorDifference:
+    def of(self, name: str, form: SavedTensor) -> TensorDifference:
         """Return the difference."""
         norms = math.sqrt(self._squares), math.sqrt(self._squares_of_a)
         return TensorDifference(
