@@ -65,8 +65,11 @@ def _places(arguments: Namespace) -> tuple[tuple[Storage, str], tuple[Storage, s
     if (other is None) == (steps is None):
         raise ConfigError("name two checkpoints, or one root and --steps A B")
 
+    one_is_url = "://" in f"{place} {other}"
+
     def find(where: str, step: int | None = None) -> tuple[Storage, str]:
-        options = arguments.storage_options if "://" in where else {}
+        # Options are for URLs: beside one, a local path has none, and two local paths refuse them.
+        options = arguments.storage_options if "://" in where or not one_is_url else {}
         return find_checkpoint(where, options, step=step)
 
     if other is not None:

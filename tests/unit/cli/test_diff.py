@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ class Armed:
         return RAN.append, (self.mark,)
 
 
-def saved(root: Path, step: int, state: Any, **options: Any) -> Path:
+def saved(root: Path | str, step: int, state: Any, **options: Any) -> Path:
     with CheckpointManager(root, **options) as checkpoints:
         checkpoints.start_afresh()
         checkpoints.save(step, state)
-    return root / f"step-{step:09d}"
+    return Path(root) / f"step-{step:09d}"
 
 
 def diff(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, dict[str, Any]]:
@@ -59,6 +60,9 @@ def test_equal_states_are_equal_whatever_the_manifests_say(capsys, tmp_path):
     assert {fact["name"] for fact in found["facts"]} >= {"step", "run id", "configured"}
     # Stock DCP's zips have checksums, too.
     assert diff(capsys, one, tmp_path / "stock")[0] == diff(capsys, tmp_path / "stock", one)[0] == 0
+    url = f"memory://{secrets.token_hex(8)}/run"
+    saved(url, 1, state)
+    assert diff(capsys, one, url)[0] == diff(capsys, url, f"{url}/step-000000001")[0] == 0
     assert diff(capsys, one, one) == diff(capsys, tmp_path / "one", one)
     assert main(["diff", str(one), str(other)]) == 0
     assert capsys.readouterr().out.endswith("equal: 1 tensors, 0 of them read, and all values\n")
@@ -156,5 +160,6 @@ def test_what_cannot_be_compared_is_trouble_and_no_difference(capsys, tmp_path):
         [tmp_path / "one", "--steps", 1, 9],
     ):
         assert diff(capsys, *wrong)[0] == 2
+    assert diff(capsys, one, other, "--storage-option", "key=x")[0] == 2
     assert diff(capsys, one, other, "--quick")[0] == 1  # of which the checksums tell
     assert diff(capsys, tmp_path / "one", "--steps", 1, 1)[0] == 0
