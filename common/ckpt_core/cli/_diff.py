@@ -129,18 +129,21 @@ def _parts(found: Comparison) -> Iterator[str | Table]:
 
 
 def _tensor_row(each: TensorDifference) -> tuple[str, ...]:
+    figures = ("" if figure is None else f"{figure:.6g}" for figure in (each.max_abs, each.relative_norm))
+    changed = "" if each.changed is None else f"{each.changed:,}"
+    return each.name, _what_differs(each), changed, *figures
+
+
+def _what_differs(each: TensorDifference) -> str:
     match each.difference:
         case "added":
-            what = f"only in b: {_form_text(each.b)}"
+            return f"only in b: {_form_text(each.b)}"
         case "removed":
-            what = f"only in a: {_form_text(each.a)}"
-        case "shape" | "dtype":
-            what = f"{each.difference}: {_form_text(each.a)} -> {_form_text(each.b)}"
+            return f"only in a: {_form_text(each.a)}"
         case "content":
-            what = f"content: {_form_text(each.a)}"
-    figures = (each.max_abs, each.relative_norm)
-    changed = "" if each.changed is None else f"{each.changed:,}"
-    return each.name, what, changed, *("" if figure is None else f"{figure:.6g}" for figure in figures)
+            return f"content: {_form_text(each.a)}"
+        case "shape" | "dtype":
+            return f"{each.difference}: {_form_text(each.a)} -> {_form_text(each.b)}"
 
 
 def _form_text(form: SavedTensor | None) -> str:

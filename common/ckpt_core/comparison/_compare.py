@@ -112,11 +112,12 @@ class _Comparing:
         one, other = _form(a), _form(b)
         if one is None or other is None or a is None:
             return TensorDifference(
-                name=name, difference="added" if one is None else "removed", a=one, b=other
+                name=name, difference="removed" if other is None else "added", a=one, b=other
             )
-        if one != other:
-            kind = "shape" if one.shape != other.shape else "dtype"
-            return TensorDifference(name=name, difference=kind, a=one, b=other)
+        if one.shape != other.shape:
+            return TensorDifference(name=name, difference="shape", a=one, b=other)
+        if one.dtype != other.dtype:
+            return TensorDifference(name=name, difference="dtype", a=one, b=other)
         chunks = self._a.chunks(name), self._b.chunks(name)
         equal = equal_by_checksums(*chunks)
         if equal or (self._quick and equal is False):

@@ -58,7 +58,7 @@ class ValueFiles:
 
     def pieces(self, path: str) -> Iterator[bytes]:
         """Yield the content of a file, piece by piece."""
-        with self.storage.open(f"{self._files.directory}/{path}") as stream:
+        with self._storage.open(f"{self._files.directory}/{path}") as stream:
             while piece := stream.read(_PIECE_BYTES):
                 yield piece
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import secrets
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import CheckpointManager, Counters, TrainState
 from ckpt_core.cli import main
+from ckpt_core.types import CapturedState
 from tests.unit.training import Run
 
 RAN: list[str] = []
@@ -125,6 +127,33 @@ def test_values_differ_leaf_by_leaf_and_nothing_is_unpickled(capsys, tmp_path):
     ((name, texts),) = values.items()
     assert name == "pickled.shared:odd"
     assert all("bytes" in text for text in texts)
+    assert RAN == []
+
+
+def test_files_of_a_host_are_compared_by_their_values_or_else_by_their_bytes(capsys, tmp_path):
+    def state(epoch: int, blob: bytes) -> CapturedState:
+        scheduler = io.BytesIO()
+        torch.save({"last_epoch": epoch, "base": [0.1]}, scheduler)
+        pickled = io.BytesIO()
+        torch.save(Armed(str(epoch)), pickled)
+        files = {
+            "scheduler.bin": scheduler.getvalue(),
+            "state.json": json.dumps({"log": [{"loss": 0.5}, {"loss": epoch}]}).encode(),
+            "args.bin": pickled.getvalue(),
+            "notes/blob": blob,
+        }
+        return CapturedState(sharded={"": {"w": torch.ones(1)}}, files=files)
+
+    one = saved(tmp_path / "one", 1, state(1, b"x" * 3_000_000))
+    same = saved(tmp_path / "same", 1, state(1, b"x" * 3_000_000), checksum="sha256")
+    other = saved(tmp_path / "other", 1, state(2, b"x" * 2_999_999 + b"y"), checksum="sha256")
+    assert diff(capsys, one, same)[0] == 0
+    code, found = diff(capsys, one, other)
+    values = {each["name"]: (each["a"], each["b"]) for each in found["values"]}
+    assert code == 1
+    assert values.pop("notes/blob") == ("file of 3,000,000 bytes", "file of 3,000,000 bytes")
+    assert all("file of" in text for text in values.pop("args.bin"))
+    assert values == {"scheduler.bin.last_epoch": ("1", "2"), "state.json.log.1.loss": ("1", "2")}
     assert RAN == []
 
 
