@@ -442,7 +442,7 @@ class CheckpointManager:
         self._coordinator.run_on_coordinator(unmark)
 
     def close(self) -> None:
-        """Wait for the save in flight and release the root; idempotent; nothing in a forked child.
+        """Wait for the save in flight and release the root; not in a forked child.
 
         Raises:
             SaveError: the save in flight failed.

@@ -61,6 +61,11 @@ def test_explicit_arguments_win_over_the_environment_and_that_over_a_file(tmp_pa
     assert settings.stock_files
 
 
+def test_variables_of_the_core_are_no_settings() -> None:
+    named = {"CKPT_SUITE_KEY": "a secret of the job", "CKPT_SUITE_CODE_VERSION": "image-7"}
+    assert Settings.resolve({}, named) == Settings.resolve({}, {})
+
+
 def test_a_toml_side_file_is_read_too(tmp_path: Path) -> None:
     side_file = tmp_path / "checkpoints.toml"
     side_file.write_text("stock_files = false\n[save]\nevery_steps = 5\n")

@@ -95,8 +95,10 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
 
 
 def place_of(arguments: Namespace) -> str:
-    """Return the root or checkpoint that a command is about, as it was given."""
+    """Return the root or checkpoint that a command is about, as given; of two, a URL."""
     given = vars(arguments)
+    if "://" in str(given.get("other")):
+        return str(given["other"])
     return str(next(given[name] for name in ("root", "place", "checkpoint") if name in given))
 
 

@@ -15,9 +15,10 @@ from ckpt_core.commit import Catalog, Manifest
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import MARKER
 from ckpt_core.storage import Storage
+from ckpt_core.types import SavedTensor
 
 if TYPE_CHECKING:  # of the commands only this one needs torch, which takes a second to import
-    from ckpt_core.comparison import Comparison, TensorDifference, TensorForm
+    from ckpt_core.comparison import Comparison, TensorDifference
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -64,8 +65,11 @@ def _places(arguments: Namespace) -> tuple[tuple[Storage, str], tuple[Storage, s
     if (other is None) == (steps is None):
         raise ConfigError("name two checkpoints, or one root and --steps A B")
 
+    one_is_url = "://" in f"{place} {other}"
+
     def find(where: str, step: int | None = None) -> tuple[Storage, str]:
-        options = arguments.storage_options if "://" in where else {}
+        # Options are for URLs: beside one, a local path has none, and two local paths refuse them.
+        options = arguments.storage_options if "://" in where or not one_is_url else {}
         return find_checkpoint(where, options, step=step)
 
     if other is not None:
@@ -125,21 +129,24 @@ def _parts(found: Comparison) -> Iterator[str | Table]:
 
 
 def _tensor_row(each: TensorDifference) -> tuple[str, ...]:
+    figures = ("" if figure is None else f"{figure:.6g}" for figure in (each.max_abs, each.relative_norm))
+    changed = "" if each.changed is None else f"{each.changed:,}"
+    return each.name, _what_differs(each), changed, *figures
+
+
+def _what_differs(each: TensorDifference) -> str:
     match each.difference:
         case "added":
-            what = f"only in b: {_form_text(each.b)}"
+            return f"only in b: {_form_text(each.b)}"
         case "removed":
-            what = f"only in a: {_form_text(each.a)}"
-        case "shape" | "dtype":
-            what = f"{each.difference}: {_form_text(each.a)} -> {_form_text(each.b)}"
+            return f"only in a: {_form_text(each.a)}"
         case "content":
-            what = f"content: {_form_text(each.a)}"
-    figures = (each.max_abs, each.relative_norm)
-    changed = "" if each.changed is None else f"{each.changed:,}"
-    return each.name, what, changed, *("" if figure is None else f"{figure:.6g}" for figure in figures)
+            return f"content: {_form_text(each.a)}"
+        case "shape" | "dtype":
+            return f"{each.difference}: {_form_text(each.a)} -> {_form_text(each.b)}"
 
 
-def _form_text(form: TensorForm | None) -> str:
+def _form_text(form: SavedTensor | None) -> str:
     return "" if form is None else f"{form.dtype} {'x'.join(map(str, form.shape)) or 'scalar'}"
 
 

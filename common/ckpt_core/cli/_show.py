@@ -76,7 +76,7 @@ def _shown(storage: Storage, name: str, *, most: int) -> Outcome:
         parts=[
             *_facts(place, manifest, pinned=pinned, damaged=damaged),
             f"manifest:    sha256:{digest}{f', signed: {SIGNATURE}' if listed['signed'] else ''}",
-            *(["", chain_table(chain)] if len(chain) > 1 else []),
+            *(("", chain_table(chain)) if len(chain) > 1 else ()),
             "",
             table,
         ],

@@ -1,4 +1,4 @@
-"""Differences of two checkpoints: of their tensors, as a load would see them, and of values.
+"""Differences of two checkpoints: of tensors, as a load sees them, and of values.
 
 A tensor is compared as a whole, however it is divided into chunks. Where both divide it alike, equal
 checksums stand for equal bytes, and nothing is read. What is read is compared with its checksums, slab by
@@ -6,7 +6,7 @@ slab, so that memory is bounded and damage is no difference. Nothing is unpickle
 """
 
 from ckpt_core.comparison._compare import Comparison, compare
-from ckpt_core.comparison._tensors import TensorDifference, TensorForm
+from ckpt_core.comparison._slabs import TensorDifference
 from ckpt_core.comparison._values import ValueDifference
 
-__all__ = ["Comparison", "TensorDifference", "TensorForm", "ValueDifference", "compare"]
+__all__ = ["Comparison", "TensorDifference", "ValueDifference", "compare"]

@@ -11,11 +11,10 @@ from typing import final
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_core.comparison._contents import Contents
-from ckpt_core.comparison._tensors import (
+from ckpt_core.comparison._slabs import (
     SLAB_ELEMENTS,
     Figures,
     TensorDifference,
-    TensorForm,
     TensorStream,
     equal_by_checksums,
     slabs,
@@ -25,7 +24,7 @@ from ckpt_core.dcp import ChunkLocation, checked_zip, load_value
 from ckpt_core.errors import UnsafeCheckpointError
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.storage import Storage
-from ckpt_core.types import FileEntry
+from ckpt_core.types import FileEntry, SavedTensor
 
 
 @final
@@ -113,11 +112,12 @@ class _Comparing:
         one, other = _form(a), _form(b)
         if one is None or other is None or a is None:
             return TensorDifference(
-                name=name, difference="added" if one is None else "removed", a=one, b=other
+                name=name, difference="removed" if other is None else "added", a=one, b=other
             )
-        if one != other:
-            kind = "shape" if one.shape != other.shape else "dtype"
-            return TensorDifference(name=name, difference=kind, a=one, b=other)
+        if one.shape != other.shape:
+            return TensorDifference(name=name, difference="shape", a=one, b=other)
+        if one.dtype != other.dtype:
+            return TensorDifference(name=name, difference="dtype", a=one, b=other)
         chunks = self._a.chunks(name), self._b.chunks(name)
         equal = equal_by_checksums(*chunks)
         if equal or (self._quick and equal is False):
@@ -140,11 +140,11 @@ class _Comparing:
         for name in sorted(ours | theirs):
             if self._wants(name):
                 yield from self._entry(name, in_a=name in ours, in_b=name in theirs)
-        files = set(self._a.item_files()), set(self._b.item_files())
+        files = set(self._a.files.item_files()), set(self._b.files.item_files())
         for path in sorted(files[0] | files[1]):
             prefix = "" if path.startswith("shared") else f"{path.removesuffix('.json')}: "
-            one = self._a.items(path) if path in files[0] else {}
-            other = self._b.items(path) if path in files[1] else {}
+            one = self._a.files.items(path) if path in files[0] else {}
+            other = self._b.files.items(path) if path in files[1] else {}
             for item in {**one, **other}:
                 yield from value_differences(
                     f"{prefix}{item}", one.get(item, MISSING), other.get(item, MISSING)
@@ -185,7 +185,7 @@ class _Comparing:
         return content
 
     def _host_files(self) -> Iterator[ValueDifference]:
-        one, other = self._a.host_files(), self._b.host_files()
+        one, other = self._a.files.host_files(), self._b.files.host_files()
         for path in sorted({**one, **other}):
             a, b = one.get(path), other.get(path)
             if a is None or b is None:
@@ -194,7 +194,7 @@ class _Comparing:
                 yield from self._host_file(a, b)
 
     def _host_file(self, a: FileEntry, b: FileEntry) -> Iterator[ValueDifference]:
-        one, other = self._a.host_values(a), self._b.host_values(b)
+        one, other = self._a.files.host_values(a), self._b.files.host_values(b)
         if one is MISSING or other is MISSING:
             yield ValueDifference(name=a.path, a=_file_text(a), b=_file_text(b))
         else:
@@ -205,14 +205,14 @@ class _Comparing:
             return a.size_bytes == b.size_bytes
         if a.checksum.partition(":")[0] == b.checksum.partition(":")[0]:
             return False
-        pieces = zip(self._a.pieces(a.path), self._b.pieces(b.path), strict=False)
+        pieces = zip(self._a.files.pieces(a.path), self._b.files.pieces(b.path), strict=False)
         return all(one == other for one, other in pieces)
 
 
-def _form(entry: TensorStorageMetadata | None) -> TensorForm | None:
+def _form(entry: TensorStorageMetadata | None) -> SavedTensor | None:
     if entry is None:
         return None
-    return TensorForm(shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch."))
+    return SavedTensor(shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch."))
 
 
 def _file_text(entry: FileEntry | None) -> str | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -12,19 +11,14 @@ from typing import Any, Final, final
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt_core.commit import Catalog, Manifest, stock_parts
-from ckpt_core.comparison._values import MISSING
-from ckpt_core.dcp import ChunkLocation, ChunkLocator, check_metadata, load_metadata, load_plain
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FileFailure
+from ckpt_core.comparison._value_files import ValueFiles
+from ckpt_core.dcp import ChunkLocation, ChunkLocator, check_metadata, load_metadata
+from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
 from ckpt_core.loading import CommittedFiles
-from ckpt_core.names import MARKER, METADATA, SHARED, data_rank, is_own_json, shared_rank
-from ckpt_core.state import decode_buffers, decode_items
+from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import RangeReader, Storage
-from ckpt_core.types import FileEntry
 
-_SMALL_BYTES: Final = 16 << 20
-_PIECE_BYTES: Final = 1 << 20
 _MOST_OPEN: Final = 64
-_ZIP: Final = b"PK"
 
 
 @final
@@ -39,7 +33,7 @@ class StoredChunk:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
+class _OpenPart:
     prefix: str
     metadata: Metadata
     places: ChunkLocator
@@ -67,6 +61,7 @@ class Contents:
         ours = storage.exists(f"{name}/{MARKER}")
         self.manifest: Manifest | None = Catalog(storage).manifest(name) if ours else None
         self._files = CommittedFiles(storage, name, self.manifest)
+        self.files = ValueFiles(storage, self._files)
         self._parts = {part: self._open(part) for part in self._part_names()}
         if not self._parts:
             raise CheckpointNotFoundError(
@@ -135,39 +130,6 @@ class Contents:
             self._readers[path] = self._closing.enter_context(opened)
         return self._readers[path]
 
-    def item_files(self) -> list[str]:
-        """Return the paths of our own small files of values."""
-        return [each.path for each in self._files.entries if _holds_items(each.path)]
-
-    def items(self, path: str) -> Mapping[str, Any]:
-        """Read the values in one of them, by item; pickled ones are among the byte entries."""
-        content = self._files.read(path)
-        if path.startswith("local-"):
-            return {key: value for (_, key), value in decode_buffers(content, f"{self.url}/{path}").items()}
-        return decode_items(content, f"{self.url}/{path}").values
-
-    def host_files(self) -> dict[str, FileEntry]:
-        """Return the files of a host framework, by path."""
-        return {each.path: each for each in self._files.entries if _is_of_host(each.path)}
-
-    def host_values(self, entry: FileEntry) -> Any:
-        """Return the plain values in a host's file; `MISSING` if it holds no such."""
-        if entry.size_bytes > _SMALL_BYTES:
-            return MISSING
-        content = self._files.read(entry.path)
-        try:
-            if content.startswith(_ZIP):
-                return load_plain(content, entry.path)
-            return json.loads(content) if entry.path.endswith(".json") else MISSING
-        except (CheckpointError, ValueError, RecursionError):
-            return MISSING  # what is not plain is compared by its bytes
-
-    def pieces(self, path: str) -> Iterator[bytes]:
-        """Yield the content of a file, piece by piece."""
-        with self.storage.open(f"{self.name}/{path}") as stream:
-            while piece := stream.read(_PIECE_BYTES):
-                yield piece
-
     def damaged(self, place: ChunkLocation, problem: str) -> CorruptCheckpointError:
         """Make the error of a damaged entry."""
         failure = FileFailure(path=place.path, problem=f"{place.key!r:.200}: {problem}")
@@ -183,7 +145,7 @@ class Contents:
             for key, entry in each.metadata.state_dict_metadata.items()
         }
 
-    def _split(self, name: str) -> tuple[_Part, str]:
+    def _split(self, name: str) -> tuple[_OpenPart, str]:
         for part in self._parts.values():
             key = name.removeprefix(part.prefix)
             if name.startswith(part.prefix) and key in part.metadata.state_dict_metadata:
@@ -200,7 +162,7 @@ class Contents:
             if self.storage.exists(f"{part}/{METADATA}"):
                 yield "" if str(inner) == "." else str(inner)
 
-    def _open(self, part: str) -> _Part:
+    def _open(self, part: str) -> _OpenPart:
         inside, url = f"{part}/" if part else "", self._files.url
         metadata = load_metadata(self._files.read(f"{inside}{METADATA}"), f"{url}/{inside}{METADATA}")
         check_metadata(metadata, f"{url}/{inside}{METADATA}", lambda data: self._files.size(inside + data))
@@ -208,7 +170,7 @@ class Contents:
             places = ChunkLocator(metadata, part=part, directory=url, read_table=self._files.table)
         else:
             places = ChunkLocator(metadata, part=part, directory=url, read_at=self._read_at)
-        return _Part(prefix=f"{part}: " if part else "", metadata=metadata, places=places)
+        return _OpenPart(prefix=f"{part}: " if part else "", metadata=metadata, places=places)
 
     def _read_at(self, path: str, offset: int, size: int) -> bytes:
         reader = self._reader(path)
@@ -219,13 +181,3 @@ class Contents:
 
 def _is_metadata(path: str) -> bool:
     return path.rpartition("/")[2] == METADATA
-
-
-def _holds_items(path: str) -> bool:
-    own = path == SHARED or shared_rank(path) is not None or is_own_json(path)
-    return own and not path.startswith("chunks-")
-
-
-def _is_of_host(path: str) -> bool:
-    own = path == SHARED or shared_rank(path) is not None or is_own_json(path)
-    return not (own or _is_metadata(path) or data_rank(path) is not None)

@@ -124,7 +124,10 @@ class LoaderPosition:
 
     def in_samples(self, state: Mapping[str, Any], *, epoch: int | None = None) -> DataPosition | None:
         """Return what `state` says, counted in samples of all ranks; None if unknown."""
-        order = recipe(self._loader) if self._tracked and state.get("ended") else None
+        try:
+            order = recipe(self._loader) if self._tracked and state.get("ended") else None
+        except Exception:  # noqa: BLE001 - the user's `__len__` raises; a save must not fail for a fact about it
+            order = None
         return in_samples(state, of=None if order is None else order["samples"], epoch=epoch)
 
     def _kind(self) -> str:

@@ -1,4 +1,4 @@
-"""The version of the code that trains: the git commit, and whether files were changed.
+"""The version of the code that trains: the git commit, and whether it was changed.
 
 It is looked for once in a process, on a thread of its own, because git may be slow or hang on a filesystem
 that is unwell. No save waits longer for it than `PATIENCE_SECONDS`, counted from the start of the search: the

@@ -1,6 +1,6 @@
-"""A digest of the configuration: equal for equal values, and nothing can be read from it.
+"""A digest of the configuration, equal for equal values, and without secrets.
 
-Secrets are left out before it is made, since a short one could be guessed and compared.
+They are left out before it is made, since a short one could be guessed and compared.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Ancestry:
 
     @property
     def parent(self) -> Parent | None:
-        """The checkpoint that a commit made now continues; None for a training from the start."""
+        """The checkpoint that a commit made now continues; None if training began here."""
         own = None if self._origin is None else Parent.of(self._origin)
         return self._elsewhere or own
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import CheckpointManager, Counters, TrainState
 from ckpt_core.cli import main
+from ckpt_core.types import CapturedState
 from tests.unit.training import Run
 
 RAN: list[str] = []
@@ -28,11 +31,11 @@ class Armed:
         return RAN.append, (self.mark,)
 
 
-def saved(root: Path, step: int, state: Any, **options: Any) -> Path:
+def saved(root: Path | str, step: int, state: Any, **options: Any) -> Path:
     with CheckpointManager(root, **options) as checkpoints:
         checkpoints.start_afresh()
         checkpoints.save(step, state)
-    return root / f"step-{step:09d}"
+    return Path(root) / f"step-{step:09d}"
 
 
 def diff(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, dict[str, Any]]:
@@ -59,6 +62,9 @@ def test_equal_states_are_equal_whatever_the_manifests_say(capsys, tmp_path):
     assert {fact["name"] for fact in found["facts"]} >= {"step", "run id", "configured"}
     # Stock DCP's zips have checksums, too.
     assert diff(capsys, one, tmp_path / "stock")[0] == diff(capsys, tmp_path / "stock", one)[0] == 0
+    url = f"memory://{secrets.token_hex(8)}/run"
+    saved(url, 1, state)
+    assert diff(capsys, one, url)[0] == diff(capsys, url, f"{url}/step-000000001")[0] == 0
     assert diff(capsys, one, one) == diff(capsys, tmp_path / "one", one)
     assert main(["diff", str(one), str(other)]) == 0
     assert capsys.readouterr().out.endswith("equal: 1 tensors, 0 of them read, and all values\n")
@@ -124,6 +130,33 @@ def test_values_differ_leaf_by_leaf_and_nothing_is_unpickled(capsys, tmp_path):
     assert RAN == []
 
 
+def test_files_of_a_host_are_compared_by_their_values_or_else_by_their_bytes(capsys, tmp_path):
+    def state(epoch: int, blob: bytes) -> CapturedState:
+        scheduler = io.BytesIO()
+        torch.save({"last_epoch": epoch, "base": [0.1]}, scheduler)
+        pickled = io.BytesIO()
+        torch.save(Armed(str(epoch)), pickled)
+        files = {
+            "scheduler.bin": scheduler.getvalue(),
+            "state.json": json.dumps({"log": [{"loss": 0.5}, {"loss": epoch}]}).encode(),
+            "args.bin": pickled.getvalue(),
+            "notes/blob": blob,
+        }
+        return CapturedState(sharded={"": {"w": torch.ones(1)}}, files=files)
+
+    one = saved(tmp_path / "one", 1, state(1, b"x" * 3_000_000))
+    same = saved(tmp_path / "same", 1, state(1, b"x" * 3_000_000), checksum="sha256")
+    other = saved(tmp_path / "other", 1, state(2, b"x" * 2_999_999 + b"y"), checksum="sha256")
+    assert diff(capsys, one, same)[0] == 0
+    code, found = diff(capsys, one, other)
+    values = {each["name"]: (each["a"], each["b"]) for each in found["values"]}
+    assert code == 1
+    assert values.pop("notes/blob") == ("file of 3,000,000 bytes", "file of 3,000,000 bytes")
+    assert all("file of" in text for text in values.pop("args.bin"))
+    assert values == {"scheduler.bin.last_epoch": ("1", "2"), "state.json.log.1.loss": ("1", "2")}
+    assert RAN == []
+
+
 class Odd:
     """An item that needs pickle."""
 
@@ -156,5 +189,6 @@ def test_what_cannot_be_compared_is_trouble_and_no_difference(capsys, tmp_path):
         [tmp_path / "one", "--steps", 1, 9],
     ):
         assert diff(capsys, *wrong)[0] == 2
+    assert diff(capsys, one, other, "--storage-option", "key=x")[0] == 2
     assert diff(capsys, one, other, "--quick")[0] == 1  # of which the checksums tell
     assert diff(capsys, tmp_path / "one", "--steps", 1, 1)[0] == 0

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_core.comparison._tensors import Figures, TensorForm, slabs
+from ckpt_core.comparison._slabs import Figures, slabs
+from ckpt_core.types import SavedTensor
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -32,10 +33,10 @@ def test_figures_are_of_changed_elements_alone():
     b = torch.tensor([1.0, math.inf, math.nan, 6.0])
     figures = Figures(torch.float32)
     figures.add(a, b)
-    found = figures.of("w", TensorForm(shape=(4,), dtype="float32"))
+    found = figures.of("w", SavedTensor(shape=(4,), dtype="float32"))
     assert (found.changed, found.max_abs) == (1, 2.0)
     figures.add(torch.tensor([0.0]), torch.tensor([math.nan]))
-    assert math.isnan(figures.of("w", TensorForm(shape=(5,), dtype="float32")).max_abs or 0.0)
+    assert math.isnan(figures.of("w", SavedTensor(shape=(5,), dtype="float32")).max_abs or 0.0)
 
 
 def test_figures_are_right_for_every_dtype():
@@ -44,10 +45,10 @@ def test_figures_are_right_for_every_dtype():
         b = torch.tensor([3.0, 2.0, 1.0]).to(dtype)
         figures = Figures(dtype)
         figures.add(a, b)
-        found = figures.of("w", TensorForm(shape=(3,), dtype=str(dtype)))
+        found = figures.of("w", SavedTensor(shape=(3,), dtype=str(dtype)))
         assert (found.changed, found.max_abs) == (2, 2.0)
         assert found.relative_norm is not None
         assert math.isclose(found.relative_norm, math.sqrt(5) / 5)
     whole = Figures(torch.int64)
     whole.add(torch.tensor([1, 2]), torch.tensor([1, 3]))
-    assert whole.of("w", TensorForm(shape=(2,), dtype="int64")).max_abs is None
+    assert whole.of("w", SavedTensor(shape=(2,), dtype="int64")).max_abs is None

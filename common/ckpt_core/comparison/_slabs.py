@@ -12,22 +12,15 @@ import torch
 from ckpt_core.comparison._contents import Contents, StoredChunk
 from ckpt_core.dcp import load_chunk
 from ckpt_core.formats.checksums import crc32
+from ckpt_core.types import SavedTensor
 
 SLAB_ELEMENTS: Final = 1 << 20
 """Elements that are compared at a time: figures need 8 bytes for each, several times."""
 
+_NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Difference: TypeAlias = Literal["added", "removed", "shape", "dtype", "content"]
 Slab: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The first index and the lengths of a part of a tensor, contiguous in the order of its elements."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorForm:
-    """The shape and dtype of a tensor, in torch's words."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @final
@@ -46,8 +39,8 @@ class TensorDifference:
 
     name: str
     difference: Difference
-    a: TensorForm | None = None
-    b: TensorForm | None = None
+    a: SavedTensor | None = None
+    b: SavedTensor | None = None
     changed: int | None = None
     max_abs: float | None = None
     relative_norm: float | None = None
@@ -182,29 +175,26 @@ class Figures:
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a slab, flat."""
-        one, other = a.view(torch.uint8), b.view(torch.uint8)
-        differs = None
-        if not torch.equal(one, other):
-            differs = (one != other).view(-1, a.dtype.itemsize).any(1)
-            self.changed += int(differs.sum())
+        differs = _differing(a, b)
+        changed = int(differs.sum())
+        self.changed += changed
         if not self._numeric:
             return
         try:
-            self._add_numbers(a.to(self._wide), None if differs is None else b.to(self._wide), differs)
+            wide = a.to(self._wide)
+            self._squares_of_a += float(torch.linalg.vector_norm(wide)) ** 2
+            if changed:
+                self._add_apart(b.to(self._wide).sub_(wide).masked_fill_(~differs, 0).abs())
         except RuntimeError:
             self._numeric = False  # a dtype that torch does not convert, such as float4
 
-    def _add_numbers(self, a: torch.Tensor, b: torch.Tensor | None, differs: torch.Tensor | None) -> None:
-        self._squares_of_a += float(a.abs().square().sum())
-        if b is None or differs is None:
-            return
-        # Equal bytes are no difference, also of infinities and NaN.
-        apart = (b - a).abs()[differs]
+    def _add_apart(self, apart: torch.Tensor) -> None:
+        """Add absolute differences; equal bytes are none, also of infinities and NaN."""
         largest = float(apart.max())
         self._max_abs = largest if math.isnan(largest) else max(self._max_abs, largest)
-        self._squares += float(apart.square().sum())
+        self._squares += float(torch.linalg.vector_norm(apart)) ** 2
 
-    def of(self, name: str, form: TensorForm) -> TensorDifference:
+    def of(self, name: str, form: SavedTensor) -> TensorDifference:
         """Return the difference."""
         norms = math.sqrt(self._squares), math.sqrt(self._squares_of_a)
         return TensorDifference(
@@ -216,3 +206,12 @@ class Figures:
             max_abs=self._max_abs if self._numeric else None,
             relative_norm=(norms[0] / norms[1] if norms[1] else math.inf) if self._numeric else None,
         )
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return which elements of two flat tensors have other bytes."""
+    size = a.dtype.itemsize
+    number = _NUMBERS.get(size)
+    if number is not None:
+        return a.view(number) != b.view(number)
+    return (a.view(torch.uint8) != b.view(torch.uint8)).view(-1, size).any(1)
