@@ -262,6 +262,10 @@ def test_ranks_of_two_hosts_lose_all_files_of_one_fail_alone_and_must_agree(tmp_
         assert "rank 1 could not write the twin of __0_0.distcp" in error
         assert "No space left" in error
         assert (steps, failures) == ([2], [])
+        error, steps, threads = found["hangs"]
+        assert "the twins of its files, which rank 0 writes because of replicas=2" in error
+        assert "was taken for 1 s" in error
+        assert (steps, threads) == ([2], [])
         assert "replicas=2" in found["disagree"]
 
 
