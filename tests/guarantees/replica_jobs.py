@@ -46,7 +46,8 @@ def lose_every_file_of_a_host(root: str, strategies: Sequence[str]) -> dict[str,
         place = Path(root) / strategy
         model, optimizer, scheduler = build(strategy)
         state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
-        with CheckpointManager(place, replicas=2, deadline_seconds=60) as checkpoints:
+        how: dict[str, Any] = {"staging": "overlapped", "arenas": 2} if strategy == "fsdp2" else {}
+        with CheckpointManager(place, replicas=2, deadline_seconds=60, **how) as checkpoints:
             for step in (1, 2):
                 train_step(model, optimizer, scheduler)
                 checkpoints.save(step, state)

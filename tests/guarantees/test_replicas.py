@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from ckpt_core import CheckpointManager, KeepLatest
 from ckpt_core.cli._main import main
 from ckpt_core.commit import Catalog
-from ckpt_core.storage import LocalStorage, Storage
+from ckpt_core.errors import NoRoomError
+from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
 from ckpt_core.testing import FaultyStorage, run_ranks
 from tests.guarantees.replica_jobs import MARKER, TWIN, partner_dies, whoever
 from tests.unit.commit.checkpoints import bucket_like, posix_like
@@ -141,6 +142,24 @@ def test_twins_are_pruned_replaced_and_collected_with_the_checkpoint(storage):
     assert not [
         each for name in storage.directories("") for each in storage.list(name) if "yours" in each.name
     ]
+
+
+def test_lost_files_are_replaced_whatever_verify_says(storage):
+    save_all(storage, 1, 2)
+    storage.delete(DATA)
+    storage.delete(f"{NAME}/__0_1.distcp")
+    for verify in ("off", "read", "full"):
+        assert loads(storage, verify=verify)
+
+
+def test_a_save_is_refused_if_there_is_room_for_one_file_of_each_only():
+    save_all(probe := posix_like(), 2)
+    size = Catalog(probe).committed()[0].size_bytes
+    storage = MemoryStorage(capacity_bytes=int(0.75 * size), capacity_files=1000)
+    save_all(storage, 2, replicas=1, headroom=0)
+    storage.delete(NAME)
+    with pytest.raises(NoRoomError, match="Nothing was written"):
+        save_all(storage, 2, headroom=0)
 
 
 def chunks(storage) -> dict[str, int]:

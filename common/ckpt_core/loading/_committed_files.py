@@ -215,6 +215,10 @@ class CommittedFiles:
             and ((twin := self.twin(path)) is None or self._size_problem(twin, path))
         ]
 
+    def lacks_any(self) -> bool:
+        """Return whether a file, twins aside, is missing or has another size."""
+        return any(self._size_problem(path, path) for path in self._entries)
+
     def _size_problem(self, path: str, original: str) -> str:
         try:
             size = self._storage.size(f"{self.directory}/{path}")

@@ -249,10 +249,8 @@ class Load:
         )
         if not failures and self._request.verification == "full":
             failures = self._verify_all(opened.files)
-        # Of two files, the one to read for a chunk is known only to the rank that reads it.
-        twin_of = opened.files.twin if opened.files.has_twins else None
-        chooses = twin_of is not None and self._request.verification == "full"
-        if not failures and (chooses or self._request.verification == "read"):
+        if not failures and self._compares(opened.files):
+            twin_of = opened.files.twin if opened.files.has_twins else None
             failures = opened.files.without_mended(self._engine.verify(reads.checked(), twin_of=twin_of))
         if not failures and self._request.verification == "read":
             failures = verify_framing(
@@ -265,6 +263,13 @@ class Load:
             raise _damaged(self._place, failures)
         for load in parts.values():
             load.try_odd_chunks()
+
+    def _compares(self, files: CommittedFiles) -> bool:
+        """Return whether this rank compares what it reads, and so chooses between two files."""
+        verification = self._request.verification
+        if verification == "off":
+            return files.has_twins and files.lacks_any()
+        return verification == "read" or files.has_twins
 
     def _verify_all(self, files: CommittedFiles) -> Sequence[FileFailure]:
         """Compare every byte of this rank's share of the files."""
