@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from benchmarks.contenders import Contender, Entrant, NotRunError
 from benchmarks.limits import Memcpy, RawDirect, RawDirectChecksums, RawDirectOneThread
 from benchmarks.others import TorchCheckpointing, TorchSnapshot
-from benchmarks.ours import OursBlocking, OursBlockingSha256, OursOverlapped
+from benchmarks.ours import OursBlocking, OursBlockingReplicas, OursBlockingSha256, OursOverlapped
 from benchmarks.stock import (
     StockAsyncDefault,
     StockAsyncProcess,
@@ -33,10 +33,13 @@ SAVE: Sequence[ContenderType] = (
 )  # fmt: skip
 INTERFERENCE: Sequence[ContenderType] = (*SAVE, RawDirectOneThread, RawDirectChecksums)
 CHECKSUMS: Sequence[ContenderType] = (OursBlocking, OursBlockingSha256, RawDirect)
+REPLICAS: Sequence[ContenderType] = (OursBlocking, OursBlockingReplicas, RawDirect)
 RANKS: Sequence[ContenderType] = (
     OursOverlapped, OursBlocking, StockSaveOneThread, StockAsyncDefault, StockAsyncReused,
 )  # fmt: skip
-ALL: Mapping[str, ContenderType] = {contender.key: contender for contender in (*INTERFERENCE, *CHECKSUMS)}
+ALL: Mapping[str, ContenderType] = {
+    contender.key: contender for contender in (*INTERFERENCE, *CHECKSUMS, *REPLICAS)
+}
 
 
 @final

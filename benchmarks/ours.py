@@ -20,10 +20,13 @@ class _Ours(Contender):
     copies: ClassVar[int] = 1
     staging: ClassVar[Staging]
     checksum: ClassVar[Checksums] = "crc32"
+    replicas: ClassVar[int] = 1
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._manager = CheckpointManager(task.root / self.key, staging=self.staging, checksum=self.checksum)
+        self._manager = CheckpointManager(
+            task.root / self.key, staging=self.staging, checksum=self.checksum, replicas=self.replicas
+        )
         self._captured = CapturedState(
             sharded={"": {"model": task.tensors}},
             stable=list(task.tensors.values()),
@@ -72,6 +75,15 @@ class OursBlockingSha256(OursBlocking):
     key = "ours-blocking-sha256"
     name = "ckpt-suite, blocking, SHA-256"
     checksum = "sha256"
+
+
+@final
+class OursBlockingReplicas(OursBlocking):
+    """The same, with a second file for every file, by the next rank if there are several."""
+
+    key = "ours-blocking-replicas"
+    name = "ckpt-suite, blocking, replicas=2"
+    replicas = 2
 
 
 class OursOverlapped(_Ours):

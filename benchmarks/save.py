@@ -3,7 +3,7 @@
     python -m benchmarks.save --gib 2 --tensors 330 --rounds 11 --json out.json --picture out.png
 
 Without a mode: interleaved rounds of all contenders. Modes: --first, --interference, --checksums,
---soak, --ranks, --simulate-ranks. --many and --large choose another state.
+--replicas, --soak, --ranks, --simulate-ranks. --many and --large choose another state.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
     mode.add_argument(
         "--checksums", action="store_true", help="CRC-32 beside SHA-256 of every file, and the raw disk"
     )
+    mode.add_argument(
+        "--replicas", action="store_true", help="one file beside two of every content, and the raw disk"
+    )
     mode.add_argument("--soak", type=int, metavar="N", help="N saves in one process: does anything grow?")
     mode.add_argument("--ranks", type=int, metavar="N", help="N gloo ranks, sharded and replicated tensors")
     mode.add_argument(
@@ -64,6 +67,7 @@ def _mode(options: argparse.Namespace) -> Mode:
         (options.first, _first),
         (options.interference, _interference),
         (options.checksums, _checksums),
+        (options.replicas, _replicas),
         (options.soak, _soak),
         (options.ranks, _ranks),
         (options.simulate_ranks, _simulate),
@@ -77,6 +81,10 @@ def _rounds(options: argparse.Namespace, root: Path) -> Report:
 
 def _checksums(options: argparse.Namespace, root: Path) -> Report:
     return _compared(options, root, lineup.CHECKSUMS)
+
+
+def _replicas(options: argparse.Namespace, root: Path) -> Report:
+    return _compared(options, root, lineup.REPLICAS)
 
 
 def _compared(options: argparse.Namespace, root: Path, types: Sequence[lineup.ContenderType]) -> Report:

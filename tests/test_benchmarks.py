@@ -354,9 +354,12 @@ def test_the_first_save_is_measured_in_fresh_processes_and_ours_after_a_prewarm_
 
 
 @pytest.mark.slow
-def test_both_kinds_of_checksums_are_measured_in_the_same_rounds(bench):
-    contenders = bench("--checksums", *SMALL)["results"]["contenders"]
-    assert list(contenders) == [each.key for each in lineup.CHECKSUMS]
+@pytest.mark.parametrize(
+    ("mode", "types"), [("--checksums", lineup.CHECKSUMS), ("--replicas", lineup.REPLICAS)]
+)
+def test_both_kinds_of_checksums_and_one_and_two_files_are_measured_in_the_same_rounds(bench, mode, types):
+    contenders = bench(mode, *SMALL)["results"]["contenders"]
+    assert list(contenders) == [each.key for each in types]
     assert all(len(each["samples"]["durable_s"]) == 2 for each in contenders.values())
 
 

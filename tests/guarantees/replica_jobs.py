@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ def lose_every_file_of_a_host(root: str, strategies: Sequence[str]) -> dict[str,
         place = Path(root) / strategy
         model, optimizer, scheduler = build(strategy)
         state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
-        with CheckpointManager(place, replicas=2, deadline_seconds=60) as checkpoints:
+        how: dict[str, Any] = {"staging": "overlapped", "arenas": 2} if strategy == "fsdp2" else {}
+        with CheckpointManager(place, replicas=2, deadline_seconds=60, **how) as checkpoints:
             for step in (1, 2):
                 train_step(model, optimizer, scheduler)
                 checkpoints.save(step, state)
@@ -113,6 +115,23 @@ def partner_fails(root: str) -> list[Any]:
     return found
 
 
+def partner_hangs(root: str) -> list[Any]:
+    """Rank 0 never gets on with rank 1's twin, once; the errors, and the steps of the next save."""
+    _on(["a", "b"])
+    released = threading.Event()
+    fault = Fault(method="write", key=f"*step-000000001/__1_0*{TWIN}", before=lambda _: released.wait(60))
+    storage = FaultyStorage(LocalStorage(root), [fault] if dist.get_rank() == 0 else [])
+    checkpoints = CheckpointManager(storage, replicas=2, deadline_seconds=2, on_error="warn")
+    error = checkpoints.save(1, _state(1)).committed.exception(30)
+    released.set()
+    dist.barrier()
+    checkpoints.save(2, _state(2)).committed.result(30)
+    dist.barrier()
+    found = [str(error), [info.step for info in checkpoints.checkpoints()]]
+    checkpoints.close()
+    return [*found, [each.name for each in threading.enumerate() if "twin" in each.name]]
+
+
 def ranks_disagree(root: str) -> str:
     """Only one rank asks for twins; the error."""
     with CheckpointManager(root, replicas=1 + dist.get_rank(), deadline_seconds=30) as checkpoints:
@@ -128,5 +147,6 @@ def whoever(root: str) -> dict[str, Any]:
     return {
         "lost": lose_every_file_of_a_host(f"{root}/hosts", ["fsdp2", "ddp"]),
         "fails": partner_fails(f"{root}/fails"),
+        "hangs": partner_hangs(f"{root}/hangs"),
         "disagree": ranks_disagree(f"{root}/disagree"),
     }

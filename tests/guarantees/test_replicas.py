@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from ckpt_core import CheckpointManager, KeepLatest
 from ckpt_core.cli._main import main
 from ckpt_core.commit import Catalog
-from ckpt_core.storage import LocalStorage, Storage
+from ckpt_core.errors import NoRoomError
+from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
 from ckpt_core.testing import FaultyStorage, run_ranks
 from tests.guarantees.replica_jobs import MARKER, TWIN, partner_dies, whoever
 from tests.unit.commit.checkpoints import bucket_like, posix_like
@@ -143,6 +144,24 @@ def test_twins_are_pruned_replaced_and_collected_with_the_checkpoint(storage):
     ]
 
 
+def test_lost_files_are_replaced_whatever_verify_says(storage):
+    save_all(storage, 1, 2)
+    storage.delete(DATA)
+    storage.delete(f"{NAME}/__0_1.distcp")
+    for verify in ("off", "read", "full"):
+        assert loads(storage, verify=verify)
+
+
+def test_a_save_is_refused_if_there_is_room_for_one_file_of_each_only():
+    save_all(probe := posix_like(), 2)
+    size = Catalog(probe).committed()[0].size_bytes
+    storage = MemoryStorage(capacity_bytes=int(0.75 * size), capacity_files=1000)
+    save_all(storage, 2, replicas=1, headroom=0)
+    storage.delete(NAME)
+    with pytest.raises(NoRoomError, match="Nothing was written"):
+        save_all(storage, 2, headroom=0)
+
+
 def chunks(storage) -> dict[str, int]:
     """Name of every tensor -> position of its first byte in the data file."""
     table = json.loads(storage.read_bytes(f"{NAME}/chunks-00000.json"))["files"]
@@ -262,6 +281,10 @@ def test_ranks_of_two_hosts_lose_all_files_of_one_fail_alone_and_must_agree(tmp_
         assert "rank 1 could not write the twin of __0_0.distcp" in error
         assert "No space left" in error
         assert (steps, failures) == ([2], [])
+        error, steps, threads = found["hangs"]
+        assert "the twins of its files, which rank 0 writes because of replicas=2" in error
+        assert "was taken for 1 s" in error
+        assert (steps, threads) == ([2], [])
         assert "replicas=2" in found["disagree"]
 
 

@@ -9,7 +9,7 @@ from typing import Final, TypeVar, final
 
 from ckpt_core.commit import Manifest, share
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.errors import CorruptCheckpointError, FileFailure, lost
 from ckpt_core.formats.checksums import Checksum, crc32_value
 from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.names import chunks_name, is_own_file
@@ -122,11 +122,11 @@ class CommittedFiles:
                 found = read(twin)
             except CorruptCheckpointError:
                 raise error from None
-            self.warn_mended([replace(failure, twin=twin) for failure in error.failures])
+            self.without_mended([replace(failure, twin=twin) for failure in error.failures])
             return found
 
-    def warn_mended(self, failures: Sequence[FileFailure]) -> None:
-        """Log damage for which twins make up, once per file."""
+    def without_mended(self, failures: Sequence[FileFailure]) -> list[FileFailure]:
+        """Return the failures for which no twin makes up; log the others, once per file."""
         found = {
             each.path: each for each in reversed(failures) if each.twin and each.path not in self._warned
         }
@@ -138,6 +138,7 @@ class CommittedFiles:
                 self.url,
                 "; ".join(map(str, list(found.values())[:_MOST_NAMED])),
             )
+        return lost(failures)
 
     def _read(self, path: str, original: str) -> bytes:
         size = self.size(original)
@@ -213,6 +214,10 @@ class CommittedFiles:
             if (problem := self._size_problem(path, path))
             and ((twin := self.twin(path)) is None or self._size_problem(twin, path))
         ]
+
+    def lacks_any(self) -> bool:
+        """Return whether a file, twins aside, is missing or has another size."""
+        return any(self._size_problem(path, path) for path in self._entries)
 
     def _size_problem(self, path: str, original: str) -> str:
         try:

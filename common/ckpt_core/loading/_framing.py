@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ckpt_core.commit import share
-from ckpt_core.errors import FileFailure, lost
+from ckpt_core.errors import FileFailure
 from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text, crc32_value
 from ckpt_core.formats.chunks import FileChunks
 from ckpt_core.loading._committed_files import CommittedFiles
@@ -39,8 +39,7 @@ def verify_framing(
         problem = _problem(storage, files, path, chunks)
         if problem:
             found.append(FileFailure(path=path, problem=problem, twin=files.twin(path) or ""))
-    files.warn_mended(found)
-    return lost(found)
+    return files.without_mended(found)
 
 
 def _problem(storage: Storage, files: CommittedFiles, path: str, chunks: FileChunks | None) -> str:

@@ -258,28 +258,29 @@ class Load:
         failures: Sequence[FileFailure] = opened.files.missing_or_truncated(
             self._coordinator.rank, self._coordinator.world_size
         )
+        if not failures and self._request.verification == "full":
+            failures = self._verify_all(opened.files)
+        if not failures and self._compares(opened.files):
+            twin_of = opened.files.twin if opened.files.has_twins else None
+            failures = opened.files.without_mended(self._engine.verify(reads.checked(), twin_of=twin_of))
         if not failures and self._request.verification == "read":
-            failures = self._verify_reads(opened.files, reads) or verify_framing(
+            failures = verify_framing(
                 self._storage,
                 opened.files,
                 rank=self._coordinator.rank,
                 world_size=self._coordinator.world_size,
             )
-        if not failures and self._request.verification == "full":
-            failures = self._verify_all(opened.files)
-            if not failures and opened.files.has_twins:
-                # Which of two files is read for a chunk is known only to the rank that reads it.
-                failures = self._verify_reads(opened.files, reads)
         if failures:
             raise _damaged(self._place, failures)
         for load in parts.values():
             load.try_odd_chunks()
 
-    def _verify_reads(self, files: CommittedFiles, reads: Reads) -> Sequence[FileFailure]:
-        """Compare what this rank will read, in whichever of two files it is whole."""
-        found = self._engine.verify(reads.checked(), twin_of=files.twin if files.has_twins else None)
-        files.warn_mended(found)
-        return lost(found)
+    def _compares(self, files: CommittedFiles) -> bool:
+        """Return whether this rank compares what it reads, and so chooses between two files."""
+        verification = self._request.verification
+        if verification == "off":
+            return files.has_twins and files.lacks_any()
+        return verification == "read" or files.has_twins
 
     def _verify_all(self, files: CommittedFiles) -> Sequence[FileFailure]:
         """Compare every byte of this rank's share of the files."""

@@ -90,12 +90,14 @@ class Engine:
         Raises:
             OSError: storage failed; that says nothing about the checkpoint.
         """
-        if twin_of is None:
-            return self._compared(ranges).report()
-        ranges = list(ranges)
-        report = self._compared(ranges)
+        ranges = ranges if twin_of is None else list(ranges)
+        verify_pass, requests = self._plan_verify(ranges)
+        run_all(self._registered(requests, verify_pass.serve), requests, self._threads)
+        report = verify_pass.report()
         failures = report.report()
-        return failures and self._compared_twins(ranges, report, failures, twin_of)
+        if twin_of is None or not failures:
+            return failures
+        return self._verify_twins([each for each in ranges if report.concerns(each.payload)], report, twin_of)
 
     def fetch(self, ranges: Iterable[RangeRead]) -> None:
         """Read every range to its destination.
@@ -119,29 +121,25 @@ class Engine:
         """Close all files and drop kept bytes; harmless when repeated."""
         self._files.close()
 
-    def _compared(self, ranges: Iterable[RangeRead]) -> VerifyReport:
+    def _plan_verify(self, ranges: Iterable[RangeRead]) -> tuple[VerifyPass, Sequence[Request]]:
         self._has_verified = True
         verify_pass = VerifyPass(self._files, self._buffers, self._steps)
-        requests = verify_pass.plan(ranges, self._limits)
-        run_all(self._registered(requests, verify_pass.serve), requests, self._threads)
-        return verify_pass.report()
+        return verify_pass, verify_pass.plan(ranges, self._limits)
 
-    def _compared_twins(
-        self,
-        ranges: Sequence[RangeRead],
-        report: VerifyReport,
-        failures: list[FileFailure],
-        twin_of: Callable[[str], str | None],
+    def _verify_twins(
+        self, damaged: Sequence[RangeRead], report: VerifyReport, twin_of: Callable[[str], str | None]
     ) -> list[FileFailure]:
-        """Compare the damaged payloads in the twins of their files; see `verify`."""
-        damaged = [each for each in ranges if report.concerns(each.payload)]
+        """Compare damaged payloads in the twins of their files; see `verify`."""
+        failures = report.report()
         twins = {path: twin_of(path) for path in {each.payload.path for each in damaged}}
         moved = [
             replace(each, payload=replace(each.payload, path=twin))
             for each in damaged
             if (twin := twins[each.payload.path]) is not None
         ]
-        second = self._compared(moved)
+        verify_pass, requests = self._plan_verify(moved)
+        run_all(self._registered(requests, verify_pass.serve), requests, self._threads)
+        second = verify_pass.report()
         without = report.has_unverifiable or None in twins.values()
         if without or any(second.concerns(each.payload) for each in moved):
             return failures + second.report()

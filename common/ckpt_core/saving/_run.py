@@ -106,15 +106,15 @@ class SaveRun:
         every rank learns of it.
         """
         partners = self._context.partners
-        with nullcontext() if partners is None else partners.session(self._prepared.assignment) as twins:
-            reference, failure = self._open(self._watch_copies())
-            report = self._write(reference, twins) if failure is None else failure
-            self._prepared.staged.release()
-            try:
+        try:
+            with nullcontext() if partners is None else partners.session(self._prepared.assignment) as twins:
+                reference, failure = self._open(self._watch_copies())
+                report = self._write(reference, twins) if failure is None else failure
+                self._prepared.staged.release()
                 info = self._commit_with_all(report, twins)
-            except CheckpointError as error:
-                reject(self._handle.committed, self._failed(error))
-                return
+        except CheckpointError as error:
+            reject(self._handle.committed, self._failed(error))
+            return
         self._context.reports.committed()
         fulfil(self._handle.committed, info)
         if self._channel.is_coordinator:

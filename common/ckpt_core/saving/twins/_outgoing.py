@@ -11,7 +11,7 @@ from ckpt_core.errors import ConfigError, SaveError
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.names import TWIN_SUFFIX
 from ckpt_core.saving._reports import KeptContent
-from ckpt_core.saving.twins._link import Addressee, Greeting, Link
+from ckpt_core.saving.twins._link import PIECE_BYTES, Addressee, Greeting, Link
 from ckpt_core.saving.twins._twin_files import TwinFiles
 
 _Pieces: TypeAlias = "SimpleQueue[memoryview | None]"
@@ -28,6 +28,10 @@ class Writer(Protocol):
         """End a `write` on another thread, if possible."""
         ...
 
+    def close(self) -> None:
+        """Release the connection."""
+        ...
+
 
 @final
 class LocalWriter:
@@ -37,6 +41,9 @@ class LocalWriter:
         self.write = files.write
 
     def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -62,11 +69,15 @@ class RemoteWriter:
         if self._link is None:
             self._link = self._partner.connect(self._greeting, self._seconds, begun=self._begun)
             self._link.limit(self._seconds)
-        self._link.send(path.encode())
-        for piece in pieces:
-            self._link.send(piece)
-        self._link.send(b"")
-        outcome = self._link.receive_fields()
+        try:
+            self._link.send(path.encode())
+            for piece in pieces:
+                for start in range(0, len(piece), PIECE_BYTES):
+                    self._link.send(piece[start : start + PIECE_BYTES])
+            self._link.send(b"")
+            outcome = self._link.receive_fields()
+        except TimeoutError as error:
+            raise TimeoutError(f"nothing of {path} was taken for {self._seconds:g} s") from error
         if "error" in outcome:
             raise SaveError(
                 f"rank {self._partner.rank} could not write the twin of {path}: {outcome['error']}"
@@ -77,6 +88,10 @@ class RemoteWriter:
         self._aborted = True
         if (link := self._attempt) is not None:
             link.abort()
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
 
     def _begun(self, link: Link) -> None:
         self._attempt = link
@@ -152,7 +167,7 @@ class Outgoing:
         except Exception as error:  # noqa: BLE001 - raised on the save thread
             self._events.put(self._failed(error))
         finally:
-            self._writer.abort()
+            self._writer.close()
             self._ended.set()
 
     def _begin(self, path: str) -> _Pieces:
