@@ -19,8 +19,8 @@ from ckpt_core.state._fsdp1 import is_fsdp1
 from ckpt_core.state._model import model_state
 from ckpt_core.state._parameter_names import ParameterNames, Prefixes, bare
 from ckpt_core.state._tensors import dtype_name, shape_of
-from ckpt_core.state.contents._tensor_sums import add_up, inner_tensors, own_checksum
 from ckpt_core.state.contents._record import BaseRecord, TensorFacts
+from ckpt_core.state.contents._tensor_sums import add_up, inner_tensors, own_checksum
 from ckpt_core.types import SavedState
 from ckpt_core.validation import one_of, require
 
