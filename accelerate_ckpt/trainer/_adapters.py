@@ -1,4 +1,4 @@
-"""Adapters of PEFT: once in a checkpoint, in the file that `PeftModel.from_pretrained` reads."""
+"""Adapters of PEFT: once in a checkpoint, in the file that PEFT itself reads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def places_of(model: Any, names: Collection[str]) -> Places:
 
 
 def written_places(places: Places, files: Mapping[str, bytes], state: Mapping[str, Any]) -> Places:
-    """Return the places that hold exactly the values of `state`, on the rank that writes."""
+    """Return the places with exactly the values of `state`. The rank that writes."""
     contents = {file: load(files[file]) for file in {file for file, _ in places.values()} if file in files}
     found: dict[str, tuple[str, str]] = {}
     for name, (file, key) in places.items():

@@ -151,7 +151,7 @@ class TrainerLoading:
         else:
             lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
             origin = checkpoint if lent is None else lent.checkpoint
-            state = self._state(storage=self._storage_of(origin))
+            state = self._state(storage=self._session.storage_at(CheckpointPath.of(origin).root))
             if self._load(origin, state, change=self._session.override.values):
                 self._session.saved_step = None
             self._callbacks_from = origin
@@ -171,7 +171,8 @@ class TrainerLoading:
         self._session.manager.wait()
         best = self._trainer.state.best_model_checkpoint
         if best is not None and self._is_ours(best):
-            state = self._state(with_optimizer=False, storage=self._storage_of(best))
+            storage = self._session.storage_at(CheckpointPath.of(best).root)
+            state = self._state(with_optimizer=False, storage=storage)
             self._load(best, state, items=["model"])
         else:
             if best is not None:
@@ -199,9 +200,6 @@ class TrainerLoading:
             other.load(state, name=place.name, items=items)
             manager.begin_from(other)
         return False
-
-    def _storage_of(self, checkpoint: str) -> Storage:
-        return self._session.storage_at(CheckpointPath.of(checkpoint).root)
 
     def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:
         """Refuse what `verify_manifest` does not accept; stock writes no manifest."""

@@ -155,7 +155,7 @@ class TrainingState:
     def _without_adapters(
         self, state: Mapping[str, Any], weights: Mapping[str, Any] | None, files: Mapping[str, bytes]
     ) -> tuple[dict[str, Any], Places]:
-        """Leave out what PEFT's own files hold; return the rest, and the places in the files.
+        """Leave out what PEFT's own files hold; return the rest, and their places.
 
         Raises:
             ConfigError: a file holds something else.
@@ -311,7 +311,7 @@ def _model_part_of(saved: SavedState) -> str:
 
 
 def stock_files_wanted(trainer: Any, contents: Contents | None) -> bool:
-    """Return whether the stock Trainer's single files are written if nobody has said so.
+    """Return whether to write the stock Trainer's single files by default.
 
     They would hold the optimizer's state a second time, and that is most of what is saved of adapters.
     """

@@ -19,8 +19,8 @@ from ckpt_core.state._fsdp1 import is_fsdp1
 from ckpt_core.state._model import model_state
 from ckpt_core.state._parameter_names import ParameterNames, Prefixes, bare
 from ckpt_core.state._tensors import dtype_name, shape_of
-from ckpt_core.state.contents._checksums import add_up, inner_tensors, own_checksum
 from ckpt_core.state.contents._record import BaseRecord, TensorFacts
+from ckpt_core.state.contents._tensor_sums import add_up, inner_tensors, own_checksum
 from ckpt_core.types import SavedState
 from ckpt_core.validation import one_of, require
 
@@ -46,7 +46,7 @@ def contents_problem(contents: Any) -> str | None:
 
 
 def begin(model: nn.Module, contents: Contents | None) -> None:
-    """Note the frozen tensors of a model, so that changes before the first save are seen.
+    """Note the frozen tensors of a model, to see changes before the first save.
 
     Raises:
         ConfigError: `contents` is none, or cannot be had of this model.
@@ -68,7 +68,7 @@ def saves_base(model: nn.Module, contents: Contents | None) -> bool:
 def saved_part(
     model: nn.Module, state: Mapping[str, Any], contents: Contents | None, *, place: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what of a model's state to save, and the shared items that refer to the rest.
+    """Return what of a model's state to save, and items that refer to the rest.
 
     Collective over the ranks that share tensors, at the first call and after a change of the base.
 

@@ -28,7 +28,7 @@ _FACTORS: Final = (
 
 
 class _Box(NamedTuple):
-    """A region of a tensor: its start, its size, and the shape of the tensor, in units."""
+    """A region of a tensor: start, size, and the tensor's shape, in units."""
 
     starts: Sequence[int]
     sizes: Sequence[int]
@@ -57,7 +57,7 @@ def own_checksum(tensor: torch.Tensor) -> int:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors in a wrapper subclass, such as of quantised weights; else none."""
+    """Return the tensors in a wrapper subclass; none for others."""
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None or isinstance(tensor, DTensor):
         return []
@@ -65,7 +65,9 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def add_up(tensors: Mapping[str, torch.Tensor], own: Mapping[str, int]) -> dict[str, str]:
-    """Add up the ranks' shares; return the checksums in hexadecimal. Collective over each mesh.
+    """Add up the ranks' shares; return the checksums in hexadecimal.
+
+    Collective over each mesh.
 
     Args:
         tensors: the tensors, the same on all ranks that share them.
@@ -119,7 +121,7 @@ def _of_box(local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -
 
 
 def _as_integers(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """View a tensor as flat integers of at most a word; return how many make an element."""
+    """View a tensor as flat integers; return how many make an element."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     size = min(flat.element_size(), _WORD)
     per_element = flat.element_size() // size
@@ -176,7 +178,7 @@ def _add_scattered(units: torch.Tensor, box: _Box, total: torch.Tensor) -> None:
 
 
 def _add_units(units: torch.Tensor, places: torch.Tensor, total: torch.Tensor) -> None:
-    """Add units of a word each times the factor of its word, shifted to its place in it."""
+    """Add units, each times the factor of its word, shifted to its place in it."""
     size = units.element_size()
     values = units.to(torch.int64)
     if size < _WORD:
