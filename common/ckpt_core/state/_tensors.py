@@ -9,7 +9,14 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import ShardedTensor, TensorShard, is_wrapped, own_part, sharded_tensor
+from ckpt_core._torch_internals import (
+    ShardedTensor,
+    TensorShard,
+    is_wrapped,
+    own_part,
+    placed_like,
+    sharded_tensor,
+)
 from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.state._nested import leaves, put
 from ckpt_core.types import SavedEntries, SavedTensor
@@ -54,9 +61,12 @@ def matches(value: object, saved: SavedTensor) -> TypeGuard[torch.Tensor]:
 
 
 def empty_like(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate memory with the kind, shape, placement and device of `reference`."""
+    """Allocate plain memory with the shape, placement and device of `reference`."""
     if isinstance(reference, ShardedTensor):
         return _empty_sharded(reference, dtype)
+    own = own_part(reference)
+    if is_wrapped(own):
+        return placed_like(torch.empty(own.shape, dtype=dtype, device=own.device), reference)
     return torch.empty_like(reference, dtype=dtype, requires_grad=False).detach()
 
 
