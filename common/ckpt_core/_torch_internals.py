@@ -62,6 +62,15 @@ def own_part(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
+def placed_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has `part` on this rank, spread over ranks as `like`."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def inner_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of the plain tensors that a tensor is made of; itself if plain."""
     if not is_wrapped(tensor):
@@ -184,6 +193,7 @@ __all__ = [
     "metadata_path",
     "new_dtypes",
     "own_part",
+    "placed_like",
     "rebuild_tensor",
     "rebuild_tensor_of_new_dtype",
     "set_element",

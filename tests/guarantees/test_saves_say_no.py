@@ -81,7 +81,7 @@ INDICES: dict[str, tuple[Callable[[], Metadata], str]] = {
     "half": (lambda: index_of(chunks=[(0, 32)]), "32 of its 64 elements"),
     "overlapping": (lambda: index_of(chunks=[(0, 40), (24, 24)]), "overlap"),
     "outside": (lambda: index_of(chunks=[(32, 64)]), "not inside"),
-    "too small a place": (lambda: index_of(chunks=[(0, 64)], length=128), "its place"),
+    "too small a place": (lambda: index_of(chunks=[(0, 64)], length=7), "its place"),
     "beyond the file": (lambda: index_of(chunks=[(0, 64)], length=1 << 20), "ends at byte"),
     "another file": (lambda: index_of(chunks=[(0, 64)], file="__7_0.distcp"), "missing"),
     "nowhere": (lambda: without(index_of(chunks=[(0, 64)]), "n"), "is nowhere"),

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import PLAIN, ShardedTensor, inner_tensors
+from ckpt_core._torch_internals import PLAIN, ShardedTensor, inner_tensors, is_wrapped, own_part, placed_like
 from ckpt_core.dcp._dedup import Meshes, Replicas, assign_writers
 from ckpt_core.dcp._fingerprints import Written
 from ckpt_core.dcp._image import ShardSpec, specs_of
@@ -122,6 +122,8 @@ class Part:
         for fqn, value in planner.state_dict.items():
             if isinstance(value, torch.Tensor):
                 check_kind(value, fqn)
+                if is_wrapped(own_part(value)):
+                    planner.state_dict[fqn] = _stand_in(value)
         self._plan = planner.create_local_plan()
         return self._plan
 
@@ -325,6 +327,13 @@ def _share(plan: SavePlan, kept: SavePlan) -> Share:
         return None
     own = {id(item) for item in kept.items}
     return tuple(place for place, item in enumerate(plan.items) if id(item) in own)
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor with the plan of a wrapped one, which may lack operators."""
+    own = own_part(tensor)
+    plain = torch.zeros((), dtype=tensor.dtype, device=own.device).expand(own.shape)
+    return placed_like(plain, tensor)
 
 
 def _set_up(tree: Mapping[str, Any]) -> DefaultSavePlanner:

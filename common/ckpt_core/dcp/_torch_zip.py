@@ -184,7 +184,7 @@ class _ZipRecord:
         return fixed + name + extra
 
     def central_header(self) -> bytes:
-        large, far = self.size >= self.zip64_from, self.offset >= ZIP32_LIMIT
+        large, far = self.size >= self.zip64_from, self.offset >= self.zip64_from
         size, offset = ZIP32_LIMIT if large else self.size, ZIP32_LIMIT if far else self.offset
         fields = [self.size, self.size] * large + [self.offset] * far
         extra = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""

@@ -21,6 +21,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from ckpt_core._torch_internals import is_wrapped
+from ckpt_core.errors import ConfigError
+
 _COMPILED = "_orig_mod."
 
 
@@ -33,8 +36,25 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """Return state and groups by name, with sharded tensors.
 
     A collective over the model's ranks.
+
+    Raises:
+        ConfigError: on some rank the state is made of other tensors, which FSDP1 cannot convert.
     """
+    _refuse_wrapped(model, optimizer)
     return _clean(_convert(model, optimizer, optimizer.state_dict()))
+
+
+def _refuse_wrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse on all ranks what one of them has: FSDP1's conversion would hang the others."""
+    state = (value for values in optimizer.state.values() for value in values.values())
+    first = FullyShardedDataParallel.fsdp_modules(model)[0]
+    found = torch.tensor(int(any(map(is_wrapped, state))), device=first.compute_device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=_group(model))
+    if found.item():
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps state made of other tensors (quantised, for example), which "
+            "FSDP1 cannot convert to names of parameters; use FSDP2's fully_shard"
+        )
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -13,12 +13,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
 from ckpt_core.state._parameter_names import ParameterNames, Prefixes
-from ckpt_core.state._tensors import placeholders, template
+from ckpt_core.state._tensors import matches, placeholders, put_back_packed, template
 from ckpt_core.types import SavedEntries, SavedState
 
+_logger = logger_of(__name__)
 _EXTRA_STATE: Final = "_extra_state"
 
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
@@ -116,11 +118,22 @@ def model_target(
     if of is not None:
         live = {name: value for name, value in live.items() if of.wants(("model", name))}
     target = placeholders({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
-    extra = {path[0] for path in saved if str(path[0]).endswith("_extra_state")}
+    extra = {
+        path[0]
+        for path, entry in saved.items()
+        if str(path[0]).endswith(_EXTRA_STATE)
+        or (entry is not None and not matches(live.get(str(path[0])), entry) and _is_packed(path[0], live))
+    }
     for name in extra & set(live):
-        # Live extra state may have another structure than the saved one.
+        # Extra state, and what modules pack for their state_dict, may have another form than the saved one.
         target[str(name)] = template({name: live[str(name)]}, _only(saved, name))[str(name)]
     return target
+
+
+def _is_packed(name: str | int, live: Mapping[str, Any]) -> bool:
+    """Return whether an entry belongs to another one, as that of a 4-bit weight."""
+    parts = str(name).split(".")
+    return any(".".join(parts[:end]) in live for end in range(1, len(parts)))
 
 
 def _only(saved: SavedEntries, name: str | int) -> SavedEntries:
@@ -168,5 +181,8 @@ def _put_back(model: nn.Module, state: Mapping[str, Any], *, strict: bool, base:
     # Torch reports a loaded key as unexpected if the parameter's own name has a dot.
     unexpected = [key for key in found.unexpected_keys if key not in values]
     missing = [key for key in found.missing_keys if not base or prefixes.name(key) not in base]
+    packed = {key: values[key] for key in found.unexpected_keys if isinstance(values.get(key), torch.Tensor)}
+    if left := put_back_packed(model, packed):
+        _logger.warning("the model's load_state_dict does not put back %s, which its state_dict has", left)
     if unexpected or missing:
         raise RuntimeError(f"missing: {missing}; unexpected: {unexpected}")

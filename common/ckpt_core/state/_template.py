@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import is_wrapped, own_part
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1, _groups
 from ckpt_core.state._groups import probe
@@ -146,11 +145,11 @@ class _Template:
             return live
         if role.rest[-1] == "step" and not saved.shape:
             return torch.empty((), dtype=dtype, device=self._step_device(name))
-        is_plain = not (saved.wrapped or is_wrapped(own_part(reference)))
-        if is_plain and saved.shape == shape_of(reference):
-            return empty_like(reference, dtype)
-        if isinstance(reference, DTensor) or not is_plain:
+        fits = saved.shape == shape_of(reference)
+        if saved.wrapped or (isinstance(reference, DTensor) and not fits):
             return self._like_probe(name, role.rest, saved)
+        if fits:
+            return empty_like(reference, dtype)
         return torch.empty(saved.shape, dtype=dtype, device=reference.device)
 
     def _option_device(self, option: str | None) -> torch.device:
@@ -174,7 +173,7 @@ class _Template:
         dtype = dtype_named(saved.dtype)
         if isinstance(found, torch.Tensor) and shape_of(found) == saved.shape:
             # What is made of other tensors, only the optimizer can make.
-            return found if is_wrapped(own_part(found)) else empty_like(found, dtype)
+            return found if saved.wrapped else empty_like(found, dtype)
         return torch.empty(saved.shape, dtype=dtype, device=reference.device)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt_core._torch_internals import (
@@ -15,6 +16,7 @@ from ckpt_core._torch_internals import (
     chunks_of,
     is_wrapped,
     own_part,
+    placed_like,
     sharded_tensor,
 )
 from ckpt_core.errors import CorruptCheckpointError
@@ -61,9 +63,12 @@ def matches(value: object, saved: SavedTensor) -> TypeGuard[torch.Tensor]:
 
 
 def empty_like(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate memory with the kind, shape, placement and device of `reference`."""
+    """Allocate plain memory with the shape, placement and device of `reference`."""
     if isinstance(reference, ShardedTensor):
         return _empty_sharded(reference, dtype)
+    own = own_part(reference)
+    if is_wrapped(own):
+        return placed_like(torch.empty(own.shape, dtype=dtype, device=own.device), reference)
     return torch.empty_like(reference, dtype=dtype, requires_grad=False).detach()
 
 
@@ -121,3 +126,42 @@ def placeholders(tree: Any) -> dict[str, Any]:
 def local_bytes(values: Iterable[Any]) -> int:
     """Return the memory of the plain tensors among `values` on this rank."""
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
+
+
+def put_back_packed(model: nn.Module, values: Mapping[str, torch.Tensor]) -> list[str]:
+    """Put back entries of a `state_dict` that the model's `load_state_dict` left out.
+
+    Modules of bitsandbytes pack the form of 4-bit weights into such entries, with the offset of their scales.
+
+    Args:
+        model: the live model; its tensors are loaded already.
+        values: the loaded entries, by key.
+
+    Returns:
+        The keys whose live value still differs.
+    """
+    changed = _changed(model, values)
+    for name, parameter in model.named_parameters(remove_duplicate=False) if changed else ():
+        own = {key.removeprefix(f"{name}."): values[key] for key in values if key.startswith(f"{name}.")}
+        packed: Any = getattr(parameter, "quant_state", None)
+        if hasattr(packed, "from_dict") and any(f"{name}.{key}" in changed for key in own):
+            rebuilt = type(packed).from_dict(own, device=parameter.device)
+            holder: Any = model.get_submodule(name.rpartition(".")[0])
+            for each in (parameter, holder):
+                if getattr(each, "quant_state", None) is packed:
+                    each.quant_state = rebuilt
+    return _changed(model, {key: values[key] for key in changed}) if changed else []
+
+
+def _changed(model: nn.Module, values: Mapping[str, torch.Tensor]) -> list[str]:
+    live = model.state_dict() if values else {}
+    return [key for key, value in values.items() if not _same_bytes(live[key], value)]
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if type(one) is not torch.Tensor or one.data_ptr() == other.data_ptr():
+        return True  # loaded in place
+    first, second = (each.cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(first, second)

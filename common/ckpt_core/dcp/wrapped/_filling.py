@@ -75,9 +75,9 @@ def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[in
                 tensor = tensor.narrow(dim, offset, length)
     except Exception as error:  # the library's own code, which raises anything
         raise WrapMismatchError(
-            f"a {type(tensor).__qualname__} of shape {tuple(tensor.shape)} cannot be cut at {tuple(offsets)}, "
-            f"{tuple(lengths)}: {error!s:.300}. Load on ranks that divide it otherwise, such as those that "
-            "saved"
+            f"a {type(tensor).__qualname__} of shape {tuple(tensor.shape)} has no part of shape "
+            f"{tuple(lengths)} at {tuple(offsets)}: {error!s:.300}. Load on ranks that divide it otherwise, "
+            "such as those that saved"
         ) from error
     return tensor
 

@@ -42,9 +42,9 @@ def problem_of(tensor: torch.Tensor) -> str | None:
         return None
     listed = ", ".join(unsafe[:_MOST_NAMED])
     return (
-        f"{kind}, and a load would need {listed}, which is not on torch's list of what may be unpickled: call "
-        "torch.serialization.add_safe_globals([...]) in every run if you trust it, or save the plain tensors "
-        "that it is made of"
+        f"{kind}, and a load would need {listed}, which is not on torch's list of what may be unpickled: "
+        "call torch.serialization.add_safe_globals([...]) in every run if you trust it, or save the plain "
+        "tensors that it is made of"
     )
 
 
