@@ -1,0 +1,93 @@
+"""All executions of a scenario, or many random ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core.dcp import _image, _tensor_reads
+from ckpt_core.devices import _fetching, _streams
+from ckpt_core.reading import _buffers, _requests
+from ckpt_core.staging import _device_copies, _host_copies
+from tests.streams.world import Choose, Pruned, World, factory
+
+Scenario = Callable[[World], None]
+MOST_EXECUTIONS = 20_000
+
+
+@contextmanager
+def simulated(choose: Choose) -> Generator[World]:
+    """Let our code run on a simulated accelerator."""
+    world = World(choose)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "zeros", "arange"):
+            patch.setattr(torch, name, factory(world, getattr(torch, name)))
+        patch.setattr(_streams, "_accelerator", world)
+        patch.setattr(_device_copies, "start_thread", world.spawn)
+        patch.setattr(_host_copies, "start_thread", lambda work: False)
+        # So small that two tensors take two of each.
+        patch.setattr(_device_copies, "GROUP_BYTES", 8)
+        patch.setattr(_image, "PIECE_BYTES", 4096)
+        patch.setattr(_fetching, "MOST_BUFFERS", 2)
+        for module in (_fetching, _tensor_reads, _requests, _buffers):
+            patch.setattr(module, "REQUEST_BYTES", 16)
+        try:
+            yield world
+        finally:
+            world.ended = True
+
+
+def execute(scenario: Scenario, choose: Choose) -> None:
+    with simulated(choose) as world:
+        scenario(world)
+
+
+def explore(scenario: Scenario) -> int:
+    """Execute a scenario in every order; return the number of executions.
+
+    A state that was reached before is not continued a second time.
+    """
+    seen: set[Any] = set()
+    prefixes: list[list[int]] = [[]]
+    executions = 0
+    while prefixes:
+        taken = prefixes.pop()
+        given = len(taken)
+        place = 0
+
+        def choose(world: World, options: int) -> int:
+            nonlocal place
+            if world.ended:
+                raise Pruned
+            place += 1
+            if place <= given:
+                return taken[place - 1]
+            if (state := world.state) in seen:
+                world.ended = True
+                raise Pruned
+            seen.add(state)
+            prefixes.extend([*taken, other] for other in range(options - 1, 0, -1))
+            taken.append(0)
+            return 0
+
+        try:
+            execute(scenario, choose)
+        except Pruned:
+            pass
+        executions += 1
+        if executions > MOST_EXECUTIONS:
+            raise AssertionError(f"more than {MOST_EXECUTIONS} executions: make the scenario smaller")
+    return executions
+
+
+def try_at_random(scenario: Scenario, times: int) -> None:
+    """Execute a scenario with the device as late as it can be, then in random orders."""
+    execute(scenario, lambda world, options: 0)
+    for seed in range(times):
+        numbers = random.Random(seed)
+        execute(scenario, lambda world, options, numbers=numbers: numbers.randrange(options))
