@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -52,37 +52,43 @@ def explore(scenario: Scenario) -> int:
 
     A state that was reached before is not continued a second time.
     """
-    seen: set[Any] = set()
-    prefixes: list[list[int]] = [[]]
+    search = _Search()
     executions = 0
-    while prefixes:
-        taken = prefixes.pop()
-        given = len(taken)
-        place = 0
-
-        def choose(world: World, options: int) -> int:
-            nonlocal place
-            if world.ended:
-                raise Pruned
-            place += 1
-            if place <= given:
-                return taken[place - 1]
-            if (state := world.state) in seen:
-                world.ended = True
-                raise Pruned
-            seen.add(state)
-            prefixes.extend([*taken, other] for other in range(options - 1, 0, -1))
-            taken.append(0)
-            return 0
-
-        try:
-            execute(scenario, choose)
-        except Pruned:
-            pass
+    while search.begins():
+        with suppress(Pruned):
+            execute(scenario, search.choose)
         executions += 1
         if executions > MOST_EXECUTIONS:
             raise AssertionError(f"more than {MOST_EXECUTIONS} executions: make the scenario smaller")
     return executions
+
+
+class _Search:
+    """The orders still to be tried, each by the choices that it begins with."""
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+        self._left: list[list[int]] = [[]]
+
+    def begins(self) -> bool:
+        """Take the next order; return False if none is left."""
+        self._place = 0
+        self._choices = self._left.pop() if self._left else None
+        return self._choices is not None
+
+    def choose(self, world: World, options: int) -> int:
+        assert self._choices is not None
+        if world.ended:
+            raise Pruned
+        self._place += 1
+        if self._place > len(self._choices):
+            if (state := world.state) in self._seen:
+                world.ended = True
+                raise Pruned
+            self._seen.add(state)
+            self._left.extend([*self._choices, other] for other in range(options - 1, 0, -1))
+            self._choices.append(0)
+        return self._choices[self._place - 1]
 
 
 def try_at_random(scenario: Scenario, times: int) -> None:

@@ -113,15 +113,21 @@ def changed(name: str, module: ModuleType, *edits: tuple[str, str]) -> Mutant:
 
 RECORD = "            events.append(side.record_event())\n"
 COPIES = "            for copy in group:\n"
+EVENTS_OF_HOST = "[current_stream(device).record_event() for device in devices]"
+COPIES_TO_HOST = "[_to_host(each.detach()) for each in tensors]"
+EVENTS_OF_BUFFER = "[stream.record_event() for stream in self._streams.values()]"
+LENT = "            try:\n                yield buffer.memory[:size_bytes]\n            finally:\n"
+FETCHED = """\
+    try:
+        yield fetch
+    finally:
+        # After an error, too: no copy may reach live memory after the return.
+        fetch.finish()
+"""
 WRONG: list[tuple[Any, ...]] = [
+    ("an event before the copies of its group", _device_copies, (RECORD, ""), (COPIES, RECORD + COPIES)),
     (
-        "events of groups recorded before their copies",
-        _device_copies,
-        (RECORD, ""),
-        (COPIES, RECORD + COPIES),
-    ),
-    (
-        "events recorded on the training's stream",
+        "events of the training's stream",
         _device_copies,
         (
             "    with side, torch.no_grad",
@@ -129,120 +135,100 @@ WRONG: list[tuple[Any, ...]] = [
         ),
         ("append(side.record_event", "append(training.record_event"),
     ),
+    ("copies on the training's stream", _device_copies, ("with side, torch.no_grad", "with torch.no_grad")),
     (
-        "copies enqueued on the training's stream",
-        _device_copies,
-        ("with side, torch.no_grad", "with torch.no_grad"),
-    ),
-    (
-        "the side stream asked to wait for itself",
+        "a side stream that waits for itself",
         _device_copies,
         ("wait_stream(current_stream(device))", "wait_stream(side)"),
     ),
     (
-        "the training made to wait for the first group only",
+        "a step that waits for the first group",
         _device_copies,
         ("wait_event(groups.events[-1])", "wait_event(groups.events[0])"),
     ),
     (
-        "the side stream made to wait, not the training's",
+        "a side stream that waits instead of the training's",
         _device_copies,
         ("current_stream(device).wait_event", "side_stream(device).wait_event"),
     ),
-    ("a writer that waits for the group before", _device_copies, ("begun - 1", "max(0, begun - 2)")),
     (
-        "the group of a slot looked up in the wrong half",
+        "a writer that waits for the group before",
+        _device_copies,
+        ("begun - 1", "max(0, begun - 2)"),
+    ),
+    (
+        "a slot that counts to the group before",
         _device_copies,
         ("bisect_right(groups.slots, slot)", "bisect_right(groups.slots, slot - 1)"),
     ),
     (
-        "done when the first group has ended",
+        "done when the first group is",
         _device_copies,
         ("groups.events[-1].query()", "groups.events[0].query()"),
     ),
-    ("done when one device has ended", _device_copies, ("ended = all(", "ended = any(")),
-    ("done without a comparison of versions", _device_copies, ("        if ended:\n", "        if False:\n")),
+    ("done when one device is", _device_copies, ("ended = all(", "ended = any(")),
+    ("done without a look at versions", _device_copies, ("        if ended:\n", "        if False:\n")),
     (
-        "the end waited for on the first group",
+        "an end that is that of the first group",
         _device_copies,
         ("groups.events[-1].synchronize()", "groups.events[0].synchronize()"),
     ),
     (
-        "one device forgotten in a group",
+        "all copies on one device",
         _device_copies,
-        ("by_device.setdefault(copy.source.device, [])", "by_device.setdefault(copies[0].source.device, [])"),
+        ("setdefault(copy.source.device, [])", "setdefault(copies[0].source.device, [])"),
     ),
-    ("buffers copied without a clone", _stager, ("source.detach().clone()", "source.detach()")),
+    ("buffers without a clone", _stager, ("source.detach().clone()", "source.detach()")),
     (
-        "a step that waits for the last save only",
+        "a step that waits for the last save",
         _stager,
         ("if not each.done] + [deferred]", "if False] + [deferred]"),
     ),
     (
-        "host memory with an event recorded before the copies",
+        "events before copies to the host",
         _streams,
-        ("    copies = [_to_host(each.detach()) for each in tensors]\n", ""),
+        (f"    copies = {COPIES_TO_HOST}\n", ""),
         (
-            "    return copies, [current_stream(device).record_event() for device in devices]\n",
-            "    events = [current_stream(device).record_event() for device in devices]\n    return [_to_host(each.detach()) for each in tensors], events\n",
+            f"return copies, {EVENTS_OF_HOST}",
+            f"events = {EVENTS_OF_HOST}\n    return {COPIES_TO_HOST}, events",
         ),
     ),
     (
-        "host memory with an event of the side stream",
+        "events of the side stream for copies to the host",
         _streams,
-        ("[current_stream(device).record_event()", "[side_stream(device).record_event()"),
+        (EVENTS_OF_HOST, EVENTS_OF_HOST.replace("current", "side")),
     ),
     (
-        "a pinned buffer whose events come before its copies",
+        "events of a pinned buffer before its copies",
         _fetching,
         (
-            "            try:\n                yield buffer.memory[:size_bytes]\n            finally:\n                buffer.events = [stream.record_event() for stream in self._streams.values()]\n",
-            "            buffer.events = [stream.record_event() for stream in self._streams.values()]\n            try:\n                yield buffer.memory[:size_bytes]\n            finally:\n",
+            f"{LENT}                buffer.events = {EVENTS_OF_BUFFER}\n",
+            f"            buffer.events = {EVENTS_OF_BUFFER}\n{LENT}",
         ),
     ),
     (
-        "a pinned buffer whose events are those of another stream",
+        "events of a pinned buffer on the training's stream",
         _fetching,
-        (
-            "[stream.record_event() for stream in self._streams.values()]",
-            "[current_stream(device).record_event() for device in self._streams]",
-        ),
+        (EVENTS_OF_BUFFER, "[current_stream(device).record_event() for device in self._streams]"),
     ),
     (
-        "a pinned buffer with the event of one device",
+        "events of a pinned buffer on one device",
         _fetching,
         (
-            "for stream in self._streams.values()]\n                self._idle",
-            "for stream in list(self._streams.values())[:1]]\n                self._idle",
+            EVENTS_OF_BUFFER,
+            EVENTS_OF_BUFFER.replace("self._streams.values()", "[*self._streams.values()][:1]"),
         ),
     ),
+    ("a load on the training's stream", _fetching, ("        with stream:\n", "        if True:\n")),
     (
-        "a load whose copies are on the current stream",
+        "a load without a wait after an error",
         _fetching,
-        (
-            "        with stream:\n            target.copy_(source, non_blocking=plain)",
-            "        target.copy_(source, non_blocking=plain)",
-        ),
+        (FETCHED, "    yield fetch\n    fetch.finish()\n"),
     ),
     (
-        "a load that returns before its copies have ended",
-        _fetching,
-        (
-            "    finally:\n        # After an error, too: no copy may reach live memory after the return.\n        fetch.finish()",
-            "    finally:\n        pass",
-        ),
-    ),
-    (
-        "a load that is not awaited after an error",
-        _fetching,
-        (
-            "    try:\n        yield fetch\n    finally:\n        # After an error, too: no copy may reach live memory after the return.\n        fetch.finish()",
-            "    yield fetch\n    fetch.finish()",
-        ),
-    ),
-    (
-        "bytes of other ranks copied from the inbox",
+        "bytes of other ranks copied from where they came",
         _tensor_reads,
-        ("self.target.fill(start, pinned, fetch.place)", "self.target.fill(start, content, fetch.place)"),
+        ("fill(start, pinned, fetch.place)", "fill(start, content, fetch.place)"),
     ),
 ]
+"""Name, module, and the edits of its source."""

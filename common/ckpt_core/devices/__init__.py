@@ -1,4 +1,4 @@
-"""Streams of accelerators, by torch's generic names, and what goes through pinned memory."""
+"""Streams of accelerators by torch's generic names, and pinned buffers of loads."""
 
 from ckpt_core.devices._fetching import DeviceFetch, fetch_to
 from ckpt_core.devices._streams import (

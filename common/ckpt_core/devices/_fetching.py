@@ -54,7 +54,7 @@ class DeviceFetch:
 
     @contextmanager
     def lend(self, offset: int, size_bytes: int) -> Generator[memoryview]:
-        """Lend memory for bytes at `offset` in a file, until the copies from it are enqueued."""
+        """Lend memory for bytes of a file, until the copies from it are enqueued."""
         if size_bytes > REQUEST_BYTES:
             # Rare: a tensor in host memory needs a longer range that begins where one for a device does.
             with self._pageable.lend(offset, size_bytes) as memory:
@@ -109,7 +109,7 @@ def _pinned(size_bytes: int) -> memoryview:
 
 @contextmanager
 def fetch_to(devices: Collection[torch.device]) -> Generator[DeviceFetch | None]:
-    """Yield a fetch into tensors on devices, which has ended at the exit; None without devices."""
+    """Yield a fetch into tensors on devices, ended at the exit; None without devices."""
     if not devices:
         yield None
         return

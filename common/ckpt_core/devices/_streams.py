@@ -69,7 +69,7 @@ class Accelerator(Protocol):
 
 @final
 class _TorchAccelerator:
-    """The accelerator that torch was built for or has loaded: CUDA, ROCm, XPU, and others."""
+    """The accelerator that torch was built for or has loaded: CUDA, XPU, or another."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == accelerator_type() != _SHARES_HOST_MEMORY
@@ -93,7 +93,7 @@ def accelerator_type() -> str | None:
 
 
 def has_streams(tensor: torch.Tensor) -> bool:
-    """Return whether work on a tensor is enqueued, so that the host need not wait for it."""
+    """Return whether work on a tensor is enqueued, not done at the call."""
     return not tensor.is_cpu and _accelerator.holds(tensor)
 
 

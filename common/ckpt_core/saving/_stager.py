@@ -199,7 +199,7 @@ class Stager:
 
 
 def _pins(sources: Iterable[torch.Tensor]) -> bool:
-    """Return whether an arena is to be pinned: torch has no generic name to pin memory of ours."""
+    """Return whether to pin an arena; torch can do so for CUDA alone."""
     return any(source.is_cuda for source in sources)
 
 

@@ -1,4 +1,4 @@
-"""Copies of device tensors on a side stream, which the training's stream waits for."""
+"""Copies of device tensors on a side stream, before the next step of the training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ of 25 GB/s takes 3 ms for it. Larger groups would delay the first write, smaller
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _CopyGroups:
     """The copies of one device: the first slot of each group, and the event after it."""
 
     slots: Sequence[int]
@@ -96,7 +96,7 @@ class DeviceCopies:
                 self._versions = Versions(())
 
 
-def _enqueue(device: torch.device, copies: Sequence[Copy]) -> _Groups:
+def _enqueue(device: torch.device, copies: Sequence[Copy]) -> _CopyGroups:
     side = side_stream(device)
     side.wait_stream(current_stream(device))
     slots: list[int] = []
@@ -109,7 +109,7 @@ def _enqueue(device: torch.device, copies: Sequence[Copy]) -> _Groups:
                 copy.source.record_stream(side)  # type: ignore[arg-type]  # torch's own, or a simulated one
             slots.append(group[0].slot)
             events.append(side.record_event())
-    return _Groups(slots, events)
+    return _CopyGroups(slots, events)
 
 
 def _in_groups(copies: Sequence[Copy]) -> Generator[Sequence[Copy]]:

@@ -1,4 +1,4 @@
-"""Random number generators of this process: Python, NumPy, torch on the CPU and the accelerator.
+"""Random number generators of this process: Python, NumPy, torch on every device.
 
 When a run continues on more ranks than it was saved with, the additional ranks get streams of their own,
 seeded with SHA-256 of rank 0's saved state and their rank: deterministic, and different from any saved one.
