@@ -7,10 +7,14 @@ that orders this work is found by a scenario.
 
 from __future__ import annotations
 
+import ast
+import inspect
+from contextlib import ExitStack
+
 import pytest
 
 from tests.streams.explore import explore, try_at_random
-from tests.streams.mutants import WRONG, Mutant, changed, without_a_call
+from tests.streams.mutants import MODULES, WRONG, Mutant, changed, without_a_call
 from tests.streams.scenarios import SCENARIOS
 
 LEFT_OUT = list(without_a_call())
@@ -46,3 +50,13 @@ def found(mutant: Mutant) -> bool:
                 except Exception:
                     return True
     return False
+
+
+def test_code_without_a_fault_is_found_right():
+    """The control: what puts faults into place is no fault itself."""
+    with ExitStack() as stack:
+        for module in MODULES:
+            same = ast.unparse(ast.parse(inspect.getsource(module)))
+            stack.enter_context(Mutant("none", module, same).in_place())
+        for scenario in SCENARIOS:
+            try_at_random(scenario, 2)
