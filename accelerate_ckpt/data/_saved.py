@@ -158,7 +158,7 @@ class Saved:
         return [text, *self._note_on_orders_of_ranks(seen, rest), *self._note_on_batch_size()]
 
     def _note_on_orders_of_ranks(self, seen: int, rest: int) -> list[str]:
-        """Tell of an order that stock Accelerate has each rank draw by itself, in `prepare`."""
+        """Tell of an order that stock has each rank draw by itself, in `prepare`."""
         before = LoaderLayout(**self.position["layout"])
         ranks = before.per_fetch // before.batch_size if before.unit == SAMPLES else before.per_fetch
         shuffles = self.position["order"]["type"] == RandomSampler.__qualname__

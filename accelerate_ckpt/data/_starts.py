@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, final
 
 import torch
@@ -61,8 +62,27 @@ def set_generator(loader: Any, start: Mapping[str, Any]) -> dict[str, Any]:
     return {**start, "generator": state}
 
 
-def draws_early(loader: Any) -> bool:
-    """Return whether the order is drawn whenever an iterator is made, as by torchdata's sampler."""
+def rewinding(loader: Any, start: Mapping[str, Any], position: Mapping[str, Any]) -> Callable[[], object]:
+    """Return what to call wherever the order of a saved epoch is drawn again.
+
+    A sampler that draws whenever an iterator is made, as torchdata's does, may have drawn several orders for
+    the epoch: in `prepare`, and twice with workers. The last one left its generator as the save found it.
+
+    Args:
+        loader: a prepared loader, with its own sampler.
+        start: of the epoch, as `rewind` has returned it.
+        position: as it was saved.
+    """
+    if not _draws_early(loader):
+        return partial(rewind, loader, start) if start.get("anew") else lambda: None
+    found, samples = position.get("generator"), position.get("order", {}).get("samples")
+    state = start.get("generator")
+    if found is not None and state is not None and samples is not None:
+        state = _last_drawn_from(state, found, samples)
+    return partial(set_generator, loader, {**start, "generator": state})
+
+
+def _draws_early(loader: Any) -> bool:
     if not getattr(loader, "use_stateful_dataloader", False):
         return False
     from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
@@ -71,24 +91,16 @@ def draws_early(loader: Any) -> bool:
     return isinstance(sampler, StatefulRandomSampler) and not sampler.replacement
 
 
-def drawn_in_the_end(loader: Any, position: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the start of a saved epoch, with the generator as its order was drawn from it.
-
-    A sampler that draws early may have drawn several orders for an epoch: in `prepare`, and twice with
-    workers. The last one left its generator as the save found it.
-    """
-    start, found = dict(position["start"]), position.get("generator")
-    samples, state = position.get("order", {}).get("samples"), start.get("generator")
-    if not draws_early(loader) or found is None or state is None or samples is None:
-        return start
-    generator = torch.Generator()
+def _last_drawn_from(state: torch.Tensor, found: torch.Tensor, samples: int) -> torch.Tensor:
+    """Return the state before the draw that left a generator as found."""
+    generator, first = torch.Generator(), state
     generator.set_state(state)
     for _ in range(_MOST_DRAWS):
         state = generator.get_state()
         torch.randperm(samples, generator=generator)
         if torch.equal(generator.get_state(), found):
-            return {**start, "generator": state}
-    return start
+            return state
+    return first
 
 
 def generator_state(loader: Any) -> torch.Tensor | None:
@@ -135,7 +147,7 @@ class Prepared:
         return cls(sampler=sampler, rng=rng_state(), generator=state)
 
     def has_drawn(self, loader: Any) -> bool:
-        """Return whether the sampler has drawn an order meanwhile, from a generator that it still has."""
+        """Return whether the sampler's own generator has moved since."""
         now = generator_state(loader)
         return self.generator is not None and now is not None and not torch.equal(self.generator, now)
 

@@ -27,11 +27,10 @@ from accelerate_ckpt.data._layout import (
 from accelerate_ckpt.data._saved import Reentry, Saved
 from accelerate_ckpt.data._starts import (
     Prepared,
-    drawn_in_the_end,
-    draws_early,
     generator_state,
     lend_generator,
     rewind,
+    rewinding,
     set_generator,
     start_here,
 )
@@ -285,19 +284,13 @@ class TrackedLoader:
             epoch.skipped = saved.batches * self._layout.fetches
         elif saved.is_rest(copy=not original, stateful=stateful):
             if not self.copies.get(loader):
-                again = self._rewinding(epoch, saved) if original else []
+                again = [rewinding(self._loader, epoch.start, saved.position)] if original else []
                 undo = place_rest(loader, saved.taken, sampler=saved.sampler, rewinds=again)
                 self._undo += [undo] if original else []
             epoch.skipped, epoch.before = 0, saved.taken
             saved.set_remainder(loader, self._loader)
         else:
             self._tell_of_another_position(epoch, saved)
-
-    def _rewinding(self, epoch: LoaderEpoch, saved: Saved) -> list[Callable[[], object]]:
-        """Return what puts the generator back, wherever the order may be drawn more than once."""
-        if draws_early(self._loader):
-            return [partial(set_generator, self._loader, drawn_in_the_end(self._loader, saved.position))]
-        return [partial(rewind, self._loader, epoch.start)] if saved.start.get("anew") else []
 
     def _load_own_state(self, saved: Saved) -> None:
         """Load a stateful loader's own state, if it is of this rank and layout."""

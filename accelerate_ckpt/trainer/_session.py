@@ -98,7 +98,7 @@ class TrainerSession:
         return f"{self._storage.url}/{name}"
 
     def name_of(self, step: int) -> str:
-        """Return the name for a save of `step`; collective if it may be taken, in a bucket.
+        """Return the name for a save of `step`; collective in a bucket that has it.
 
         There nothing is replaced: what has the name already, of a training before or of this step, stays.
         """

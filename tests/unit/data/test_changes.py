@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -168,10 +170,11 @@ class Dealing(CountsEpochs):
 
 @contextmanager
 def among(ranks: int) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.is_initialized", lambda: True)
-        patch.setattr("torch.distributed.get_world_size", lambda: ranks)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
         yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("ranks", "comes"), [((2, 1), "twice"), ((1, 2), "never")], ids=str)

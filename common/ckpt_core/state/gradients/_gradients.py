@@ -180,7 +180,7 @@ def _differing(of_ranks: Sequence[Mapping[str, bytes | None]]) -> set[str]:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Return the plain values of all ranks; no rank unpickles what another has sent. Collective."""
+    """Return the plain values of all ranks, without pickles. Collective."""
     _, size = place_in_job()
     if size == 1:
         return [value]
