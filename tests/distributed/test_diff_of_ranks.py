@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckpt_core import CheckpointManager
 from ckpt_core.cli import main
-from ckpt_core.comparison._contents import Contents
+from ckpt_core.comparison._directory_contents import Contents
 from ckpt_core.comparison._slabs import TensorStream, slabs
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import run_ranks

@@ -26,7 +26,7 @@ _SHOWN_DIGITS = 12
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class ChainLink:
     """One checkpoint of a chain.
 
     Attributes:
@@ -68,7 +68,7 @@ class Link:
         return fields
 
 
-def chain_of(storage: Storage, name: str, manifest: Manifest, *, most: int) -> Iterator[Link]:
+def chain_of(storage: Storage, name: str, manifest: Manifest, *, most: int) -> Iterator[ChainLink]:
     """Yield a checkpoint and what it continues, as far as the manifests are there.
 
     Args:
@@ -77,7 +77,7 @@ def chain_of(storage: Storage, name: str, manifest: Manifest, *, most: int) -> I
         manifest: its manifest.
         most: parents to follow.
     """
-    yield Link(name=name, step=manifest.step, manifest=manifest)
+    yield ChainLink(name=name, step=manifest.step, manifest=manifest)
     found = Catalog(storage).survey().everything if manifest.provenance.parent is not None and most else ()
     seen = {manifest.save_id}
     for _ in range(most):
@@ -92,15 +92,15 @@ def chain_of(storage: Storage, name: str, manifest: Manifest, *, most: int) -> I
         manifest = link.manifest
 
 
-def _link(storage: Storage, parent: Parent, found: Sequence[CheckpointInfo]) -> Link:
+def _link(storage: Storage, parent: Parent, found: Sequence[CheckpointInfo]) -> ChainLink:
     state, info = _whereabouts(parent, found)
     if info is None:
-        return Link(name=parent.name, step=parent.step, state=state)
+        return ChainLink(name=parent.name, step=parent.step, state=state)
     try:
         manifest = Catalog(storage).manifest(info.name)
     except (CheckpointError, OSError):
-        return Link(name=info.name, step=parent.step, state="unreadable")
-    return Link(name=info.name, step=manifest.step, manifest=manifest)
+        return ChainLink(name=info.name, step=parent.step, state="unreadable")
+    return ChainLink(name=info.name, step=manifest.step, manifest=manifest)
 
 
 def _whereabouts(parent: Parent, found: Sequence[CheckpointInfo]) -> tuple[LinkState, CheckpointInfo | None]:
@@ -113,7 +113,7 @@ def _whereabouts(parent: Parent, found: Sequence[CheckpointInfo]) -> tuple[LinkS
     return ("here", info) if info.manifest_sha256 == parent.manifest_sha256 else ("altered", None)
 
 
-def chain_table(links: Sequence[Link]) -> Table:
+def chain_table(links: Sequence[ChainLink]) -> Table:
     """Show a chain, the newest first."""
     return Table(
         columns=("STEP", "CHAIN", "COMMITTED (UTC)", "RUN", "CODE", "DATA", ""),

@@ -93,7 +93,7 @@ def _exit_code(error: Exception) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ckpt",
-        description="Look at, verify, pin and prune checkpoints.",
+        description="Look at, compare, verify, pin and prune checkpoints.",
         epilog=_EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"ckpt-suite {__version__}")

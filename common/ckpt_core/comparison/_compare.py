@@ -10,7 +10,7 @@ from typing import final
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt_core.comparison._contents import Contents
+from ckpt_core.comparison._directory_contents import Contents
 from ckpt_core.comparison._slabs import (
     SLAB_ELEMENTS,
     Figures,
@@ -95,7 +95,7 @@ class _Comparing:
     def run(self) -> Comparison:
         one, other = self._a.tensors(), self._b.tensors()
         names = [name for name in {**one, **other} if self._wants(name)]
-        tensors = [self._tensor(name, one.get(name), other.get(name)) for name in names]
+        tensors = [self._difference_of(name, one.get(name), other.get(name)) for name in names]
         return Comparison(
             tensors=[each for each in tensors if each is not None],
             values=[each for each in self._values() if self._wants(each.name)],
@@ -106,7 +106,7 @@ class _Comparing:
     def _wants(self, name: str) -> bool:
         return not self._only or any(fnmatchcase(name, pattern) for pattern in self._only)
 
-    def _tensor(
+    def _difference_of(
         self, name: str, a: TensorStorageMetadata | None, b: TensorStorageMetadata | None
     ) -> TensorDifference | None:
         one, other = _form(a), _form(b)

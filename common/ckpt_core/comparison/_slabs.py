@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
 
-from ckpt_core.comparison._contents import Contents, StoredChunk
+from ckpt_core.comparison._directory_contents import Contents, StoredChunk
 from ckpt_core.dcp import load_chunk
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.types import SavedTensor

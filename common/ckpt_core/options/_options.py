@@ -32,7 +32,7 @@ _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
         *("sign_manifest", "verify_manifest", "verify", "read_once", "deadline_seconds", "job_name"),
-        "storage_options",
+        *("storage_options", "replicas"),
     }
 )
 """Options that say how saves and loads are done, not what they hold."""

@@ -25,7 +25,7 @@ class WrapMismatchError(ValueError):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class StoredPiece:
     """A part of a stored chunk, and its place in the live tensor.
 
     Attributes:
@@ -41,7 +41,7 @@ class Piece:
     lengths: Sequence[int]
 
 
-def fillings(live: torch.Tensor, pieces: Sequence[Piece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def fillings(live: torch.Tensor, pieces: Sequence[StoredPiece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the copies, target and source, that make `live` what was stored.
 
     Changes nothing. All tensors are plain.
