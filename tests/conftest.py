@@ -50,7 +50,10 @@ _OF_TORCH = (
     "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "ckpt_core.manager", "pytest",
     "tests.support.abandoned_workers",
 )  # fmt: skip
-_OF_HOSTS = ("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer")
+_OF_HOSTS = (
+    "lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer",
+    "torchdata.stateful_dataloader", "lightning_ckpt._strategy", "accelerate_ckpt.trainer._checkpoints",
+)  # fmt: skip
 _FORK_SERVER = pytest.StashKey[str | None]()
 _QUICK = "not slow"
 """These need no fork server: they start no processes."""
