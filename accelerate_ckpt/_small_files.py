@@ -31,6 +31,7 @@ from ckpt_core.dcp import checked_zip, load_value, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, IncompatibleCheckpointError
 from ckpt_core.loading import CommittedFiles
+from ckpt_core.names import twin_name
 from ckpt_core.state import load_rng_state, rng_state
 from ckpt_core.storage import Storage
 from ckpt_core.storage import read_small as read_whole
@@ -144,7 +145,8 @@ def link_files(paths: Iterable[str], source: Path, directory: Path) -> None:
     for path in paths:
         target = directory / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(source / path)
+        place, twin = source / path, source / twin_name(path)
+        target.symlink_to(twin if twin.exists() and not place.exists() else place)
 
 
 def small_owners(accelerator: Accelerator) -> dict[str, str]:

@@ -116,7 +116,7 @@ def partner_fails(root: str) -> list[Any]:
 
 
 def partner_hangs(root: str) -> list[Any]:
-    """Rank 0 never gets on with rank 1's twin, once; the errors, and the steps of the next save."""
+    """Rank 0 hangs while it writes rank 1's twin, once; the errors, and the steps of the next save."""
     _on(["a", "b"])
     released = threading.Event()
     fault = Fault(method="write", key=f"*step-000000001/__1_0*{TWIN}", before=lambda _: released.wait(60))

@@ -35,7 +35,9 @@ MAX_SIGNATURE_BYTES: Final = 1 << 20
 
 
 def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Sign) -> bytes:
-    """Sign a manifest before its commit, write and return the signature; coordinator only.
+    """Sign a manifest before its commit; write and return the signature.
+
+    On the coordinator.
 
     Args:
         storage: the root.
@@ -91,7 +93,7 @@ def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) 
     try:
         _judge(verify, name, content, _signature(storage, name, place), place=place)
     except UntrustedCheckpointError:
-        # Which of two signatures is damaged can only be told by judging both.
+        # A signature has no checksum: which of the two is damaged, only a second judgement shows.
         if Manifest.from_bytes(content).replicas == 1:
             raise
         _judge(verify, name, content, _signature(storage, name, place, twin_name(SIGNATURE)), place=place)

@@ -186,7 +186,7 @@ def _listed(manifest: Manifest) -> frozenset[str]:
 
 
 def _lists(manifest: Manifest) -> list[str]:
-    """Return the files of ours that the manifest does not list, without the marker; itself last."""
+    """Return our files that the manifest does not list, but the marker; itself last."""
     twins = [twin_name(SIGNATURE), twin_name(MANIFEST)] if manifest.replicas > 1 else []
     return [SIGNATURE, *twins, MANIFEST]
 

@@ -277,7 +277,7 @@ class Load:
             load.try_odd_chunks()
 
     def _compares(self, files: CommittedFiles) -> bool:
-        """Return whether this rank compares what it reads, and so chooses between two files."""
+        """Return whether this rank compares what it reads, to choose between files."""
         verification = self._request.verification
         if verification == "off":
             return files.has_twins and files.lacks_any()

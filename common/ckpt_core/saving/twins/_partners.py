@@ -74,9 +74,14 @@ class Partners:
             return
         signer = coordinator.signer("twins")
         offer, incoming = _listen(coordinator, signer)
-        partner, addresses, port, sources = coordinator.gather_scatter(
-            offer, self._placed, what="choosing partners for replicas=2"
-        )
+        try:
+            partner, addresses, port, sources = coordinator.gather_scatter(
+                offer, self._placed, what="choosing partners for replicas=2"
+            )
+        except BaseException:
+            if incoming is not None:
+                incoming.close(0)
+            raise
         if incoming is not None:
             incoming.start(sources)
         self._connected = _Connected(
