@@ -65,6 +65,16 @@ def sharded_tensor(shards: list[TensorShard], metadata: Any, like: ShardedTensor
     )
 
 
+def process_group_of(tensor: ShardedTensor) -> Any:
+    """Return the ranks that hold the shards of a ShardedTensor."""
+    return tensor._process_group
+
+
+def has_flat_parameters(model: Any) -> bool:
+    """Return whether FSDP1 shows its flat parameters in place of the model's own."""
+    return any(name.rpartition(".")[2] == "_flat_param" for name, _ in model.named_parameters())
+
+
 def metadata_path(reader: Any, rank: int | None) -> Any:
     """Return the path of `.metadata` that a stock `FileSystemReader` reads."""
     return reader._get_metadata_path(rank)
@@ -142,6 +152,7 @@ __all__ = [
     "data_ended",
     "default_store",
     "dtypes_by_storage_type",
+    "has_flat_parameters",
     "holds_unreduced_gradients",
     "index_sampler_of",
     "kept_iterator",
@@ -149,6 +160,7 @@ __all__ = [
     "let_draw_from",
     "metadata_path",
     "new_dtypes",
+    "process_group_of",
     "rebuild_tensor",
     "rebuild_tensor_of_new_dtype",
     "set_element",

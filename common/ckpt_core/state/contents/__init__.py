@@ -8,15 +8,14 @@ from ckpt_core.state.contents._contents import (
     saves_base,
     supplied,
 )
-from ckpt_core.state.contents._record import BaseRecord, base_sources, has_base
+from ckpt_core.state.contents._record import BaseRecord, base_names
 
 __all__ = [
     "BaseRecord",
     "Contents",
-    "base_sources",
+    "base_names",
     "begin",
     "contents_problem",
-    "has_base",
     "saved_part",
     "saves_base",
     "supplied",

@@ -15,6 +15,7 @@ from ckpt_core.types import SavedState
 _ITEM: Final = "model.base."
 """The start of the names of shared items; ranks with other names in their bases have items of their own."""
 _MOST_LISTED: Final = 5
+_UNNAMED: Final = "a base without a name"
 
 
 @final
@@ -100,7 +101,7 @@ class BaseRecord:
         lines += [f"{name}: saved {self.tensors[name]}; live {live.tensors[name]}" for name in differing]
         raise IncompatibleCheckpointError(
             f"it holds only what was trained, and the live model has another base. Saved with "
-            f"{self.source or 'a base without a name'}; live is {live.source or 'a base without a name'}; "
+            f"{self.source or _UNNAMED}; live is {live.source or _UNNAMED}; "
             f"{_listed(lines)}. Before the resume, load the same base in the same dtype and quantisation; "
             "or, to train on with the live one, load with strict=False",
             missing=lacking,
@@ -108,14 +109,10 @@ class BaseRecord:
         )
 
 
-def has_base(saved: SavedState) -> bool:
-    """Return whether a checkpoint lacks the base of one of its models."""
-    return any(name.startswith(_ITEM) for name in saved.shared)
-
-
-def base_sources(saved: SavedState) -> list[str]:
-    """Return the names of the bases that a checkpoint refers to."""
-    return sorted({str(saved.shared[name]["source"]) for name in saved.shared if name.startswith(_ITEM)})
+def base_names(saved: SavedState) -> list[str]:
+    """Return the names of the bases that a checkpoint refers to; none if it is whole."""
+    found = {str(saved.shared[name]["source"]) for name in saved.shared if name.startswith(_ITEM)}
+    return sorted(each or _UNNAMED for each in found)
 
 
 def _listed(lines: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckpt_core._torch_internals import ShardedTensor, chunks_of
+from ckpt_core._torch_internals import ShardedTensor, chunks_of, process_group_of
 
 _WORD: Final = 8
 _TABLE: Final = 1 << 16
@@ -79,7 +79,7 @@ def add_up(tensors: Mapping[str, torch.Tensor], own: Mapping[str, int]) -> dict[
         if isinstance(tensor, DTensor):
             shared.setdefault(tensor.device_mesh, []).append(name)
         elif isinstance(tensor, ShardedTensor):
-            shared.setdefault(tensor._process_group, []).append(name)
+            shared.setdefault(process_group_of(tensor), []).append(name)
     for key, names in shared.items():
         sums |= dict(zip(names, _all_reduced([own[name] for name in names], key), strict=True))
     return {name: f"{total & (1 << 64) - 1:016x}" for name, total in sums.items()}
