@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as chunks_of
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.storage import _dtype_to_storage_type_map as storage_types_by_dtype
 from torch.storage import _new_dtypes as new_dtypes
@@ -72,7 +73,7 @@ def process_group_of(tensor: ShardedTensor) -> Any:
 
 def has_flat_parameters(model: Any) -> bool:
     """Return whether FSDP1 shows its flat parameters in place of the model's own."""
-    return any(name.rpartition(".")[2] == "_flat_param" for name, _ in model.named_parameters())
+    return any(name.rpartition(".")[2] == FLAT_PARAM for name, _ in model.named_parameters())
 
 
 def metadata_path(reader: Any, rank: int | None) -> Any:

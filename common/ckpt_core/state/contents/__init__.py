@@ -8,7 +8,7 @@ from ckpt_core.state.contents._contents import (
     saves_base,
     supplied,
 )
-from ckpt_core.state.contents._record import BaseRecord, base_names
+from ckpt_core.state.contents._record import BaseRecord, base_names, is_of_base
 
 __all__ = [
     "BaseRecord",
@@ -16,6 +16,7 @@ __all__ = [
     "base_names",
     "begin",
     "contents_problem",
+    "is_of_base",
     "saved_part",
     "saves_base",
     "supplied",

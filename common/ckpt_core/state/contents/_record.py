@@ -66,11 +66,8 @@ class BaseRecord:
     @classmethod
     def of(cls, saved: SavedState, place: str) -> Self | None:
         """Return the record of a model in a checkpoint; None if all of it was saved."""
-        found = [
-            value
-            for name, value in saved.shared.items()
-            if name.startswith(_ITEM) and value["place"] == place
-        ]
+        items = saved.shared.items()
+        found = [value for name, value in items if is_of_base(name) and value["place"] == place]
         if not found:
             return None
         tensors = {
@@ -109,9 +106,14 @@ class BaseRecord:
         )
 
 
+def is_of_base(item: str) -> bool:
+    """Return whether a shared item is a record of a base."""
+    return item.startswith(_ITEM)
+
+
 def base_names(saved: SavedState) -> list[str]:
     """Return the names of the bases that a checkpoint refers to; none if it is whole."""
-    found = {str(saved.shared[name]["source"]) for name in saved.shared if name.startswith(_ITEM)}
+    found = {str(value["source"]) for name, value in saved.shared.items() if is_of_base(name)}
     return sorted(each or _UNNAMED for each in found)
 
 
