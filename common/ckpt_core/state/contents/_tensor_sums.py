@@ -184,11 +184,7 @@ def _add_units(units: torch.Tensor, places: torch.Tensor, total: torch.Tensor) -
     if size < _WORD:
         values = values & ((1 << 8 * size) - 1)
     word = places * size // _WORD
-    rows = (word // _TABLE).unique().tolist()
-    table = _table(units.device)
-    factors = table[word % _TABLE]
-    for row in rows:
-        factors = torch.where(word // _TABLE == row, factors ^ _of_row(row), factors)
+    factors = _table(units.device)[word % _TABLE] ^ _of_rows(word // _TABLE)
     total.add_((values * (factors << places * size % _WORD * 8)).sum())
 
 
@@ -201,7 +197,11 @@ def _table(device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=4096)
 def _of_row(row: int) -> int:
     """Return the even number that makes the factors of a row its own."""
-    return int(_mixed(torch.tensor([~row]))[0]) & ~1
+    return int(_of_rows(torch.tensor([row]))[0])
+
+
+def _of_rows(rows: torch.Tensor) -> torch.Tensor:
+    return _mixed(~rows) & ~1
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
