@@ -125,7 +125,8 @@ class LightningState:
         self._checkpoint = checkpoint
         self._running = running
         self._has_optimizers = has_optimizers
-        self._contents, self._base = contents, frozenset[str]()
+        self._contents: Contents | None = contents
+        self._base = frozenset[str]()
         self.loaded: LoadedCheckpoint | None = None
         self.refusal: IncompatibleCheckpointError | None = None
         self.change: Override | None = None

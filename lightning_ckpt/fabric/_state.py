@@ -161,7 +161,7 @@ class FabricState:
         self._parts = parts
         self._filters = _checked(filters or {}, parts)
         self._iterations = dict(iterations or {})
-        self._contents = contents
+        self._contents: Contents | None = contents
         self._bases: dict[str, frozenset[str]] = {}
         items: dict[str, Any] = {
             _item(key): each for key, each in (*parts.stateful.items(), *parts.plain.items())

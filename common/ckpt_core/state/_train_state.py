@@ -105,7 +105,8 @@ class TrainState:
         contents: Contents | None = None,
         **items: Any,
     ) -> None:
-        self._model, self._contents = as_module(model), contents
+        self._model = as_module(model)
+        self._contents: Contents | None = contents
         self._base: frozenset[str] = frozenset()
         self._optimizers = dict(_named("optimizer", optimizer))
         self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
