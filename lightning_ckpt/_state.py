@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast, final
 
 import torch
@@ -133,7 +133,8 @@ class LightningState:
         self._checkpoint = checkpoint
         self._running = running
         self._has_optimizers = has_optimizers
-        self._contents, self._base = contents, frozenset[str]()
+        self._contents: Contents | None = contents
+        self._base = frozenset[str]()
         self.loaded: LoadedCheckpoint | None = None
         self.refusal: IncompatibleCheckpointError | None = None
         self.change: Override | None = None
@@ -175,7 +176,9 @@ class LightningState:
 
     def _target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         entries = saved.sharded.get(PART, {})
-        self._base = supplied(self._trainer.strategy.model, saved, self._contents, place=MODEL)
+        strict = saved.strict and self._trainer.lightning_module.strict_loading
+        model = self._trainer.strategy.model
+        self._base = supplied(model, replace(saved, strict=strict), self._contents, place=MODEL)
         tree: dict[str, Any] = {MODEL: self._model_target(under(entries, MODEL))}
         if large := under(entries, LARGE):
             tree[LARGE] = template(self._shards(large), large)

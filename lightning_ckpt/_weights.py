@@ -10,14 +10,17 @@ from typing import Any, final
 import torch
 
 from ckpt_core.coordination import Solo
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, UnsafeCheckpointError
 from ckpt_core.hosting import CheckpointPath, Kind
 from ckpt_core.manager import CheckpointManager
-from ckpt_core.state import template, under
+from ckpt_core.state import base_names, template, under
 from ckpt_core.storage import open_storage
 from ckpt_core.types import CapturedState, SavedState
 from lightning_ckpt._state import LARGE, MODEL, PART, plain_items
 from lightning_ckpt._stock import kind_at, path_of
+
+_logger = logger_of(__name__)
 
 _WRAPPED = "_ckpt_wrapped"
 _INSTANTIATOR = "_instantiator"
@@ -93,6 +96,13 @@ def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool)
     weights = _Weights()
     with CheckpointManager(place.root, coordinator=Solo(), allow_pickle=allow_pickle) as manager:
         manager.load(weights, name=place.name or None)
+    if weights.bases:
+        _logger.warning(
+            "%s holds only what was trained: call load_from_checkpoint(..., strict=False) for a module whose "
+            "__init__ makes the base that it was trained on (%s). Here nobody compares that base; a fit does",
+            path,
+            ", ".join(weights.bases),
+        )
     if not allow_pickle:
         _refuse_foreign_instantiators(os.fspath(path), weights.checkpoint)
     device = _device(map_location)
@@ -123,6 +133,7 @@ class _Weights:
 
     def __init__(self) -> None:
         self.checkpoint: dict[str, Any] = {}
+        self.bases: list[str] = []
 
     def capture(self) -> CapturedState:
         """Refuse: there is nothing live to save."""
@@ -136,7 +147,7 @@ class _Weights:
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         """Take what was read."""
-        tree = loaded[PART]
+        tree, self.bases = loaded[PART], base_names(saved)
         self.checkpoint = plain_items(saved, tree.get(LARGE, {}))
         self.checkpoint["state_dict"] = dict(tree.get(MODEL, {}))
         return ()

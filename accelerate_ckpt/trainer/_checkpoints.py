@@ -224,9 +224,11 @@ def enable_trainer(
         save: when to save, in place of the Trainer's `save_strategy`; the Trainer decides if None.
         keep: which checkpoints stay; `save_total_limit`, and the best one, if None.
         sinks: receivers of telemetry events.
-        **options: `stock_files` (whether `model.safetensors` and `optimizer.pt` are written too, by the main
-            process, so that the stock Trainer reads the checkpoint; True), `override` (hyperparameters that a
-            resumed training changes, such as `{"lr": 1e-4}`, once for all restarts) and the other fields of
+        **options: `contents` ("all" of the model, or "trainable", which refers to what is frozen; the
+            default for PEFT models), `stock_files` (whether `model.safetensors` and `optimizer.pt` are
+            written too, by the main process, so that the stock Trainer reads the checkpoint; True, but with
+            PEFT and `contents="trainable"` False), `override` (hyperparameters that a resumed training
+            changes, such as `{"lr": 1e-4}`, once for all restarts) and the other fields of
             `CheckpointOptions`.
 
     Raises:

@@ -96,9 +96,9 @@ class TrainingState:
         self._stock = stock
         self._progress = progress
         self._pickles = arguments.pickles
-        self._contents = contents = arguments.contents
+        self._contents: Contents | None = arguments.contents
         given = arguments.stock_files
-        self._stock_files = stock_files_wanted(trainer, contents) if given is None else given
+        self._stock_files = stock_files_wanted(trainer, self._contents) if given is None else given
         self._storage = storage
         self._adapters: dict[str, Any] = {}
         self._base: frozenset[str] = frozenset()

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as chunks_of
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.storage import _dtype_to_storage_type_map as storage_types_by_dtype
@@ -105,6 +106,16 @@ def sharded_tensor(shards: list[TensorShard], metadata: Any, like: ShardedTensor
     )
 
 
+def process_group_of(tensor: ShardedTensor) -> Any:
+    """Return the ranks that hold the shards of a ShardedTensor."""
+    return tensor._process_group
+
+
+def has_flat_parameters(model: Any) -> bool:
+    """Return whether FSDP1 shows its flat parameters in place of the model's own."""
+    return any(name.rpartition(".")[2] == FLAT_PARAM for name, _ in model.named_parameters())
+
+
 def metadata_path(reader: Any, rank: int | None) -> Any:
     """Return the path of `.metadata` that a stock `FileSystemReader` reads."""
     return reader._get_metadata_path(rank)
@@ -183,6 +194,7 @@ __all__ = [
     "data_ended",
     "default_store",
     "dtypes_by_storage_type",
+    "has_flat_parameters",
     "holds_unreduced_gradients",
     "index_sampler_of",
     "inner_tensors",
@@ -194,6 +206,7 @@ __all__ = [
     "new_dtypes",
     "own_part",
     "placed_like",
+    "process_group_of",
     "rebuild_tensor",
     "rebuild_tensor_of_new_dtype",
     "set_element",

@@ -16,6 +16,7 @@ from ckpt_core.state import (
     TrainState,
     check_groups,
     fit_of,
+    is_of_base,
     leaves,
     load_model_state,
     load_optimizer_state,
@@ -160,7 +161,7 @@ class FabricState:
         self._parts = parts
         self._filters = _checked(filters or {}, parts)
         self._iterations = dict(iterations or {})
-        self._contents = contents
+        self._contents: Contents | None = contents
         self._bases: dict[str, frozenset[str]] = {}
         items: dict[str, Any] = {
             _item(key): each for key, each in (*parts.stateful.items(), *parts.plain.items())
@@ -283,7 +284,9 @@ class FabricState:
         """The loaded values that are not in the state, by their saved keys."""
         shared = {} if self.saved is None else self.saved.shared
         taken = {_item(key) for key in (*self._parts.stateful, *self._parts.plain)} | _OWN
-        return _by_key({name: value for name, value in shared.items() if name not in taken})
+        return _by_key(
+            {name: value for name, value in shared.items() if name not in taken and not is_of_base(name)}
+        )
 
 
 @final
@@ -308,7 +311,8 @@ class Everything:
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         """Take what was read."""
         tree = dict(loaded[_PART])
-        shared = {name: value for name, value in saved.shared.items() if name not in _OWN}
+        items = saved.shared.items()
+        shared = {name: value for name, value in items if name not in _OWN and not is_of_base(name)}
         self.found = {**_by_key({**shared, **tree.pop(_ITEMS, {})}), **tree}
         return ()
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaForCausalLM, Trainer
 
 import accelerate_ckpt
+from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators
-from tests.adapters.trainer_jobs import TrainerJob, lora_under_fsdp2, trainer
+from tests.adapters.trainer_jobs import TrainerJob, lora_resumed, lora_under_fsdp2, trainer
 
 peft = pytest.importorskip("peft")
 
@@ -119,6 +121,55 @@ def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
     )
     now = dict(made.model.named_parameters())
     assert all(torch.equal(value, now[name]) for name, value in read.named_parameters())
+
+
+def test_adapters_are_written_once_and_resume_exactly(tmp_path: Path) -> None:
+    job = TrainerJob(root=str(tmp_path / "run"), steps=4, save_steps=2)
+    whole = trainer(job, adapt=dora_and_a_head)
+    whole.train()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert not entries(checkpoint / "model_0"), "they are in the file of PEFT"
+    assert any("lora_A" in name for name in entries(checkpoint / "optimizer_0"))
+    assert not (checkpoint / "optimizer.pt").exists(), "it would be the second copy"
+    forget_accelerators()
+    resumed = trainer(job.but(root=str(tmp_path / "again")), adapt=dora_and_a_head)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    there = whole.model.state_dict()
+    assert all(torch.equal(value, there[name]) for name, value in resumed.model.state_dict().items())
+    forget_accelerators()
+    other = trainer(job.but(root=str(tmp_path / "other")), adapt=dora_and_a_head)
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight.add_(1)
+    with pytest.raises(IncompatibleCheckpointError, match=r"another base.*embed_tokens\.weight"):
+        other.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_damaged_adapters_are_found_before_anything_changes(tmp_path: Path) -> None:
+    made, _ = adapted(tmp_path, lora, stock_files=False)
+    made.train()
+    file = tmp_path / "checkpoint-2" / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    forget_accelerators()
+    again, _ = adapted(tmp_path / "again", lora, stock_files=False)
+    with pytest.raises(CorruptCheckpointError, match="adapter_model"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def entries(part: Path) -> Mapping[str, Any]:
+    return FileSystemReader(part).read_metadata().state_dict_metadata
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_the_adapters_of_ranks_resume_exactly(tmp_path: Path, strategy: str) -> None:
+    job = TrainerJob(root=str(tmp_path / "run"), steps=4, save_steps=2, world=2, strategy=strategy)
+    ((whole, resumed), _) = run_ranks(lora_resumed, 2, job, 2)
+    assert whole == resumed
+    part = "pytorch_model_fsdp_0" if strategy == "fsdp2" else "model_0"
+    assert not entries(tmp_path / "run" / "checkpoint-2" / part)
 
 
 @pytest.mark.slow

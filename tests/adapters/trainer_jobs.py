@@ -130,6 +130,16 @@ def lora_under_fsdp2(job: TrainerJob) -> dict[str, Any]:
     return {name: _whole(value) for name, value in made.model.state_dict().items() if "lora_" in name}
 
 
+def lora_resumed(job: TrainerJob, at: int) -> list[dict[str, Any]]:
+    """Train adapters to the end, and again from a checkpoint."""
+    from tests.adapters.accelerate_jobs import forget_accelerators
+
+    whole = lora_under_fsdp2(job)
+    forget_accelerators()
+    again = job.but(root=f"{job.root}-again", resume=f"{job.root}/checkpoint-{at}")
+    return [whole, lora_under_fsdp2(again)]
+
+
 def _whole(value: torch.Tensor) -> list[float]:
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     return whole.flatten().tolist()

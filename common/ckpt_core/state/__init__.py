@@ -46,7 +46,16 @@ from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import empty_like, shard_like, template
 from ckpt_core.state._train_state import TrainState
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
-from ckpt_core.state.contents import Contents, begin, contents_problem, saved_part, saves_base, supplied
+from ckpt_core.state.contents import (
+    Contents,
+    base_names,
+    begin,
+    contents_problem,
+    is_of_base,
+    saved_part,
+    saves_base,
+    supplied,
+)
 from ckpt_core.state.gradients import Gradients
 from ckpt_core.state.overriding import Override
 
@@ -69,6 +78,7 @@ __all__ = [
     "as_captured",
     "as_module",
     "as_source",
+    "base_names",
     "begin",
     "check_groups",
     "checked_override",
@@ -85,6 +95,7 @@ __all__ = [
     "get",
     "has_shards",
     "is_large",
+    "is_of_base",
     "leaves",
     "load_item",
     "load_model_state",

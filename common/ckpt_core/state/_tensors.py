@@ -77,10 +77,9 @@ def shard_like(whole: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     if not is_sharded(live):
         return whole
     made = empty_like(live, whole.dtype)
-    locals_ = (
-        [made.to_local()] if isinstance(made, DTensor) else [each.tensor for each in made.local_shards()]
-    )
-    for local, chunk in zip(locals_, chunks_of(made), strict=False):
+    own = [each.tensor for each in made.local_shards()] if isinstance(made, ShardedTensor) else [made]
+    own = [each.to_local() if isinstance(each, DTensor) else each for each in own]
+    for local, chunk in zip(own, chunks_of(made), strict=False):
         part = whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
         local.copy_(part)
     return made

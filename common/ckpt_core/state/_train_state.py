@@ -41,7 +41,7 @@ from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template
-from ckpt_core.state.contents import Contents, begin, saved_part, supplied
+from ckpt_core.state.contents import Contents, base_names, begin, saved_part, supplied
 from ckpt_core.state.gradients import Gradients
 from ckpt_core.state.overriding import Override
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
@@ -105,7 +105,8 @@ class TrainState:
         contents: Contents | None = None,
         **items: Any,
     ) -> None:
-        self._model, self._contents = as_module(model), contents
+        self._model = as_module(model)
+        self._contents: Contents | None = contents
         self._base: frozenset[str] = frozenset()
         self._optimizers = dict(_named("optimizer", optimizer))
         self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
@@ -250,7 +251,7 @@ class TrainState:
 
     def _check_present(self, entries: SavedEntries, saved: SavedState) -> None:
         tops = {path[:2] for path in entries}
-        has_model = any(path[0] == "model" for path in tops) or not self._with_model
+        has_model = any(path[0] == "model" for path in tops) or not self._with_model or base_names(saved)
         # A model without parameters and buffers has no entries.
         missing = [] if has_model or not any(leaves(model_state(self._model))) else ["model"]
         missing += [name for name in self._optimizers if not under(entries, *_path(name))]

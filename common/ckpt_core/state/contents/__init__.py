@@ -8,15 +8,15 @@ from ckpt_core.state.contents._contents import (
     saves_base,
     supplied,
 )
-from ckpt_core.state.contents._record import BaseRecord, base_sources, has_base
+from ckpt_core.state.contents._record import BaseRecord, base_names, is_of_base
 
 __all__ = [
     "BaseRecord",
     "Contents",
-    "base_sources",
+    "base_names",
     "begin",
     "contents_problem",
-    "has_base",
+    "is_of_base",
     "saved_part",
     "saves_base",
     "supplied",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import version_of
+from ckpt_core._torch_internals import has_flat_parameters, version_of
 from ckpt_core.coordination import place_in_job
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
@@ -268,7 +268,7 @@ def _decide(model: nn.Module, contents: Contents | None) -> bool:
 
 
 def _problem_of(model: nn.Module) -> str | None:
-    if is_fsdp1(model) and any(name.endswith("_flat_param") for name, _ in model.named_parameters()):
+    if is_fsdp1(model) and has_flat_parameters(model):
         return "needs FSDP1 with use_orig_params=True, which knows what is frozen"
     packed = (name for name, each in model.named_parameters() if _is_packed_shard(each))
     name = next(packed, None)

@@ -15,6 +15,7 @@ from ckpt_core.types import SavedState
 _ITEM: Final = "model.base."
 """The start of the names of shared items; ranks with other names in their bases have items of their own."""
 _MOST_LISTED: Final = 5
+_UNNAMED: Final = "a base without a name"
 
 
 @final
@@ -65,11 +66,8 @@ class BaseRecord:
     @classmethod
     def of(cls, saved: SavedState, place: str) -> Self | None:
         """Return the record of a model in a checkpoint; None if all of it was saved."""
-        found = [
-            value
-            for name, value in saved.shared.items()
-            if name.startswith(_ITEM) and value["place"] == place
-        ]
+        items = saved.shared.items()
+        found = [value for name, value in items if is_of_base(name) and value["place"] == place]
         if not found:
             return None
         tensors = {
@@ -100,7 +98,7 @@ class BaseRecord:
         lines += [f"{name}: saved {self.tensors[name]}; live {live.tensors[name]}" for name in differing]
         raise IncompatibleCheckpointError(
             f"it holds only what was trained, and the live model has another base. Saved with "
-            f"{self.source or 'a base without a name'}; live is {live.source or 'a base without a name'}; "
+            f"{self.source or _UNNAMED}; live is {live.source or _UNNAMED}; "
             f"{_listed(lines)}. Before the resume, load the same base in the same dtype and quantisation; "
             "or, to train on with the live one, load with strict=False",
             missing=lacking,
@@ -108,14 +106,15 @@ class BaseRecord:
         )
 
 
-def has_base(saved: SavedState) -> bool:
-    """Return whether a checkpoint lacks the base of one of its models."""
-    return any(name.startswith(_ITEM) for name in saved.shared)
+def is_of_base(item: str) -> bool:
+    """Return whether a shared item is a record of a base."""
+    return item.startswith(_ITEM)
 
 
-def base_sources(saved: SavedState) -> list[str]:
-    """Return the names of the bases that a checkpoint refers to."""
-    return sorted({str(saved.shared[name]["source"]) for name in saved.shared if name.startswith(_ITEM)})
+def base_names(saved: SavedState) -> list[str]:
+    """Return the names of the bases that a checkpoint refers to; none if it is whole."""
+    found = {str(value["source"]) for name, value in saved.shared.items() if is_of_base(name)}
+    return sorted(each or _UNNAMED for each in found)
 
 
 def _listed(lines: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckpt_core._torch_internals import ShardedTensor, chunks_of
+from ckpt_core._torch_internals import ShardedTensor, chunks_of, process_group_of
 
 _WORD: Final = 8
 _TABLE: Final = 1 << 16
@@ -79,7 +79,7 @@ def add_up(tensors: Mapping[str, torch.Tensor], own: Mapping[str, int]) -> dict[
         if isinstance(tensor, DTensor):
             shared.setdefault(tensor.device_mesh, []).append(name)
         elif isinstance(tensor, ShardedTensor):
-            shared.setdefault(tensor._process_group, []).append(name)
+            shared.setdefault(process_group_of(tensor), []).append(name)
     for key, names in shared.items():
         sums |= dict(zip(names, _all_reduced([own[name] for name in names], key), strict=True))
     return {name: f"{total & (1 << 64) - 1:016x}" for name, total in sums.items()}
@@ -184,11 +184,7 @@ def _add_units(units: torch.Tensor, places: torch.Tensor, total: torch.Tensor) -
     if size < _WORD:
         values = values & ((1 << 8 * size) - 1)
     word = places * size // _WORD
-    rows = (word // _TABLE).unique().tolist()
-    table = _table(units.device)
-    factors = table[word % _TABLE]
-    for row in rows:
-        factors = torch.where(word // _TABLE == row, factors ^ _of_row(row), factors)
+    factors = _table(units.device)[word % _TABLE] ^ _of_rows(word // _TABLE)
     total.add_((values * (factors << places * size % _WORD * 8)).sum())
 
 
@@ -201,7 +197,11 @@ def _table(device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=4096)
 def _of_row(row: int) -> int:
     """Return the even number that makes the factors of a row its own."""
-    return int(_mixed(torch.tensor([~row]))[0]) & ~1
+    return int(_of_rows(torch.tensor([row]))[0])
+
+
+def _of_rows(rows: torch.Tensor) -> torch.Tensor:
+    return _mixed(~rows) & ~1
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
