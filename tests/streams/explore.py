@@ -42,7 +42,8 @@ def simulated(choose: Choose) -> Generator[World]:
             world.ended = True
 
 
-def execute(scenario: Scenario, choose: Choose) -> None:
+def execute(scenario: Scenario, choose: Choose = lambda world, options: 0) -> None:
+    """Execute a scenario once; by default with the device as late as it can be."""
     with simulated(choose) as world:
         scenario(world)
 
@@ -92,8 +93,7 @@ class _Search:
 
 
 def try_at_random(scenario: Scenario, times: int) -> None:
-    """Execute a scenario with the device as late as it can be, then in random orders."""
-    execute(scenario, lambda world, options: 0)
+    """Execute a scenario in random orders."""
     for seed in range(times):
         numbers = random.Random(seed)
         execute(scenario, lambda world, options, numbers=numbers: numbers.randrange(options))

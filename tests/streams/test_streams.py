@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import inspect
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
-from tests.streams.explore import explore, try_at_random
+from tests.streams.explore import execute, explore, try_at_random
 from tests.streams.mutants import MODULES, WRONG, Mutant, changed, without_a_call
 from tests.streams.scenarios import SCENARIOS
 
@@ -41,9 +42,9 @@ def test_there_are_enough_mutants():
 
 
 def found(mutant: Mutant) -> bool:
-    """Whether a scenario fails: in a few orders, else in any."""
+    """Whether a scenario fails: with the device as late as it can be, in a few orders, else in any."""
     with mutant.in_place():
-        for attempt in (lambda scenario: try_at_random(scenario, 6), explore):
+        for attempt in (execute, partial(try_at_random, times=8), explore):
             for scenario in SCENARIOS:
                 try:
                     attempt(scenario)
@@ -59,4 +60,4 @@ def test_code_without_a_fault_is_found_right():
             same = ast.unparse(ast.parse(inspect.getsource(module)))
             stack.enter_context(Mutant("none", module, same).in_place())
         for scenario in SCENARIOS:
-            try_at_random(scenario, 2)
+            try_at_random(scenario, times=2)

@@ -9,6 +9,7 @@ something else could happen first, a chooser decides what does.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,15 +52,13 @@ class Stream:
     def __init__(self, world: World, device: torch.device) -> None:
         self._world, self.device = world, device
         self.queue: list[Op] = []
-        self._outer: list[Stream] = []
 
     def __enter__(self) -> Stream:
-        self._outer.append(self._world.current[self.device])
-        self._world.current[self.device] = self
+        self._world.entered.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._world.current[self.device] = self._outer.pop()
+        assert self._world.entered.pop() is self
 
     def tail(self) -> list[Op]:
         return self.queue[-1:]
@@ -77,10 +76,11 @@ class Stream:
         self._world.block_until(self.tail())
 
     def enqueue(self, work: Callable[[], object] | None, after: Sequence[Op] = ()) -> Op:
-        op = Op(self._world.next_number(), work, [*self.tail(), *after])
-        self.queue.append(op)
-        self._world.settle_markers()
-        return op
+        with self._world.guard:
+            op = Op(self._world.next_number(), work, [*self.tail(), *after])
+            self.queue.append(op)
+            self._world.settle_markers()
+            return op
 
 
 @dataclass(eq=False)
@@ -167,7 +167,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     first = next(each for each in tensors if isinstance(each, SimTensor))
     world, device = first.holding.world, first.device
     run = partial(func, *_map(_values, args), **kwargs)
-    stream = world.current[device]
+    stream = world.current_stream(device)
     returned = func._schema.returns
     if any(each.alias_info and each.alias_info.is_write for each in func._schema.arguments):
         on_host = [each for each in tensors if not isinstance(each, SimTensor) and each.dim()]
@@ -225,8 +225,10 @@ class World:
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
         self._side: dict[torch.device, Stream] = {}
-        self.current: dict[torch.device, Stream] = {device: Stream(self, device) for device in DEVICES}
-        self._streams = list(self.current.values())
+        self._default = {device: Stream(self, device) for device in DEVICES}
+        self._streams = list(self._default.values())
+        self._entered = threading.local()
+        self.guard = threading.RLock()
         self._ops = 0
         self._free: list[Block] = []
         self._blocks: list[Block] = []
@@ -247,7 +249,15 @@ class World:
         return tensor.device in DEVICES
 
     def current_stream(self, device: torch.device) -> Stream:
-        return self.current[device]
+        entered = (stream for stream in reversed(self.entered) if stream.device == device)
+        return next(entered, self._default[device])
+
+    @property
+    def entered(self) -> list[Stream]:
+        """The streams that the calling thread has made current."""
+        if not hasattr(self._entered, "streams"):
+            self._entered.streams = []
+        return self._entered.streams  # type: ignore[no-any-return]
 
     def side_stream(self, device: torch.device) -> Stream:
         if device not in self._side:
@@ -261,19 +271,20 @@ class World:
     # Memory.
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> SimTensor:
-        size = max(1, torch.Size(shape).numel()) * dtype.itemsize
-        stream = self.current[device]
-        for block in self._free:
-            alike = block.stream is stream and len(block.memory) == size
-            if alike and (block.busy is None or block.busy.query()):
-                self._free.remove(block)
-                break
-        else:
-            block = Block(device, stream, torch.zeros(size, dtype=torch.uint8))
-            self._blocks.append(block)
-        block.users, block.busy = [], None
-        values = block.memory.view(dtype)[: torch.Size(shape).numel()].view(shape)
-        return SimTensor(values, Holding(self, block))
+        with self.guard:
+            size = max(1, torch.Size(shape).numel()) * dtype.itemsize
+            stream = self.current_stream(device)
+            for block in self._free:
+                alike = block.stream is stream and len(block.memory) == size
+                if alike and (block.busy is None or block.busy.query()):
+                    self._free.remove(block)
+                    break
+            else:
+                block = Block(device, stream, torch.zeros(size, dtype=torch.uint8))
+                self._blocks.append(block)
+            block.users, block.busy = [], None
+            values = block.memory.view(dtype)[: torch.Size(shape).numel()].view(shape)
+            return SimTensor(values, Holding(self, block))
 
     def tensor(self, *numbers: float, device: torch.device = DEVICES[0]) -> SimTensor:
         """Make a tensor whose numbers are there already."""
@@ -282,8 +293,9 @@ class World:
         return made
 
     def free(self, block: Block) -> None:
-        block.busy = Event(self, [op for stream in block.users for op in stream.tail()])
-        self._free.append(block)
+        with self.guard:
+            block.busy = Event(self, [op for stream in block.users for op in stream.tail()])
+            self._free.append(block)
 
     def touched(self, values: Sequence[torch.Tensor]) -> None:
         """Note that an op reads or writes memory of the host."""
@@ -321,11 +333,17 @@ class World:
         """Let the calling actor wait."""
         self._waits.append([op.number for op in ops])
         while not self.ended and not all(op.done for op in ops):
-            options = self._options()
-            if not options:
-                raise AssertionError("the host waits for work that never ends")
-            self._step(options)
+            with self.guard:
+                options = self._options()
+                if options:
+                    self._step(options)
+                elif not all(op.done for op in ops):
+                    raise AssertionError("the host waits for work that never ends")
         self._waits.pop()
+
+    def drain(self) -> None:
+        """Let all queued work end."""
+        self.block_until([op for stream in self._streams for op in stream.queue])
 
     def saw(self, value: bool) -> bool:
         self._seen[self._running[-1] if self._running else -1].append(value)
