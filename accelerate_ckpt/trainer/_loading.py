@@ -39,7 +39,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
-from ckpt_core.state import StateSource
+from ckpt_core.state import StateSource, load_item
 from ckpt_core.storage import LocalStorage, Storage
 
 _logger = logger_of(__name__)
@@ -157,7 +157,8 @@ class TrainerLoading:
             self._callbacks_from = origin
             if lent is not None and lent.scheduler is not None and self._trainer.lr_scheduler is not None:
                 name = f"{lent.checkpoint}/{SCHEDULER_NAME}"
-                self._trainer.lr_scheduler.load_state_dict(self._session.pickles.load(lent.scheduler, name))
+                saved = self._session.pickles.load(lent.scheduler, name)
+                load_item("the scheduler", self._trainer.lr_scheduler, saved)
             state.apply_change()
 
     def load_callbacks(self) -> None:

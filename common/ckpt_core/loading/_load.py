@@ -158,8 +158,9 @@ class Load:
     def _phase(self, what: str, *, touched: bool = False) -> AbstractContextManager[Note]:
         """Open a phase that fails on all ranks or on none; see `collective_phase`."""
         untouched = (
-            f"{self._place} could not be read because of a storage error, not corruption. Nothing was loaded "
-            "and no older checkpoint was tried; fix the storage and try again"
+            f"{self._place} could not be loaded, for a reason that is no damage. Nothing was loaded and no "
+            "older checkpoint was tried; remove the cause, in the storage or where the live state is made, "
+            "and try again"
         )
         consequence = self._half_way if touched else untouched
         return collective_phase(self._coordinator, consequence, what=what)

@@ -10,6 +10,7 @@ from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, final
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_core.data import is_stateful
 from ckpt_core.disclosure import logger_of
@@ -106,11 +107,42 @@ def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> Non
     try:
         live = _keys(item)
         state = rekeyed(state, live)
+        if isinstance(getattr(item, "scheduler", item), LRScheduler):  # Accelerate wraps it
+            state = _of_live_groups(state, live)
         item.load_state_dict(with_empties(state, live) if of_tree else state)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise IncompatibleCheckpointError(
             f"{name} ({type(item).__name__}) refused its saved state: {type(error).__name__}: {error}"
         ) from error
+
+
+_OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs")
+"""Of a scheduler: lists with a value for each parameter group."""
+
+
+def _of_live_groups(state: Any, live: Any) -> Any:
+    """Give a scheduler's state as many values as the live optimizer has groups.
+
+    Layouts may cut the same parameters into other groups, as transformers does by mesh.
+
+    Raises:
+        IncompatibleCheckpointError: the number differs, and so do the values.
+    """
+    if isinstance(state, list) and isinstance(live, list) and len(state) == len(live):
+        return [_of_live_groups(*pair) for pair in zip(state, live, strict=True)]
+    if not isinstance(state, Mapping) or not isinstance(live, Mapping):
+        return state
+    fitted = {key: _of_live_groups(value, live.get(key)) for key, value in state.items()}
+    for key in _OF_GROUPS:
+        saved, own = state.get(key), live.get(key)
+        if isinstance(saved, list) and isinstance(own, list) and saved and len(saved) != len(own):
+            if any(value != saved[0] for value in saved):
+                raise IncompatibleCheckpointError(
+                    f"a scheduler has {key} of {len(saved)} parameter groups with different values in the "
+                    f"checkpoint, and the live optimizer has {len(own)}; build it with the groups saved"
+                )
+            fitted[key] = saved[:1] * len(own)
+    return fitted
 
 
 PICKLED = "pickled"

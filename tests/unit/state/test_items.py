@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from ckpt_core.dcp import load_value
-from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
-from ckpt_core.state._items import decode_items, encode_items, pickled_key
+from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError, UnsafeCheckpointError
+from ckpt_core.state._items import decode_items, encode_items, load_item, pickled_key
 
 
 def test_plain_values_come_back_equal_without_pickle():
@@ -96,3 +100,43 @@ def test_keys_of_ranks_never_collide():
 
 def test_the_file_says_its_format_version():
     assert json.loads(encode_items({}).content) == {"format_version": 1, "items": {}, "pickled": []}
+
+
+def scheduled(rates: list[float], make: Callable[[Any], Any]) -> Any:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
+    return make(torch.optim.SGD(groups, lr=1.0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, partial(pow, 0.5)),
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 2)],
+            milestones=[1],
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_schedule_follows_parameters_that_are_cut_into_other_groups(make):
+    saved = scheduled([0.1, 0.1, 0.1], make)
+    saved.step()
+    live = scheduled([0.1], make)
+    for group in live.optimizer.param_groups:
+        group["lr"] = saved.get_last_lr()[0]  # as the optimizer's state has it
+    load_item("scheduler", live, saved.state_dict())
+    for _ in range(3):
+        assert live.get_last_lr() == saved.get_last_lr()[:1]
+        live.step()
+        saved.step()
+
+
+def test_a_schedule_of_groups_with_different_rates_is_refused_for_another_number_of_groups():
+    saved = scheduled([0.1, 0.2], lambda optimizer: lr_scheduler.StepLR(optimizer, 2))
+    live = scheduled([0.1], lambda optimizer: lr_scheduler.StepLR(optimizer, 2))
+    before = live.state_dict()
+    with pytest.raises(IncompatibleCheckpointError, match="2 parameter groups with different values"):
+        load_item("scheduler", live, saved.state_dict())
+    assert live.state_dict() == before
