@@ -20,7 +20,7 @@ from ckpt_core.dcp._reader import (
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter, encode_metadata, places_in
-from ckpt_core.dcp.wrapped import Piece, WrapMismatchError, fillings
+from ckpt_core.dcp.wrapped import StoredPiece, WrapMismatchError, fillings
 from ckpt_core.formats.consistency import check_metadata
 
 __all__ = [
@@ -35,11 +35,11 @@ __all__ = [
     "Meshes",
     "Pace",
     "Part",
-    "Piece",
     "Replicas",
     "SafeLoadPlanner",
     "ShardSpec",
     "ShardWriter",
+    "StoredPiece",
     "TensorRead",
     "TensorTarget",
     "WrapMismatchError",

@@ -9,7 +9,7 @@ from typing import TypeAlias, final
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ckpt_core.dcp import Piece, WrapMismatchError, fillings
+from ckpt_core.dcp import StoredPiece, WrapMismatchError, fillings
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.types import SavedEntries, SavedState
 
@@ -56,7 +56,7 @@ class WrappedLoad:
 
     def _fillings(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pieces = [
-            Piece(
+            StoredPiece(
                 stored=read(),
                 offsets=tuple(item.storage_offsets),
                 into=tuple(item.dest_offsets),
