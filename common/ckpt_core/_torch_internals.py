@@ -73,7 +73,7 @@ def placed_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def inner_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of the plain tensors that a tensor is made of; itself if plain."""
+    """Yield name and value of the plain tensors that make up a tensor."""
     if not is_wrapped(tensor):
         yield name, tensor
         return

@@ -29,6 +29,8 @@ class Shards:
     """The part of a save that one rank writes: these tensors."""
 
     value_indices = ()
+    records: Mapping[MetadataIndex, bytes] = MappingProxyType({})
+    dense = False
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = tensors

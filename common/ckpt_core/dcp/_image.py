@@ -40,7 +40,7 @@ Spans: TypeAlias = npt.NDArray[np.int64]
 @final
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The offsets of one payload in the file: its range with frames, and CRC-32 fields."""
+    """The offsets of one payload in the file: with its frames, and CRC-32 fields."""
 
     index: MetadataIndex
     dtype: torch.dtype

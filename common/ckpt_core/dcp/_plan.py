@@ -182,7 +182,7 @@ class Part:
         return slot_of
 
     def shards(self) -> list[torch.Tensor]:
-        """Return the live local tensors that this rank writes; of a wrapped one, the inner."""
+        """Return the live plain tensors that this rank writes."""
         found: list[torch.Tensor] = []
         for at, index, _ in self._shard_items:
             shard = _local(self._leaves[at], index)

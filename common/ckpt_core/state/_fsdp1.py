@@ -45,7 +45,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def _refuse_wrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse on all ranks what one of them has: FSDP1's conversion would hang the others."""
+    """Refuse on all ranks what one of them has, or the conversion would hang."""
     state = (value for values in optimizer.state.values() for value in values.values())
     first = FullyShardedDataParallel.fsdp_modules(model)[0]
     found = torch.tensor(int(any(map(is_wrapped, state))), device=first.compute_device)

@@ -145,10 +145,10 @@ def put_back_packed(model: nn.Module, values: Mapping[str, torch.Tensor]) -> lis
         packed: Any = getattr(parameter, "quant_state", None)
         if hasattr(packed, "from_dict") and any(f"{name}.{key}" in changed for key in own):
             rebuilt = type(packed).from_dict(own, device=parameter.device)
-            holder: Any = model.get_submodule(name.rpartition(".")[0])
-            for each in (parameter, holder):
-                if getattr(each, "quant_state", None) is packed:
-                    each.quant_state = rebuilt
+            holders: tuple[Any, ...] = parameter, model.get_submodule(name.rpartition(".")[0])
+            for holder in holders:
+                if getattr(holder, "quant_state", None) is packed:
+                    holder.quant_state = rebuilt
     return _changed(model, {key: values[key] for key in changed}) if changed else []
 
 

@@ -1,4 +1,4 @@
-"""Wrapped tensors, which are made of others: stored as stock DCP does, loaded by parts."""
+"""Wrapped tensors: stored as stock DCP does, loaded by their inner tensors."""
 
 from ckpt_core.dcp.wrapped._filling import StoredPiece, WrapMismatchError, fillings
 from ckpt_core.dcp.wrapped._wrapped_pickle import problem_of, wrapped_pickle

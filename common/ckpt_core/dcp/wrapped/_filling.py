@@ -1,4 +1,4 @@
-"""Stored pieces of a wrapped tensor into a live one, by the tensors that they are made of.
+"""Copies of stored pieces of a wrapped tensor into a live one.
 
 How inner tensors are cut where a wrapped tensor is cut, only its library knows: both the stored and the live
 one are narrowed by it. An inner tensor that is not cut, such as a table of codes, must be the same in all
@@ -87,7 +87,7 @@ def _placed(
 ) -> tuple[_Range, tuple[torch.Tensor, torch.Tensor]]:
     """Return the range of an inner tensor that a piece fills, and the copy."""
     if view.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
-        start = view.storage_offset() - owner.storage_offset()
+        start = int(view.storage_offset() - owner.storage_offset())
     elif view.shape == owner.shape:
         start, view = 0, owner  # a copy of what is not cut
     else:

@@ -1,0 +1,35 @@
+"""The layouts of the table in docs/loading.md: run on two ranks, on one, and on two again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_core.testing import run_ranks
+from tests.distributed.layout_jobs import builders, passes_on, resumes, saves
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict[str, list[str]]]:
+    root: Path = tmp_path_factory.mktemp("layouts")
+    on_two = run_ranks(saves, 2, root, timeout_seconds=120)
+    on_one = passes_on(root)
+    again = run_ranks(resumes, 2, root, timeout_seconds=120)
+    return {
+        name: {
+            "same": [each[name] for each in on_two],
+            "one": [on_one[name]],
+            "two again": [each[name] for each in again],
+        }
+        for name in builders()
+    }
+
+
+@pytest.mark.parametrize("name", builders())
+def test_every_layout_resumes_bit_for_bit_on_the_same_ranks_and_by_way_of_one(results, name):
+    found = {how: [text for text in told if text] for how, told in results[name].items()}
+    told = [f"{how}: {text}" for how, of_ranks in found.items() for text in of_ranks]
+    assert not told, "\n".join(told)
