@@ -30,6 +30,7 @@ $(VENV)/.installed: pyproject.toml
 	@echo "Installing (a few minutes the first time)"
 	@$(PIP) install "$(TORCH)"
 	@$(PIP) install --editable ".[dev]"
+	@$(PIP) install --upgrade --no-deps --target $(VENV)/low-bit torchao bitsandbytes  # see tests/support/low_bit.py
 	@touch $@
 
 demo: setup  ## Kill a training, resume it, and compare every value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import traceback
@@ -29,9 +28,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ckpt_core import CheckpointManager, TrainState
 from ckpt_core._torch_internals import inner_tensors, own_part
+from tests.support import low_bit
 
 WIDTH = 32
-_HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 
 
 def ranks() -> int:
@@ -214,7 +213,8 @@ def experts(seed: int) -> Training:
 
 def quantised(name: str, wrap: Callable[[nn.Module], nn.Module], seed: int, inside: int = 256) -> Training:
     """Optimizers whose state is made of codes and scales, where a shard has at least 4,096 elements."""
-    import torchao.optim
+    with low_bit.importable():
+        import torchao.optim
 
     model = wrap(layers(seed, inside=inside))
     return Training(model, getattr(torchao.optim, name)(model.parameters(), lr=0.01))
@@ -257,7 +257,7 @@ QUANTISED: dict[str, Callable[[int], Training]] = {
 
 
 def builders() -> dict[str, Callable[[int], Training]]:
-    return LAYOUTS | (QUANTISED if _HAS_TORCHAO else {})
+    return LAYOUTS | (QUANTISED if low_bit.is_installed() else {})
 
 
 @contextmanager

@@ -14,13 +14,14 @@ from torch import nn
 
 from ckpt_core import CheckpointManager, TrainState
 from ckpt_core._torch_internals import inner_tensors
+from tests.support import low_bit
 
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch) -> Iterator[None]:
     """The libraries warn at their import; the optimizers of torchao compile their steps."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with warnings.catch_warnings():
+    with low_bit.importable(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
