@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks import accelerate, lineup, save
+from benchmarks import accelerate, lineup, save, trainable
 from benchmarks.comparison import Row, ratios
 from benchmarks.contenders import Contender, InFlight, NotRunError, Task, ended
 from benchmarks.interference import disturbance
@@ -413,3 +413,14 @@ def test_the_cost_of_a_step_is_measured_in_every_host(tmp_path, monkeypatch):
     found = json.loads(out.read_text())
     assert set(found) == {"Lightning", "Accelerate", "Trainer"}
     assert all(set(each) == {"stock", "ours", "more"} for each in found.values())
+
+
+@pytest.mark.slow
+def test_checkpoints_of_adapters_are_weighed_beside_those_of_stock(tmp_path):
+    pytest.importorskip("peft")
+    shape = ["--hidden", "64", "--layers", "1", "--vocabulary", "50", "--saves", "2", "--layouts", "single"]
+    out = tmp_path / "out.json"
+    assert trainable.main([*shape, "--root", str(tmp_path), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())["single"]
+    assert found.keys() == set(trainable.CONTENDERS)
+    assert all(each["bytes"] > 4 * 3 * each["trained"] for each in found.values())
