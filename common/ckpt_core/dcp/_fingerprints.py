@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import torch
 
+from ckpt_core.devices import to_host
 from ckpt_core.formats.checksums import crc32
 
 SAMPLE_ELEMENTS: Final = 1024
@@ -40,7 +41,6 @@ class Fingerprints:
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._numbers: list[int] = []
-        self._events: list[Any] = []
         pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         self._written: list[tuple[int, int]] = []
         devices: list[str] = []
@@ -55,10 +55,11 @@ class Fingerprints:
             if isinstance(value, Written):
                 self._written.append((at, value.slot))
         self._kinds = crc32(",".join(devices).encode())
-        self._pending = [
-            ([at for at, _ in found], self._fetch(torch.stack([number for _, number in found])))
-            for found in pending.values()
-        ]
+        numbers, self._events = to_host(
+            [torch.stack([one for _, one in found]) for found in pending.values()]
+        )
+        places = ([at for at, _ in found] for found in pending.values())
+        self._pending = list(zip(places, numbers, strict=True))
 
     def encode(self, written: Sequence[int] = ()) -> bytes:
         """Encode four bytes for the kinds of devices, then four for each value.
@@ -75,14 +76,6 @@ class Fingerprints:
                 self._numbers[at] = (number ^ (number >> 32)) & 0xFFFFFFFF
         self._pending = []
         return b"".join(number.to_bytes(4, "little") for number in (self._kinds, *self._numbers))
-
-    def _fetch(self, numbers: torch.Tensor) -> torch.Tensor:
-        if not numbers.is_cuda:
-            return numbers.cpu()
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        self._events.append(torch.cuda.current_stream(numbers.device).record_event())
-        return host
 
 
 def sample(value: Any, turn: int) -> Any:

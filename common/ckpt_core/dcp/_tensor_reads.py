@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final, TypeAlias, final
 
 import torch
 
-from ckpt_core.reading import Payload, RangeRead
+from ckpt_core.devices import DeviceFetch
+from ckpt_core.reading import REQUEST_BYTES, Payload, RangeRead
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Start and stop in every dimension."""
+
+Place: TypeAlias = Callable[[torch.Tensor, torch.Tensor], object]
+"""Copies into its first argument, a part of a live tensor, from its second."""
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -86,7 +90,7 @@ class TensorTarget:
             return None
         return bytes_of(tensor)
 
-    def fill(self, start: int, content: memoryview) -> None:
+    def fill(self, start: int, content: memoryview, place: Place = torch.Tensor.copy_) -> None:
         """Copy into the tensor those of the payload's bytes from `start` that are its."""
         itemsize = self.dtype.itemsize
         first = start // itemsize
@@ -94,11 +98,11 @@ class TensorTarget:
         if not count:
             return
         flat = torch.frombuffer(content, dtype=self.dtype, count=count)
-        strides = _strides(self.shape)
         for box in boxes_of_range(self.shape, first, first + count):
-            self._copy_box(box, flat, first, strides)
+            self._copy_box(box, flat, first, place)
 
-    def _copy_box(self, box: Box, flat: torch.Tensor, first: int, strides: Sequence[int]) -> None:
+    def _copy_box(self, box: Box, flat: torch.Tensor, first: int, place: Place) -> None:
+        strides = _strides(self.shape)
         spans = [
             (max(low, offset), min(high, offset + size))
             for (low, high), offset, size in zip(box, self.offsets, self.tensor.shape, strict=True)
@@ -112,9 +116,9 @@ class TensorTarget:
             target = target.narrow(dim, low - offset, high - low)
         if target.is_inference() and not torch.is_inference_mode_enabled():
             with torch.inference_mode():  # the mode is per thread
-                target.copy_(source)
+                place(target, source)
         else:
-            target.copy_(source)
+            place(target, source)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -133,7 +137,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-_WINDOW_BYTES: Final = 8 << 20  # of a read that cannot fill the tensor's memory directly
+_WINDOW_BYTES: Final = 8 << 20  # of a read that cannot fill the tensor's memory directly; on devices less
 
 
 @final
@@ -145,7 +149,9 @@ class TensorRead:
     payload: Payload
     target: TensorTarget
 
-    def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[RangeRead]:
+    def ranges(
+        self, start: int = 0, stop: int | None = None, fetch: DeviceFetch | None = None
+    ) -> Iterator[RangeRead]:
         """Yield the reads of ranges, restricted to bytes `start` to `stop` of the payload."""
         first, last = self.target.byte_range
         begin = max(first, start)
@@ -157,18 +163,24 @@ class TensorRead:
             into = memory[begin - first : end - first]
             yield RangeRead(payload=self.payload, start=begin, stop=end, into=into)
             return
+        window = _WINDOW_BYTES if self.target.tensor.is_cpu else REQUEST_BYTES
+        place = torch.Tensor.copy_ if fetch is None else fetch.place
         while begin < end:
-            cut = min(end, (begin // _WINDOW_BYTES + 1) * _WINDOW_BYTES)
-            yield RangeRead(
-                payload=self.payload, start=begin, stop=cut, take=partial(self.target.fill, begin)
-            )
+            cut = min(end, (begin // window + 1) * window)
+            take = partial(self.target.fill, begin, place=place)
+            yield RangeRead(payload=self.payload, start=begin, stop=cut, take=take)
             begin = cut
 
-    def fill(self, start: int, content: memoryview) -> None:
+    def fill(self, start: int, content: memoryview, fetch: DeviceFetch | None = None) -> None:
         """Copy into the target those of the payload's bytes from `start` that are its."""
         memory = self.target.memory
         if memory is None:
-            self.target.fill(start, content)
+            if fetch is None or self.target.tensor.is_cpu:
+                self.target.fill(start, content)
+                return
+            with fetch.lend(start, len(content)) as pinned:
+                pinned[:] = content
+                self.target.fill(start, pinned, fetch.place)
             return
         first, last = self.target.byte_range
         begin, end = max(first, start), min(last, start + len(content))

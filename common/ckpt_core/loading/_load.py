@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckpt_core._torch_internals import ShardedTensor
 from ckpt_core.collective import Note, collective_phase
 from ckpt_core.commit import verify, verify_stock
+from ckpt_core.devices import fetch_to, has_streams
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ConfigError,
@@ -135,10 +136,10 @@ class Load:
                 self._phase("reading a checkpoint", touched=True),
                 _inference_mode(wanted=_any_inference(parts)),
             ):
-                with self._no_damage():
+                with self._no_damage(), fetch_to(_devices(parts)) as fetch:
                     # Shared reads first, for other ranks wait: a rank that cannot read still sends its share.
-                    reads.relay(self._coordinator, self._engine)
-                    self._engine.fetch(reads.private())
+                    reads.relay(self._coordinator, self._engine, fetch)
+                    self._engine.fetch(reads.private(fetch), fetch)
                     for load in parts.values():
                         load.read_odd_chunks()
                 self._apply(opened, parts)
@@ -349,6 +350,12 @@ def _check_memory(target: StateDict) -> None:
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+def _devices(parts: Mapping[str, PartLoad]) -> set[torch.device]:
+    """Return the devices with streams among those of the tensors to fill."""
+    live = (read.target.tensor for load in parts.values() for read in load.reads)
+    return {tensor.device for tensor in live if has_streams(tensor)}
 
 
 def _any_inference(parts: Mapping[str, PartLoad]) -> bool:

@@ -8,6 +8,7 @@ from typing import Final, final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import TensorRead
+from ckpt_core.devices import DeviceFetch
 from ckpt_core.disclosure import logger_of
 from ckpt_core.loading._targets import PartLoad
 from ckpt_core.loading.sharing import Cell, Layouts, Schedule, make_schedule, relay_shared
@@ -71,20 +72,20 @@ class Reads:
         for cell in self._schedule.own_cells() if self._schedule is not None else ():
             yield RangeRead(payload=cell.payload, start=cell.start, stop=cell.stop)
 
-    def private(self) -> Iterator[RangeRead]:
+    def private(self, fetch: DeviceFetch | None = None) -> Iterator[RangeRead]:
         """Yield the ranges that this rank reads for itself alone."""
         for read in self._alone:
-            yield from read.ranges()
+            yield from read.ranges(fetch=fetch)
         for cell in self._schedule.private if self._schedule is not None else ():
             for read in self._reads_of(cell):
-                yield from read.ranges(cell.start, cell.stop)
+                yield from read.ranges(cell.start, cell.stop, fetch)
 
-    def relay(self, coordinator: Coordinator, engine: Engine) -> None:
+    def relay(self, coordinator: Coordinator, engine: Engine, fetch: DeviceFetch | None = None) -> None:
         """Read and send this rank's buckets, and receive those of others. Collective."""
         if self._schedule is None:
             return
 
-        def fetch(places: Sequence[tuple[Cell, memoryview]]) -> None:
+        def read_cells(places: Sequence[tuple[Cell, memoryview]]) -> None:
             engine.fetch(
                 RangeRead(payload=cell.payload, start=cell.start, stop=cell.stop, into=memory)
                 for cell, memory in places
@@ -92,9 +93,9 @@ class Reads:
 
         def deliver(cell: Cell, content: memoryview) -> None:
             for read in self._reads_of(cell):
-                read.fill(cell.start, content)
+                read.fill(cell.start, content, fetch)
 
-        relay_shared(self._schedule, coordinator, read=fetch, deliver=deliver)
+        relay_shared(self._schedule, coordinator, read=read_cells, deliver=deliver)
 
 
 def _schedule(

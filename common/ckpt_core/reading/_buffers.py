@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Final, final
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final, Protocol, final
 
 from ckpt_core.reading._payloads import MAX_TAKE_BYTES
 from ckpt_core.storage import ALIGNMENT
@@ -16,6 +16,14 @@ REQUEST_BYTES: Final = 4 << 20
 
 _LARGE_BYTES: Final = MAX_TAKE_BYTES + 2 * REQUEST_BYTES + ALIGNMENT
 _LARGE_BUFFERS: Final = 4
+
+
+class Lender(Protocol):
+    """Memory that reading threads borrow."""
+
+    def lend(self, offset: int, size_bytes: int) -> AbstractContextManager[memoryview]:
+        """Lend memory for bytes at `offset` in a file."""
+        ...
 
 
 @final

@@ -10,7 +10,7 @@ from typing import Final, Self, final
 
 from ckpt_core.crew import run_all
 from ckpt_core.errors import FileFailure
-from ckpt_core.reading._buffers import Buffers
+from ckpt_core.reading._buffers import Buffers, Lender
 from ckpt_core.reading._open_files import OpenFiles
 from ckpt_core.reading._passes import VerifyPass, deliver
 from ckpt_core.reading._payloads import RangeRead
@@ -84,8 +84,12 @@ class Engine:
         run_all(self._registered(requests, verify_pass.serve), requests, self._threads)
         return verify_pass.report()
 
-    def fetch(self, ranges: Iterable[RangeRead]) -> None:
+    def fetch(self, ranges: Iterable[RangeRead], lender: Lender | None = None) -> None:
         """Read every range to its destination.
+
+        Args:
+            ranges: each with one destination.
+            lender: of memory for bytes that are not read directly into place; None for buffers of our own.
 
         Raises:
             ValueError: a range has not exactly one destination, or is too long for `take`; nothing was read.
@@ -99,7 +103,7 @@ class Engine:
             if each.take is not None and each.start == each.stop:
                 each.take(memoryview(bytearray()))
         requests = self._plan_fetch(ranges)
-        serve = partial(deliver, files=self._files, buffers=self._buffers)
+        serve = partial(deliver, files=self._files, buffers=lender or self._buffers)
         run_all(self._registered(requests, serve), requests, self._threads)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import final
 
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import combine_crc32, crc32
-from ckpt_core.reading._buffers import Buffers
+from ckpt_core.reading._buffers import Buffers, Lender
 from ckpt_core.reading._findings import VerifyReport
 from ckpt_core.reading._open_files import OpenFiles
 from ckpt_core.reading._payloads import RangeRead
@@ -16,7 +16,7 @@ from ckpt_core.reading._requests import Limits, Order, Piece, Request, plan_veri
 from ckpt_core.storage import ForeignFileError
 
 
-def deliver(request: Request, files: OpenFiles, buffers: Buffers) -> None:
+def deliver(request: Request, files: OpenFiles, buffers: Lender) -> None:
     """Serve one request; called from several threads.
 
     Raises:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckpt_core._torch_internals import copy_all
 from ckpt_core.dcp import Image, ImageLayout, Part
+from ckpt_core.devices import current_stream, has_streams, side_stream
 from ckpt_core.errors import ConfigError
 from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
 
@@ -38,7 +39,7 @@ class StepGuard:
     def wait(self) -> None:
         """Order every copy before this thread's next work.
 
-        On CUDA, before the next work that it enqueues on the current streams.
+        On devices, before the next work that it enqueues on the current streams.
         """
         for deferred in self._pending:
             deferred.wait()
@@ -131,8 +132,8 @@ class Stager:
         }
         sources = [shard for part in parts.values() for shard in part.shards()]
         names = [index.fqn for part in parts.values() for index, _, _ in part.specs]
-        devices = {source.device for source in sources if source.is_cuda}
-        arena, images = self._reserve(parts, generation, pinned=bool(devices))
+        devices = {source.device for source in sources if has_streams(source)}
+        arena, images = self._reserve(parts, generation, pinned=_pins(sources))
         try:
             addresses = [_address(source) for source in sources]
             _check_memory(names, sources, addresses)
@@ -146,15 +147,21 @@ class Stager:
                     zip(names, sources, targets, (address in frozen for address in addresses), strict=True)
                 )
             for device in devices if stable is None else ():
-                torch.cuda.current_stream(device).synchronize()
+                current_stream(device).synchronize()
         except BaseException:
-            arena.release()
+            # Copies enqueued before the error still write into the arena.
+            try:
+                for device in devices:
+                    current_stream(device).synchronize()
+                    side_stream(device).synchronize()
+            finally:
+                arena.release()
             raise
         return StagedParts(images=images, values=values, arena=arena, deferred=deferred)
 
     def prewarm(self, parts: Mapping[str, Part], generation: int) -> int:
         """Allocate the arenas for these parts; return the bytes of all arenas."""
-        pinned = any(shard.is_cuda for part in parts.values() for shard in part.shards())
+        pinned = _pins(shard for part in parts.values() for shard in part.shards())
         total = _total(self._laid_out(parts, generation))
         size_bytes = self.arenas.prewarm(total, pinned=pinned)
         arena, _ = self._reserve(parts, generation, pinned=pinned)
@@ -191,6 +198,11 @@ class Stager:
         return self._layouts
 
 
+def _pins(sources: Iterable[torch.Tensor]) -> bool:
+    """Return whether to pin an arena; torch can do so for CUDA alone."""
+    return any(source.is_cuda for source in sources)
+
+
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if sources:
         with torch.no_grad():
@@ -202,7 +214,7 @@ def _copy_unstable(
 ) -> DeferredCopies | None:
     """Copy the unstable tensors now; return deferred copies of the stable ones.
 
-    On CUDA, unstable tensors are cloned on their device, so that the host need not wait for the device.
+    On devices, unstable tensors are cloned where they are, so that the host need not wait for the device.
 
     Args:
         copies: name, source, target, and whether the source is stable.
@@ -212,7 +224,7 @@ def _copy_unstable(
     for slot, (name, source, target, is_stable) in enumerate(copies):
         if is_stable:
             later.append(Copy(name, source, target, slot))
-        elif source.is_cuda:
+        elif has_streams(source):
             later.append(Copy(name, source.detach().clone(), target, slot))
         else:
             now[0].append(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
+from ckpt_core.devices import has_streams
 from ckpt_core.errors import CheckpointError
 from ckpt_core.staging._copies import Copy
 from ckpt_core.staging._device_copies import DeviceCopies
@@ -27,8 +28,8 @@ class DeferredCopies:
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         # First those that are only enqueued.
-        self._device = DeviceCopies([copy for copy in copies if copy.source.is_cuda])
-        self._host = HostCopies([copy for copy in copies if not copy.source.is_cuda])
+        self._device = DeviceCopies([copy for copy in copies if has_streams(copy.source)])
+        self._host = HostCopies([copy for copy in copies if not has_streams(copy.source)])
 
     @property
     def done(self) -> bool:
@@ -37,18 +38,15 @@ class DeferredCopies:
 
     def wait_for(self, slot: int) -> None:
         """Block until slots 0 to `slot` are filled; errors are raised by `finish` alone."""
-        self._device.finish()
+        self._device.wait_for(slot)
         self._host.wait_for(slot)
 
     def when_done(self, listener: Callable[[BaseException | None], None]) -> None:
         """Call `listener` once the copies have ended, with the error of `finish` or None.
 
-        Background thread; `listener` may be called on any.
+        Any thread; `listener` may be called on another.
         """
-        try:
-            self._device.finish()
-        finally:
-            self._host.when_done(lambda: listener(self.settle()))
+        self._device.when_done(lambda: self._host.when_done(lambda: listener(self.settle())))
 
     def settle(self) -> BaseException | None:
         """Block until the copies have ended; return the error of `finish` or None."""

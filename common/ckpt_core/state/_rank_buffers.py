@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 
+from ckpt_core.devices import to_host
 from ckpt_core.formats.codec import corrupt
 from ckpt_core.names import local_name
 from ckpt_core.state._items import decode_items, encode_items
@@ -28,13 +29,12 @@ _MAX_DIGESTS = 64  # keys with a digest each; with more, the message would grow 
 class RankBuffers:
     """Copies of rank-local buffers, made on the main thread, read on the save thread.
 
-    On CUDA the copies are enqueued on the current stream, so that the host does not wait for the device.
+    On a device the copies are enqueued on the current stream, so that the host does not wait for it.
     """
 
     def __init__(self, live: Mapping[BufferKey, torch.Tensor]) -> None:
-        self._copies = {key: _to_host(tensor.detach()) for key, tensor in live.items()}
-        devices = {tensor.device for tensor in live.values() if tensor.is_cuda}
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        copies, self._events = to_host(list(live.values()))
+        self._copies = dict(zip(live, copies, strict=True))
 
     def digests(self) -> bytes:
         """Return digests by which ranks with the same keys compare their values.
@@ -68,13 +68,6 @@ class RankBuffers:
         for event in self._events:
             event.synchronize()
         return self._copies
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cuda:
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def digest(tensor: torch.Tensor) -> bytes:

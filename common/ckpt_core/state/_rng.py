@@ -1,4 +1,4 @@
-"""Random number generators of this process: Python, NumPy, torch on CPU and CUDA.
+"""Random number generators of this process: Python, NumPy, torch on every device.
 
 When a run continues on more ranks than it was saved with, the additional ranks get streams of their own,
 seeded with SHA-256 of rank 0's saved state and their rank: deterministic, and different from any saved one.
@@ -10,25 +10,36 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
+from ckpt_core.devices import accelerator_type
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state._value_codec import encode
+
+_OF_THE_HOST: Final = {"python", "numpy", "torch"}
 
 
 def rng_state() -> dict[str, Any]:
     """Return the state of every generator, as values for `encode`; draws nothing."""
-    state: dict[str, Any] = {
+    return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
+        **_of_devices(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+
+
+def _of_devices() -> dict[str, Any]:
+    """Return the state of every device's generator, by the type of the accelerator."""
+    kind = accelerator_type()
+    module: Any = None if kind is None else torch.get_device_module(kind)
+    # To ask devices that were not used yet for their state would initialise them. MPS has no such question.
+    if kind is None or not getattr(module, "is_initialized", module.is_available)():
+        return {}
+    return {kind: [module.get_rng_state(device) for device in range(module.device_count())]}
 
 
 def rng_seed(state: Mapping[str, Any]) -> int:
@@ -47,21 +58,24 @@ def load_rng_state(state: Mapping[str, Any]) -> Sequence[str]:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        return _load_cuda(state.get("cuda", []))
+        return [
+            note for kind in sorted(state.keys() - _OF_THE_HOST) for note in _load_devices(kind, state[kind])
+        ]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise IncompatibleCheckpointError(
             f"a random number generator refused its saved state: {error!r}"
         ) from error
 
 
-def _load_cuda(states: Sequence[torch.Tensor]) -> Sequence[str]:
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def _load_devices(kind: str, states: Sequence[torch.Tensor]) -> Sequence[str]:
+    here = kind == accelerator_type()
+    module: Any = torch.get_device_module(kind) if here else torch.cpu
+    devices = module.device_count() if here and module.is_available() else 0
     for device, state in zip(range(devices), states, strict=False):
-        torch.cuda.set_rng_state(state, device)
+        module.set_rng_state(state, device)
     if states and len(states) != devices:
-        return [
-            f"the checkpoint has RNG states of {len(states)} CUDA devices per rank; there are {devices} here"
-        ]
+        saved = f"{len(states)} {kind.upper()} devices"
+        return [f"the checkpoint has RNG states of {saved} per rank; there are {devices} here"]
     return []
 
 
@@ -70,5 +84,5 @@ def derive_rng(seed: int, rank: int) -> None:
     digest = hashlib.sha256(f"{seed}:{rank}".encode()).digest()
     random.seed(int.from_bytes(digest[:8], "big"))
     np.random.seed(int.from_bytes(digest[8:12], "big"))
-    # Seeds every CUDA device as well.
+    # Seeds every device as well.
     torch.manual_seed(int.from_bytes(digest[12:20], "big") >> 1)
