@@ -238,6 +238,28 @@ def two_saves_in_flight(world: World) -> None:
     equal(file.numbers(), [[1, 2], [3, 4], [5, 6]])
 
 
+def a_long_training(world: World) -> None:
+    """Three saves, two of them in flight, of tensors on two devices: too much for every order."""
+    tensors = [world.tensor(n, n + 1, device=DEVICES[n % 2]) for n in range(5)]
+    buffer, optimizer, guard, memory = world.tensor(7, 8), Optimizer(*tensors), StepGuard(), stager(2)
+    files: list[Written] = []
+
+    def save() -> None:
+        staged = stage(memory, [*tensors, buffer], stable=tensors)
+        guard.watch(staged.deferred, [optimizer])
+        files.append(Written(world, staged))
+        world.actor(*files[-1].steps())
+
+    may_save = Action(save, lambda: memory.arenas.free > 0)
+    world.actor(*[may_save, lambda: buffer.add_(1), optimizer.step] * 3)
+    world.run()
+    for at, file in enumerate(files):
+        equal(file.error, None)
+        weights = [[n + 100 * at, n + 1 + 100 * at] for n in range(5)]
+        equal(file.numbers(), [*weights, [7 + at, 8 + at]])
+    equal(len(files), 3)
+
+
 def a_blocking_save(world: World) -> None:
     """The training changes everything as soon as the call has returned."""
     weight, other = world.tensor(1, 2), world.tensor(3, 4, device=DEVICES[1])

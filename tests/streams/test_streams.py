@@ -16,7 +16,7 @@ import pytest
 
 from tests.streams.explore import execute, explore, try_at_random
 from tests.streams.mutants import MODULES, WRONG, Mutant, changed, without_a_call
-from tests.streams.scenarios import SCENARIOS
+from tests.streams.scenarios import SCENARIOS, a_long_training
 
 LEFT_OUT = list(without_a_call())
 
@@ -24,6 +24,10 @@ LEFT_OUT = list(without_a_call())
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
 def test_the_order_of_work_holds_in_every_execution(scenario):
     assert explore(scenario) >= 1
+
+
+def test_the_order_of_work_holds_in_many_executions_of_a_long_training():
+    try_at_random(a_long_training, times=40)
 
 
 @pytest.mark.parametrize("mutant", LEFT_OUT, ids=lambda each: each.name)

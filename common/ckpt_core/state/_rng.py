@@ -68,8 +68,9 @@ def load_rng_state(state: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _load_devices(kind: str, states: Sequence[torch.Tensor]) -> Sequence[str]:
-    module: Any = torch.get_device_module(kind) if kind == accelerator_type() else None
-    devices = module.device_count() if module is not None and module.is_available() else 0
+    here = kind == accelerator_type()
+    module: Any = torch.get_device_module(kind) if here else torch.cpu
+    devices = module.device_count() if here and module.is_available() else 0
     for device, state in zip(range(devices), states, strict=False):
         module.set_rng_state(state, device)
     if states and len(states) != devices:
