@@ -56,7 +56,7 @@ TORCH = {
     "torch.distributed.tensor.placement_types:_StridedShard": "dim",
     "torch.distributed.tensor:DTensor._local_tensor": None,
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass": "t",
-    "torch._utils:_rebuild_wrapper_subclass": "cls dtype size stride storage_offset layout device",
+    "torch._utils:_rebuild_wrapper_subclass": None,
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": None,
     "torch.utils.data:DataLoader._get_iterator": "",
