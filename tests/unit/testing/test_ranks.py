@@ -8,6 +8,7 @@ import signal
 import threading
 
 import pytest
+import torch
 
 from ckpt_core.testing import RanksFailedError, run_ranks
 
@@ -15,7 +16,6 @@ pytestmark = pytest.mark.distributed
 
 
 def add_up(extra: int) -> tuple[int, int, str]:
-    import torch
     import torch.distributed as dist
 
     value = torch.tensor([dist.get_rank() + extra])
