@@ -22,6 +22,14 @@ from tests.guarantees.layout_jobs import (
     one_process,
     save_one_process,
 )
+from tests.guarantees.native_layout_jobs import (
+    LAYOUTS,
+    full_weights,
+    resumed_alike,
+    save_base,
+    train,
+    weights,
+)
 from tests.support.thorough import THOROUGH
 
 CASES: dict[str, tuple[int, dict[str, Layout]]] = {"ONE": (1, ONE), "TWO": (2, TWO), "FOUR": (4, FOUR)}
@@ -38,7 +46,7 @@ SAMPLE = {
     "FSDP2, CPU offload, resumed from meta",
     "FSDP1, use_orig_params=False, tied",
     "DDP of a compiled model",
-    "compiled FSDP2",
+    "FSDP1 of a compiled model",
 }
 """Of those on two ranks. Each of the others is near one of these, or under another test."""
 NOT_FROM_ONE = {"pipeline, tied ends of two names": "head.weight"}
@@ -107,3 +115,19 @@ def test_it_loads_what_one_process_saved_bit_for_bit_or_refuses_it(found, group,
     assert not any(seen[name].wrong for seen in ranks)
     loaded = {entry: value for seen in ranks for entry, value in seen[name].from_one.items()}
     assert not differing(loaded, whole[CASES[group][1][name].kind])
+
+
+@pytest.mark.skipif(not THOROUGH, reason="THOROUGH=1")
+@pytest.mark.distributed
+def test_models_that_transformers_shards_itself_resume_on_the_same_ranks_and_on_one(tmp_path):
+    for layout in LAYOUTS:
+        save_base(tmp_path, layout)
+    for unlike in run_ranks(resumed_alike, 2, str(tmp_path), timeout_seconds=300):
+        assert unlike == {layout: [] for layout in LAYOUTS}
+    for layout in LAYOUTS:
+        folder = tmp_path / layout
+        checkpoint = folder / "run" / "checkpoint-3"
+        saved = full_weights(weights(checkpoint))
+        resumed = train(weights(folder / "base"), folder / "one", checkpoint, 3)
+        assert not differing(resumed, saved), layout
+        train(weights(folder / "base"), folder / "one, on", checkpoint, 4)

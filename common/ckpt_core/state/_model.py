@@ -22,6 +22,7 @@ from ckpt_core.types import SavedEntries, SavedState
 
 _logger = logger_of(__name__)
 _EXTRA_STATE: Final = "_extra_state"
+_COMPILED: Final = "_orig_mod."
 
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
@@ -67,7 +68,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     The tensors are the live ones, except under FSDP1, which returns copies of its shards.
     """
     if is_fsdp1(model):
-        return dict(get_model_state_dict(model))
+        # Of a compiled module within FSDP1 torch reads the bare names, but returns others.
+        return {name.replace(_COMPILED, ""): value for name, value in get_model_state_dict(model).items()}
     # Torch's function takes half a second for a few thousand parameters, at every save.
     prefixes = Prefixes(model)
     return {prefixes.name(key): value for key, value in model.state_dict().items()}
