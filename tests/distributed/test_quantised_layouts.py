@@ -1,4 +1,4 @@
-"""The layouts of the table in docs/loading.md: run on two ranks, on one, and on two again."""
+"""Quantised optimizer states of layouts in docs/loading.md: on two ranks, on one, and on two again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.testing import run_ranks
-from tests.distributed.layout_jobs import builders, passes_on, resumes, saves
+from tests.distributed.quantised_jobs import QUANTISED, passes_on, resumes, saves
+from tests.support import low_bit
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.skipif(not low_bit.is_installed(), reason="needs torchao, as `make setup` installs it"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +29,12 @@ def results(tmp_path_factory) -> dict[str, dict[str, list[str]]]:
             "one": [on_one[name]],
             "two again": [each[name] for each in again],
         }
-        for name in builders()
+        for name in QUANTISED
     }
 
 
-@pytest.mark.parametrize("name", builders())
-def test_every_layout_resumes_bit_for_bit_on_the_same_ranks_and_by_way_of_one(results, name):
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_states_resume_bit_for_bit_on_the_same_ranks_and_by_way_of_one(results, name):
     found = {how: [text for text in told if text] for how, told in results[name].items()}
     told = [f"{how}: {text}" for how, of_ranks in found.items() for text in of_ranks]
     assert not told, "\n".join(told)
