@@ -40,7 +40,7 @@ def test_no_growth_over_many_saves(tmp_path):
             checkpoints.save(step, state)
         checkpoints.wait()
         threads_after, files_after, memory_after = resources()
-    assert threads_after <= threads
+    assert threads_after <= threads + 1  # the watch of a save that has just ended may be ending, too
     assert files_after <= files
     # One state is 516 KiB: had each of 60 saves left its copy or its files behind, it would show.
     assert memory_after - memory < 16 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli._arguments import find_checkpoint
 from ckpt_core.cli._chain import code_text, data_text
@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> Outcome:
             "equal": found.equal,
             "facts": [dict(zip(("name", "a", "b"), fact, strict=True)) for fact in facts],
             "items": {"added": sorted(items[1] - items[0]), "removed": sorted(items[0] - items[1])},
-            "tensors": [asdict(each) for each in found.tensors],
+            "tensors": [_fields(each) for each in found.tensors],
             "values": [asdict(each) for each in found.values],
             "num_tensors": found.num_tensors,
             "num_read": found.num_read,
@@ -108,6 +108,14 @@ def _different(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str
         one, other = a.get(name, ""), b.get(name, "")
         if one != other:
             yield name, one, other
+
+
+def _fields(each: TensorDifference) -> dict[str, Any]:
+    forms = {
+        side: form and {"shape": form.shape, "dtype": form.dtype}
+        for side, form in (("a", each.a), ("b", each.b))
+    }
+    return {**asdict(each), **forms}
 
 
 def _fact_table(title: str, rows: Sequence[tuple[str, str, str]]) -> Table:

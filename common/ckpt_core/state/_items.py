@@ -118,6 +118,8 @@ def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> Non
 
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs")
 """Of a scheduler: lists with a value for each parameter group."""
+_SCHEDULERS = "_schedulers"
+"""Of a scheduler that is made of others: their states."""
 
 
 def _of_live_groups(state: Any, live: Any) -> Any:
@@ -128,11 +130,12 @@ def _of_live_groups(state: Any, live: Any) -> Any:
     Raises:
         IncompatibleCheckpointError: the number differs, and so do the values.
     """
-    if isinstance(state, list) and isinstance(live, list) and len(state) == len(live):
-        return [_of_live_groups(*pair) for pair in zip(state, live, strict=True)]
     if not isinstance(state, Mapping) or not isinstance(live, Mapping):
         return state
-    fitted = {key: _of_live_groups(value, live.get(key)) for key, value in state.items()}
+    fitted = dict(state)
+    parts, own_parts = state.get(_SCHEDULERS), live.get(_SCHEDULERS)
+    if isinstance(parts, list) and isinstance(own_parts, list) and len(parts) == len(own_parts):
+        fitted[_SCHEDULERS] = [_of_live_groups(*pair) for pair in zip(parts, own_parts, strict=True)]
     for key in _OF_GROUPS:
         saved, own = state.get(key), live.get(key)
         if isinstance(saved, list) and isinstance(own, list) and saved and len(saved) != len(own):
