@@ -274,6 +274,19 @@ def test_verify_says_what_to_repair_and_fails_only_if_strict_or_if_both_files_ar
     flip(storage, DATA + TWIN, at)
     code, text = verified()
     assert (code, text.split()[0]) == (1, "FAILED")
+
+
+def test_a_second_manifest_that_is_lost_is_found(tmp_path, capsys):
+    save_all(tmp_path, 2)
+    (tmp_path / NAME / f"manifest.json{TWIN}").unlink()
+    assert main(["verify", str(tmp_path / NAME)]) == 0
+    assert capsys.readouterr().out.startswith("REPAIR")
+    assert main(["verify", str(tmp_path / NAME), "--strict"]) == 1
+
+
+def test_what_second_files_take_is_shown(tmp_path, capsys):
+    save_all(tmp_path, 2)
+    place = str(tmp_path / NAME)
     assert main(["show", place]) == 0
     assert "2, the second files take" in capsys.readouterr().out
 

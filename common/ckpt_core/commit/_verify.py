@@ -244,7 +244,20 @@ def _failures(
     ]
     if manifest.replicas > 1 and (damage := read_committed(storage, name, Catalog(storage).marker(name))[1]):
         failures[:0] = [replace(failure, twin=twin_name(MANIFEST)) for failure in damage.failures]
+    elif manifest.replicas > 1 and (problem := _manifest_twin_problem(storage, name)) is not None:
+        failures.insert(0, FileFailure(path=twin_name(MANIFEST), problem=problem, twin=MANIFEST))
     return failures if lost(failures) else [*failures, *_metadata_failures(storage, name, manifest, entries)]
+
+
+def _manifest_twin_problem(storage: Storage, name: str) -> str | None:
+    """Return what is wrong with the second manifest, if the first is sound."""
+    try:
+        second = read_small(storage, f"{name}/{twin_name(MANIFEST)}")
+    except FileNotFoundError:
+        return "missing"
+    except (CheckpointError, ForeignFileError, IsADirectoryError) as error:
+        return str(error)
+    return None if second == read_small(storage, f"{name}/{MANIFEST}") else "differs from the manifest"
 
 
 def _metadata_failures(

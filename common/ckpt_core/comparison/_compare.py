@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from io import BytesIO
 from typing import final
+from zipfile import ZipFile
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt_core.comparison._directory_contents import Contents
+from ckpt_core.comparison._directory_contents import Contents, StoredChunk
 from ckpt_core.comparison._slabs import (
     SLAB_ELEMENTS,
     Figures,
@@ -21,10 +23,13 @@ from ckpt_core.comparison._slabs import (
 )
 from ckpt_core.comparison._values import MISSING, ValueDifference, value_differences
 from ckpt_core.dcp import ChunkLocation, checked_zip, load_value
-from ckpt_core.errors import UnsafeCheckpointError
+from ckpt_core.errors import IncompatibleCheckpointError, UnsafeCheckpointError
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry, SavedTensor
+
+_OF_THE_WRITER = frozenset({".format_version", ".storage_alignment", ".data/serialization_id"})
+"""Records of a torch zip that say how it was written."""
 
 
 @final
@@ -119,6 +124,9 @@ class _Comparing:
         if one.dtype != other.dtype:
             return TensorDifference(name=name, difference="dtype", a=one, b=other)
         chunks = self._a.chunks(name), self._b.chunks(name)
+        if any(each.place.wrapped for each in (*chunks[0], *chunks[1])):
+            same = self._equal_archives(name, *chunks)
+            return None if same else TensorDifference(name=name, difference="content", a=one, b=other)
         equal = equal_by_checksums(*chunks)
         if equal or (self._quick and equal is False):
             return None if equal else TensorDifference(name=name, difference="content", a=one, b=other)
@@ -134,6 +142,34 @@ class _Comparing:
             stream.finish()
         self._num_read += 1
         return figures.of(name, one) if figures.changed else None
+
+    def _equal_archives(self, name: str, one: Sequence[StoredChunk], other: Sequence[StoredChunk]) -> bool:
+        """Compare a tensor that is made of others by the records of its zips."""
+        archives = [
+            {(chunk.offsets, chunk.sizes): self._records(holder, chunk.place) for chunk in chunks}
+            for holder, chunks in ((self._a, one), (self._b, other))
+        ]
+        self._num_read += 1
+        if archives[0].keys() != archives[1].keys():
+            raise IncompatibleCheckpointError(
+                f"{name!r:.200} is made of other tensors, and the two checkpoints divide it otherwise: it "
+                "cannot be compared. Name what is to be compared with --only"
+            )
+        return archives[0] == archives[1]
+
+    def _records(self, contents: Contents, place: ChunkLocation) -> dict[str, tuple[int, int]]:
+        """Return size and checksum of every record of a zip, whose padding may differ."""
+        content = contents.read(place)
+        checked_zip(content, f"{contents.url}/{place.path}: {place.key!r:.200}")
+        self._seen(len(content))
+        with ZipFile(BytesIO(content)) as archive:
+            return {
+                each.filename.partition("/")[2]: (each.file_size, each.CRC)
+                for each in archive.infolist()
+                if not each.filename.endswith(
+                    ("/.format_version", "/.storage_alignment", "/serialization_id")
+                )
+            }
 
     def _values(self) -> Iterator[ValueDifference]:
         ours, theirs = set(self._a.byte_entries()), set(self._b.byte_entries())

@@ -204,8 +204,14 @@ class Figures:
             b=form,
             changed=self.changed,
             max_abs=self._max_abs if self._numeric else None,
-            relative_norm=(norms[0] / norms[1] if norms[1] else math.inf) if self._numeric else None,
+            relative_norm=_ratio(*norms) if self._numeric else None,
         )
+
+
+def _ratio(norm: float, of: float) -> float:
+    if of:
+        return norm / of
+    return math.inf if norm else 0.0  # 0.0 and -0.0 have other bytes
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

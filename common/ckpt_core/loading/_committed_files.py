@@ -154,7 +154,7 @@ class CommittedFiles:
             raise self.damaged(path, str(error.strerror)) from error
         except OSError as error:
             # A block that the device cannot read is lost; any other error may be transient.
-            if error.errno != errno.EIO:
+            if error.errno not in {errno.EIO, errno.EISDIR}:
                 raise
             raise self.damaged(path, f"cannot be read: {error}") from error
         if self.is_ours:

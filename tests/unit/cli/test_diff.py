@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_core import CheckpointManager, Counters, TrainState
 from ckpt_core.cli import main
 from ckpt_core.types import CapturedState
+from tests.unit.dcp.wrappers import Blocks, Pair
 from tests.unit.training import Run
 
 RAN: list[str] = []
@@ -107,6 +108,21 @@ def test_every_difference_of_tensors_is_named_with_figures(capsys, tmp_path):
     text = capsys.readouterr().out
     assert "only in b: float32 1" in text
     assert "different: 6 of 8 tensors, and 0 values; 2 tensors were read" in text
+
+
+def test_tensors_made_of_others_are_compared_by_their_parts(capsys, tmp_path):
+    def state(seed: int) -> dict[str, Any]:
+        return {
+            "first": torch.zeros(seed),
+            "blocks": Blocks.filled(8, 16, 8, seed=1),
+            "pair": Pair.filled(seed),
+        }
+
+    with torch.serialization.safe_globals([Blocks, Pair]):
+        a, b = (saved(tmp_path / str(seed), 1, state(seed)) for seed in (1, 2))
+    assert diff(capsys, a, a)[0] == 0
+    code, found = diff(capsys, a, b, "--only", "blocks", "--only", "pair")
+    assert (code, [each["name"] for each in found["tensors"]]) == (1, ["pair"])
 
 
 def test_values_differ_leaf_by_leaf_and_nothing_is_unpickled(capsys, tmp_path):

@@ -155,6 +155,34 @@ def test_a_frozen_tensor_that_is_changed_is_saved_from_then_on(tmp_path, caplog)
     assert names_in(tmp_path, 4) == names_in(tmp_path, 3), "the next resume begins with the base, too"
 
 
+def test_a_cast_between_saves_is_a_change_though_it_counts_no_version(tmp_path, caplog):
+    run = Run()
+    saved(tmp_path, run)
+    run.model.backbone[0].bfloat16().float()
+    saved(tmp_path, run, step=3)
+    assert names_in(tmp_path, 3) == TRAINED | STATISTICS | {"backbone.0.weight", "backbone.0.bias"}
+    assert "were changed in place" in caplog.text
+
+
+def test_adapters_that_are_merged_at_a_save_are_in_it(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Run:
+        torch.manual_seed(0)
+        base = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
+        return Run(model=peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"])))
+
+    run = adapted()
+    run.step(2)
+    saved(tmp_path, run)
+    run.model.merge_adapter()
+    saved(tmp_path, run, step=3)
+    assert "were changed in place" in caplog.text
+    again = adapted()
+    resumed(tmp_path, again)
+    assert equal(run.values(), again.values())
+
+
 def test_a_change_before_the_first_save_is_seen(tmp_path):
     run = Run()
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from logging import INFO, WARNING
-from typing import Any, Final, Literal, TypeAlias, final
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -144,7 +144,7 @@ class _LiveBase:
 
     def __init__(self) -> None:
         self.facts: dict[str, TensorFacts] = {}
-        self._seen: dict[str, tuple[ReferenceType[torch.Tensor], int]] = {}
+        self._seen: dict[str, _Version] = {}
         self._untrusted = set[str]()
         self._measured = self._told = False
 
@@ -166,7 +166,8 @@ class _LiveBase:
             del self.facts[name]
         suspects = self._untrusted & self.facts.keys()
         if not is_fsdp1(model):  # which gives parameters other memory in every forward
-            suspects |= {name for name in self.facts if name in live and self._is_touched(name, live[name])}
+            suspects |= _merged(model) & self.facts.keys() & live.keys()
+            suspects |= {name for name in self.facts if name in live and self._is_other(name, live[name])}
         self._seen |= {name: _version(live[name]) for name in suspects if name in live}
         now = _facts({name: state[name] for name in suspects})
         changed = sorted(name for name in suspects if now[name] != self.facts[name])
@@ -215,8 +216,12 @@ class _LiveBase:
         self._measured = True
 
     def _is_touched(self, name: str, live: torch.Tensor) -> bool:
-        tensor, version = self._seen.get(name, (None, 0))
-        return tensor is None or tensor() is not live or _version(live)[1] != version
+        seen = self._seen.get(name)
+        return seen is None or seen.tensor() is not live or _version(live).number != seen.number
+
+    def _is_other(self, name: str, live: torch.Tensor) -> bool:
+        """Return whether it is touched or, as after a cast, has other memory."""
+        return self._is_touched(name, live) or _version(live).memory != self._seen[name].memory
 
     @staticmethod
     def _leave_out(changed: Collection[str]) -> None:
@@ -350,8 +355,29 @@ def _facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
     }
 
 
-def _version(tensor: torch.Tensor) -> tuple[ReferenceType[torch.Tensor], int]:
-    return ref(tensor), version_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+class _Version(NamedTuple):
+    tensor: ReferenceType[torch.Tensor]
+    number: int
+    memory: tuple[Any, ...]
+
+
+def _version(tensor: torch.Tensor) -> _Version:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Ranks must agree on what they measure again together; of shards, one may move alone.
+    is_plain = local is tensor and not inner_tensors(tensor)
+    memory = (tensor.data_ptr(), tensor.dtype, tensor.shape) if is_plain else ()
+    return _Version(ref(tensor), version_of(local), memory)
+
+
+def _merged(model: nn.Module) -> set[str]:
+    """Return parameters into which PEFT has merged adapters, through `.data`."""
+    prefixes = Prefixes(model)
+    return {
+        prefixes.name(f"{raw}.{name}" if raw else name)
+        for raw, module in prefixes.modules.items()
+        if getattr(module, "merged", False) is True
+        for name, _ in module.named_parameters()
+    }
 
 
 def _first(names: Collection[str]) -> str:
