@@ -331,23 +331,25 @@ def read_committed(
     Raises:
         CorruptCheckpointError: it is damaged, and has no whole twin.
     """
-    most = min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
-    damage: CorruptCheckpointError | None = None
-    for path in (MANIFEST, twin_name(MANIFEST)):
+    try:
+        return _named_by(marker, storage, name, MANIFEST), None
+    except CorruptCheckpointError as damage:
         try:
-            content = read_small(storage, f"{name}/{path}", most)
-        except FileNotFoundError:
-            problem = "missing"
-        except CorruptCheckpointError as error:
-            damage = damage or error
-            continue
-        else:
-            if marker.matches(content):
-                return content, damage
-            problem = f"not the file that was committed: its digest differs from {MARKER}'s"
-        damage = damage or corrupt_file(f"{storage.url}/{name}", path, problem)
-    assert damage is not None
-    raise damage
+            return _named_by(marker, storage, name, twin_name(MANIFEST)), damage
+        except CorruptCheckpointError:
+            raise damage from None
+
+
+def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
+    """Read one file of a manifest, and compare it with the marker."""
+    try:
+        content = read_small(storage, f"{name}/{path}", min(marker.manifest_bytes, MAX_MANIFEST_BYTES))
+    except FileNotFoundError:
+        raise corrupt_file(f"{storage.url}/{name}", path, "missing") from None
+    if not marker.matches(content):
+        problem = f"not the file that was committed: its digest differs from {MARKER}'s"
+        raise corrupt_file(f"{storage.url}/{name}", path, problem)
+    return content
 
 
 def corrupt_file(place: str, path: str, problem: str) -> CorruptCheckpointError:

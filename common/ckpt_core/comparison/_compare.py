@@ -6,9 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from io import BytesIO
 from typing import final
-from zipfile import ZipFile
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -25,6 +23,7 @@ from ckpt_core.comparison._values import MISSING, ValueDifference, value_differe
 from ckpt_core.dcp import ChunkLocation, checked_zip, load_value
 from ckpt_core.errors import IncompatibleCheckpointError, UnsafeCheckpointError
 from ckpt_core.formats.checksums import crc32
+from ckpt_core.formats.zips import payload_offset, read_directory
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry, SavedTensor
 
@@ -162,14 +161,21 @@ class _Comparing:
         content = contents.read(place)
         checked_zip(content, f"{contents.url}/{place.path}: {place.key!r:.200}")
         self._seen(len(content))
-        with ZipFile(BytesIO(content)) as archive:
-            return {
-                each.filename.partition("/")[2]: (each.file_size, each.CRC)
-                for each in archive.infolist()
-                if not each.filename.endswith(
-                    ("/.format_version", "/.storage_alignment", "/serialization_id")
-                )
-            }
+        view = memoryview(content)
+
+        def read_at(offset: int, size: int) -> bytes:
+            return bytes(view[offset : offset + size])
+
+        directory = read_directory(read_at, len(content))
+        found: dict[str, tuple[int, int]] = {}
+        for record in directory.records.values():
+            start = payload_offset(read_at, directory, record)
+            # Not the checksum in the directory: torch can be configured to write none.
+            found[directory.inner_name(record)] = (
+                record.size_bytes,
+                crc32(view[start : start + record.size_bytes]),
+            )
+        return {name: each for name, each in found.items() if name not in _OF_THE_WRITER}
 
     def _values(self) -> Iterator[ValueDifference]:
         ours, theirs = set(self._a.byte_entries()), set(self._b.byte_entries())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import has_flat_parameters, version_of
+from ckpt_core._torch_internals import has_flat_parameters, is_wrapped, version_of
 from ckpt_core.coordination import place_in_job
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
@@ -20,7 +20,7 @@ from ckpt_core.state._model import model_state
 from ckpt_core.state._parameter_names import ParameterNames, Prefixes, bare
 from ckpt_core.state._tensors import dtype_name, shape_of
 from ckpt_core.state.contents._record import BaseRecord, TensorFacts
-from ckpt_core.state.contents._tensor_sums import add_up, inner_tensors, own_checksum
+from ckpt_core.state.contents._tensor_sums import add_up, own_checksum
 from ckpt_core.types import SavedState
 from ckpt_core.validation import one_of, require
 
@@ -151,12 +151,13 @@ class _LiveBase:
     def begin(self, model: nn.Module) -> None:
         """Note the versions of frozen tensors, unless that is done."""
         if not self._seen:
-            live = _live_tensors(model)
+            live = _live_tensors(Prefixes(model))
             self._seen = {name: _version(each) for name, each in live.items() if not each.requires_grad}
 
     def update(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Measure the base, or what may have changed of it; leave out what has changed."""
-        live = _live_tensors(model)
+        prefixes = Prefixes(model)
+        live = _live_tensors(prefixes)
         if not self._measured:
             self._measure(model, state, live)
             return
@@ -166,11 +167,12 @@ class _LiveBase:
             del self.facts[name]
         suspects = self._untrusted & self.facts.keys()
         if not is_fsdp1(model):  # which gives parameters other memory in every forward
-            suspects |= _merged(model) & self.facts.keys() & live.keys()
-            suspects |= {name for name in self.facts if name in live and self._is_other(name, live[name])}
+            suspects |= _merged(prefixes) & self.facts.keys() & live.keys()
+            now = {name: _version(live[name]) for name in self.facts if name in live}
+            suspects |= {name for name, each in now.items() if not each.is_memory_of(self._seen.get(name))}
         self._seen |= {name: _version(live[name]) for name in suspects if name in live}
-        now = _facts({name: state[name] for name in suspects})
-        changed = sorted(name for name in suspects if now[name] != self.facts[name])
+        measured = _facts({name: state[name] for name in suspects})
+        changed = sorted(name for name in suspects if measured[name] != self.facts[name])
         for name in changed:
             del self.facts[name]
         self._leave_out([name for name in changed if name not in self._untrusted])
@@ -216,12 +218,8 @@ class _LiveBase:
         self._measured = True
 
     def _is_touched(self, name: str, live: torch.Tensor) -> bool:
-        seen = self._seen.get(name)
-        return seen is None or seen.tensor() is not live or _version(live).number != seen.number
-
-    def _is_other(self, name: str, live: torch.Tensor) -> bool:
-        """Return whether it is touched or, as after a cast, has other memory."""
-        return self._is_touched(name, live) or _version(live).memory != self._seen[name].memory
+        # In other memory it may be: a model that is moved or cast before the first save is the base.
+        return not _version(live).is_content_of(self._seen[name])
 
     @staticmethod
     def _leave_out(changed: Collection[str]) -> None:
@@ -281,7 +279,7 @@ def _problem_of(model: nn.Module) -> str | None:
 
 
 def _is_packed_shard(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and bool(inner_tensors(parameter.to_local()))
+    return isinstance(parameter, DTensor) and is_wrapped(parameter.to_local())
 
 
 def _has_adapters(model: nn.Module) -> bool:
@@ -305,9 +303,8 @@ def _source(model: nn.Module) -> str:
     return ""
 
 
-def _live_tensors(model: nn.Module) -> _Live:
+def _live_tensors(prefixes: Prefixes) -> _Live:
     """Return the live parameters and buffers by their names in a checkpoint."""
-    prefixes = Prefixes(model)
     live: _Live = dict(prefixes.parameters())
     for raw, module in prefixes.modules.items():
         for leaf, buffer in module.named_buffers(recurse=False):
@@ -360,18 +357,26 @@ class _Version(NamedTuple):
     number: int
     memory: tuple[Any, ...]
 
+    def is_content_of(self, seen: _Version | None) -> bool:
+        """Return whether it is the same tensor, and was written to no more."""
+        # By identity: weak references are compared by their tensors, element by element.
+        return seen is not None and self.tensor() is seen.tensor() and self.number == seen.number
+
+    def is_memory_of(self, seen: _Version | None) -> bool:
+        """Return whether it has the same memory and form, too."""
+        return seen is not None and self.is_content_of(seen) and self.memory == seen.memory
+
 
 def _version(tensor: torch.Tensor) -> _Version:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # Ranks must agree on what they measure again together; of shards, one may move alone.
-    is_plain = local is tensor and not inner_tensors(tensor)
+    is_plain = local is tensor and not is_wrapped(tensor)
     memory = (tensor.data_ptr(), tensor.dtype, tensor.shape) if is_plain else ()
     return _Version(ref(tensor), version_of(local), memory)
 
 
-def _merged(model: nn.Module) -> set[str]:
+def _merged(prefixes: Prefixes) -> set[str]:
     """Return parameters into which PEFT has merged adapters, through `.data`."""
-    prefixes = Prefixes(model)
     return {
         prefixes.name(f"{raw}.{name}" if raw else name)
         for raw, module in prefixes.modules.items()

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckpt_core._torch_internals import ShardedTensor, chunks_of, process_group_of
+from ckpt_core._torch_internals import ShardedTensor, chunks_of, inner_tensors, is_wrapped, process_group_of
 
 _WORD: Final = 8
 _TABLE: Final = 1 << 16
@@ -50,18 +50,11 @@ def own_checksum(tensor: torch.Tensor) -> int:
             return 0
         (chunk,) = chunks_of(tensor)
         return _of_box(local, chunk.offsets, tensor.shape)
-    if parts := inner_tensors(tensor):
+    if is_wrapped(tensor):
+        parts = [part for _, part in inner_tensors(tensor)]
         keyed = zip(_mixed(torch.arange(1, len(parts) + 1)).tolist(), parts, strict=True)
         return _wrapped(sum((2 * key + 1) * own_checksum(part) for key, part in keyed))
     return _of_box(tensor, [0] * tensor.dim(), tensor.shape)
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors in a wrapper subclass; none for others."""
-    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None or isinstance(tensor, DTensor):
-        return []
-    return [getattr(tensor, name) for name in flatten()[0]]
 
 
 def add_up(tensors: Mapping[str, torch.Tensor], own: Mapping[str, int]) -> dict[str, str]:
