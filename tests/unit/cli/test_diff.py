@@ -125,6 +125,18 @@ def test_tensors_made_of_others_are_compared_by_their_parts(capsys, tmp_path):
     assert (code, [each["name"] for each in found["tensors"]]) == (1, ["pair"])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_made_of_others_are_compared_though_their_zips_have_no_checksums(capsys, tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        for seed in (1, 2):
+            dcp.save({"blocks": Blocks.filled(8, 16, 8, seed=seed)}, checkpoint_id=tmp_path / str(seed))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert diff(capsys, tmp_path / "1", tmp_path / "1")[0] == 0
+    assert diff(capsys, tmp_path / "1", tmp_path / "2")[0] == 1
+
+
 def test_values_differ_leaf_by_leaf_and_nothing_is_unpickled(capsys, tmp_path):
     def state(run: Run, tokens: int, mark: str) -> TrainState:
         run.optimizer.param_groups[0]["lr"] = tokens / 10
