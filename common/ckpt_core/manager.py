@@ -226,7 +226,7 @@ class CheckpointManager:
             request.override.require_origin(self.storage.url)
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
-        if loaded.info.damaged is not None and every_byte:
+        if loaded.wrongly_marked and every_byte:
             self._root.note_sound(loaded.info.name)
         self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
@@ -292,8 +292,7 @@ class CheckpointManager:
                 raise self._loader.not_found_error()
             saved, info = loaded.saved, loaded.info
         else:
-            request = self._loader.locate(request, step=step, name=name)
-            saved, info = self._loader.load(request, source), request.committed
+            saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved
