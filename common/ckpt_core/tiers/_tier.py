@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_core.commit import Catalog, Survey, file_as_root
-from ckpt_core.storage import Storage
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.storage import Storage, open_storage
 from ckpt_core.types import CheckpointInfo
 
 if TYPE_CHECKING:  # the command line runs without torch
@@ -46,3 +47,16 @@ class Tier:
         """Return the storage from which this rank reads a checkpoint. Collective."""
         del info, coordinator
         return self.storage
+
+
+def open_tiers(nearest: Storage, options: CheckpointOptions) -> tuple[Tier, ...]:
+    """Open the tiers of a run: its root, then those of the option `upload`.
+
+    Raises:
+        ConfigError: one cannot be opened, or its extra is not installed.
+    """
+    further = (
+        Tier(each.url, open_storage(each.to, each.storage_options, deadline_seconds=options.deadline_seconds))
+        for each in options.uploads
+    )
+    return Tier(nearest.url, nearest), *further

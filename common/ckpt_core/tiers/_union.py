@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Self, final
 
 from ckpt_core.commit import Survey, on_present_line, present_lineage
 from ckpt_core.names import set_aside
@@ -39,6 +39,11 @@ class Held:
     info: CheckpointInfo
     copies: Sequence[Copy]
 
+    @classmethod
+    def alone(cls, info: CheckpointInfo, tier: int = 0) -> Self:
+        """Return a checkpoint that one tier has."""
+        return cls(info, [Copy(tier, info)])
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,11 @@ class Union:
     def committed(self) -> list[Held]:
         """The checkpoints of the present lineage, oldest step first."""
         return [held for held in self.everything if not held.info.abandoned]
+
+    @property
+    def newest(self) -> Held | None:
+        """The newest checkpoint of the present lineage, marked or not."""
+        return next(reversed(self.committed), None)
 
     @property
     def infos(self) -> list[CheckpointInfo]:
