@@ -4,6 +4,7 @@ from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, Storage, Stora
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import open_storage
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_small
+from ckpt_core.storage._throttle import Throttle
 from ckpt_core.storage.local import LocalStorage, excludes_others
 from ckpt_core.storage.object import ObjectStorage
 
@@ -18,6 +19,7 @@ __all__ = [
     "RangeReader",
     "Storage",
     "StorageEntry",
+    "Throttle",
     "excludes_others",
     "open_storage",
     "read_small",
