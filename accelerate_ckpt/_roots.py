@@ -166,7 +166,7 @@ class Roots:
         return replace(self._options, keep=KeepLatest(limit), abandoned=abandoned)
 
     def _without_upload(self, root: str) -> CheckpointOptions:
-        """Return the options of a root that users name: two roots cannot have one further tier.
+        """Return the options of a root that users name: it has no further tier.
 
         Raises:
             ConfigError: there is no other root, either, that could have it.
