@@ -20,14 +20,14 @@ from ckpt_core.errors import (
     failure_text,
 )
 from ckpt_core.loading._checkpoint import is_stock
-from ckpt_core.loading._copies import CopyLoader, Loaded, PassedOver, archived
 from ckpt_core.loading._load import LoadRequest
+from ckpt_core.loading._tiered import Loaded, PassedOver, TieredLoader, archived
 from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
 from ckpt_core.options import VerifyManifest
 from ckpt_core.root import Job
 from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
-from ckpt_core.tiers import Copy, Held, Tier, Union, unite
+from ckpt_core.tiers import Held, Tier, TierCopy, United, unite
 from ckpt_core.types import CheckpointInfo, SavedState
 
 _logger = logger_of(__name__)
@@ -52,7 +52,7 @@ class Loader:
         self._tiers = tuple(tiers) or (Tier(job.storage.url, job.storage),)
         self._coordinator = job.coordinator
         self._telemetry = job.telemetry
-        self._copies = CopyLoader(job, self._tiers, verify_manifest)
+        self._copies = TieredLoader(job, self._tiers, verify_manifest)
 
     @property
     def _url(self) -> str:
@@ -155,7 +155,7 @@ class Loader:
             found = self._coordinator.run_on_coordinator(
                 lambda: self._existing(self._tiers[0].storage, step, name), what=what
             )
-            return (0, found) if isinstance(found, str) else Held(found, [Copy(0, found)])
+            return (0, found) if isinstance(found, str) else Held(found, [TierCopy(0, found)])
         surveys = self._surveys()
         reached = [Survey(committed=[], unreadable={}) if isinstance(s, LoadError) else s for s in surveys]
         failures = [each for each in surveys if isinstance(each, LoadError)]
@@ -176,7 +176,7 @@ class Loader:
             raise CheckpointNotFoundError("; ".join(map(str, errors)))
 
         position, other = self._coordinator.run_on_coordinator(look, what=what)
-        return (position, other) if isinstance(other, str) else Held(other, [Copy(position, other)])
+        return (position, other) if isinstance(other, str) else Held(other, [TierCopy(position, other)])
 
     def log_surroundings(self, loaded: Loaded | None) -> None:
         """Log other content of the tiers if nothing, or an older checkpoint, was resumed."""
@@ -262,7 +262,7 @@ class Loader:
                 raise CheckpointNotFoundError(f"{storage.url}/{name} is no checkpoint: {what}") from None
             raise file_as_root(storage.url) from None
 
-    def _not_bad(self, union: Union) -> Iterator[Held]:
+    def _not_bad(self, union: United) -> Iterator[Held]:
         """Yield the present lineage's checkpoints, newest first, but those marked as bad."""
         for held in reversed(union.committed):
             info, place = held.info, f"{self._tiers[held.copies[0].tier].storage.url}/{held.info.name}"
@@ -337,7 +337,7 @@ def _unreadable(survey: Survey) -> dict[str, str]:
     }
 
 
-def _nothing_usable(url: str, union: Union, passed_over: PassedOver) -> str:
+def _nothing_usable(url: str, union: United, passed_over: PassedOver) -> str:
     damaged = dict.fromkeys(name for of_tier in passed_over.damaged for name in of_tier)
     untrusted = passed_over.untrusted
     bad = [held.info.name for held in union.committed if held.info.bad is not None]

@@ -17,7 +17,7 @@ from ckpt_core.errors import (
     lost,
 )
 from ckpt_core.tiers._tier import Tier
-from ckpt_core.tiers._union import Held, Union, unite
+from ckpt_core.tiers._union import Held, United, unite
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
@@ -39,7 +39,7 @@ class RunCatalog:
         self._tiers = tiers
 
     def committed(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
-        """List the present lineage's checkpoints, with `abandoned` others, too; oldest first.
+        """List the present lineage's checkpoints, or `abandoned` ones, too; oldest first.
 
         Raises:
             LoadError: a further tier could not be listed.
@@ -78,7 +78,7 @@ class RunCatalog:
         raise CheckpointNotFoundError("; ".join(map(str, missing)))
 
     def annotations(self, held: Held) -> Mapping[str, Any]:
-        """Return the annotations of a checkpoint; none if no copy of its manifest is whole."""
+        """Return the annotations of a checkpoint; none without a whole manifest."""
         for copy in held.copies:
             with suppress(CheckpointError):
                 return Catalog(self._tiers[copy.tier].storage).manifest(copy.info.name).annotations
@@ -154,7 +154,7 @@ class RunCatalog:
         union = unite(surveys)
         return [held.info for held in union.everything if held.copies[0].tier], union.lineage
 
-    def _union(self) -> Union:
+    def _union(self) -> United:
         nearest, *others = self._tiers
         surveys = [nearest.survey()]
         for tier in others:

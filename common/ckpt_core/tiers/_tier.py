@@ -40,7 +40,7 @@ class Tier:
             raise file_as_root(self.storage.url) from None
 
     def survey_for_all(self, coordinator: Coordinator) -> Survey:
-        """List the root, with the same result on every rank. Collective; errors as by `survey`."""
+        """List the root, equal on every rank. Collective; errors as by `survey`."""
         return coordinator.run_on_coordinator(self.survey, what="looking for checkpoints")
 
     def reading(self, info: CheckpointInfo, coordinator: Coordinator) -> Storage:

@@ -13,7 +13,7 @@ from ckpt_core.types import CheckpointInfo, Lineage
 
 @final
 @dataclass(frozen=True, slots=True)
-class Copy:
+class TierCopy:
     """A checkpoint as one tier holds it.
 
     Attributes:
@@ -37,17 +37,17 @@ class Held:
     """
 
     info: CheckpointInfo
-    copies: Sequence[Copy]
+    copies: Sequence[TierCopy]
 
     @classmethod
     def alone(cls, info: CheckpointInfo, tier: int = 0) -> Self:
         """Return a checkpoint that one tier has."""
-        return cls(info, [Copy(tier, info)])
+        return cls(info, [TierCopy(tier, info)])
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Union:
+class United:
     """The checkpoints of several tiers, each once.
 
     Attributes:
@@ -92,37 +92,37 @@ def _preferred(held: Held) -> tuple[bool, bool, int, float, int]:
     return not info.abandoned, info.usable, info.lineage.number, info.created, -held.copies[0].tier
 
 
-def unite(surveys: Sequence[Survey]) -> Union:
+def unite(surveys: Sequence[Survey]) -> United:
     """Unite what tiers hold, the nearest first.
 
     Copies of one checkpoint have the same save id: names and steps may be given twice, as by a run that
     began afresh on an empty disk.
     """
-    groups: list[list[Copy]] = []
+    groups: list[list[TierCopy]] = []
     for tier, survey in enumerate(surveys):
         nearer = list(groups)
         for info in survey.everything:
             copies = _same(nearer, info)
             if copies is None:
-                groups.append([Copy(tier, info)])
+                groups.append([TierCopy(tier, info)])
             elif copies[-1].tier < tier or info.name == copies[0].info.name:
-                copies[:] = [*(copy for copy in copies if copy.tier < tier), Copy(tier, info)]
+                copies[:] = [*(copy for copy in copies if copy.tier < tier), TierCopy(tier, info)]
     infos = [_merged(copies) for copies in groups]
     # The lineage of a survey counts also those of checkpoints whose marker cannot be read.
     present = present_lineage(infos, [survey.lineage for survey in surveys])
     by_key = {_key(info): copies for info, copies in zip(infos, groups, strict=True)}
     line = on_present_line(infos, present)
-    return Union([Held(info, by_key[_key(info)]) for info in line], present)
+    return United([Held(info, by_key[_key(info)]) for info in line], present)
 
 
-def _same(groups: Sequence[list[Copy]], info: CheckpointInfo) -> list[Copy] | None:
+def _same(groups: Sequence[list[TierCopy]], info: CheckpointInfo) -> list[TierCopy] | None:
     """Return the copies in nearer tiers, preferably of the same name."""
     found = [copies for copies in groups if copies[0].info.save_id == info.save_id and info.save_id]
     named = [copies for copies in found if copies[0].info.name == info.name]
     return next(iter(named or found), None)
 
 
-def _merged(copies: Sequence[Copy]) -> CheckpointInfo:
+def _merged(copies: Sequence[TierCopy]) -> CheckpointInfo:
     infos = [copy.info for copy in copies]
     pinned, bad = (
         next((found for info in infos if (found := getattr(info, mark)) is not None), None)

@@ -22,7 +22,7 @@ from ckpt_core.options import VerifyManifest
 from ckpt_core.root import Job
 from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
-from ckpt_core.tiers import Copy, Held, Reading, Tier
+from ckpt_core.tiers import Held, Reading, Tier, TierCopy
 from ckpt_core.types import CheckpointInfo, SavedState
 
 _logger = logger_of(__name__)
@@ -44,7 +44,7 @@ class Loaded:
 
     info: CheckpointInfo
     saved: SavedState
-    copy: Copy
+    copy: TierCopy
     storage: Storage
     damaged: Mapping[int, str] = field(default_factory=dict[int, str])
 
@@ -69,7 +69,7 @@ class PassedOver:
 
 
 @final
-class CopyLoader:
+class TieredLoader:
     """Loads of one checkpoint at a time. Methods are collective.
 
     Args:
@@ -86,7 +86,7 @@ class CopyLoader:
     def load(
         self, held: Held, request: LoadRequest, source: StateSource, passed_over: PassedOver | None = None
     ) -> Loaded:
-        """Load a checkpoint from its copies: the nearest, and what is damaged there from the next.
+        """Load a checkpoint from the nearest copy, what is damaged there from the next.
 
         Raises:
             CorruptCheckpointError: no copy of some file is whole; nothing was touched.
@@ -164,9 +164,9 @@ class CopyLoader:
         return self._job.coordinator.run_on_coordinator(find, what="looking for a checkpoint")
 
     def _pass_over(
-        self, copies: Sequence[Copy], reading: Reading, error: CheckpointError, noted: PassedOver | None
+        self, copies: Sequence[TierCopy], reading: Reading, error: CheckpointError, noted: PassedOver | None
     ) -> bool:
-        """Record and report what a load has found; return whether another copy can be read."""
+        """Record and report a failure; return whether another copy can be read."""
         nearest = copies[reading.nearest]
         failures = error.failures if isinstance(error, CorruptCheckpointError) else ()
         found: dict[int, list[FileFailure]] = {}
@@ -199,12 +199,12 @@ class CopyLoader:
             url = self._tiers[tier].storage.url
             _logger.error("%s/%s is committed but %s (%s) and is passed over", url, name, what, problem)
 
-    def _place(self, copy: Copy) -> str:
+    def _place(self, copy: TierCopy) -> str:
         name = copy.info.name
         return name if len(self._tiers) == 1 else f"{self._tiers[copy.tier].storage.url}/{name}"
 
 
-def _equal(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
+def _equal(copies: Sequence[TierCopy]) -> Iterator[Sequence[TierCopy]]:
     """Divide copies into runs of equal ones: of the same name and manifest."""
     for _, equal in groupby(copies, key=lambda copy: (copy.info.name, copy.info.manifest_sha256)):
         yield list(equal)
