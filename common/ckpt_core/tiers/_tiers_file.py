@@ -1,7 +1,7 @@
 """The file `tiers.json`: where checkpoints of a root are uploaded to.
 
-It is for people and commands, and never decides what counts: that each tier says by itself. It holds no secrets; credentials are given to a
-command as for any other URL.
+It is for people and commands, and never decides what counts: that each tier says by itself. It holds no
+secrets; credentials are given to a command as for any other URL.
 """
 
 from __future__ import annotations
