@@ -29,10 +29,11 @@ class _StoppedError(Exception):
 
 @final
 class Repairer:
-    """Copies the checkpoint resumed into the nearest tier, which has it damaged or not at all.
+    """Makes the checkpoint resumed whole in the nearest tier.
 
-    In the background, on the coordinator, from the files that the load was made from. A save never waits for
-    it: the copy is written into a working directory of its own, and then takes the name in one step.
+    If it is damaged or missing there, it is copied in the background, on the coordinator, from the files that
+    the load was made from. A save never waits for it: the copy is written into a working directory of its
+    own, and then takes the name in one step.
 
     Concurrency: methods on the main thread. One thread of its own, which `close` stops.
 
@@ -86,7 +87,7 @@ class Repairer:
             self._thread.join()
 
     def close(self) -> None:
-        """Stop the repair; what it has copied is removed, and the next resume begins anew."""
+        """Stop the repair and remove what it has copied; the next resume begins again."""
         self._closing.set()
         self.wait()
 
@@ -118,7 +119,7 @@ class Repairer:
                 self._ownership.check()
                 copy.begin(repair=True)
                 copy.copy_files(copy.manifest.files, CopyTerms(pace=self._pace, stop=self._stop))
-                self._ownership.note_repaired(copy.finish(check=self._ownership.check, repair=True))
+                self._note(copy.finish(check=self._ownership.check, repair=True))
         except _StoppedError:
             _logger.info("%s was not repaired before the end of the job", place)
         except (CheckpointError, OSError) as error:
@@ -128,6 +129,11 @@ class Repairer:
             return
         if working:
             abandon(target, working)
+
+    def _note(self, info: CheckpointInfo) -> None:
+        self._ownership.inventory.note_written(info)
+        self._ownership.soundness.vouch(info)
+        self._ownership.note_sound(info.name)
 
     def _stop(self) -> None:
         if self._closing.is_set():

@@ -7,7 +7,6 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias, final
 
@@ -221,13 +220,6 @@ class Ownership:
             _logger.warning(
                 "%s/%s verifies, but is still marked as damaged: %s", self._storage.url, name, error
             )
-
-    def note_repaired(self, info: CheckpointInfo) -> None:
-        """Remember that a checkpoint of the root is whole: it was copied from another tier."""
-        self._occupied.add(info.name)
-        self._damaged.discard(info.name)
-        self.inventory.note_written(info)
-        self.note_verified(replace(info, damaged="before"), [])
 
     def note_verified(self, info: CheckpointInfo, failures: Sequence[FileFailure]) -> None:
         """Set or remove the mark of a checkpoint that a user verified, in any job's root.

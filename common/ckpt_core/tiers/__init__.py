@@ -1,4 +1,4 @@
-"""Tiers, the several roots of one run, read as one, and verified copies between roots.
+"""Tiers, the several roots of one run, and verified copies between roots.
 
 Nothing in this package needs torch, so that a command line can copy.
 """
