@@ -6,7 +6,8 @@ import errno
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
@@ -47,6 +48,22 @@ _MOST_LISTED: Final = 5
 
 
 @final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnerHooks:
+    """The demands of uploads on the owner of a root.
+
+    Attributes:
+        taken: called on every rank, on the main thread, when the root has been taken.
+        held: returns the names of checkpoints that must not be removed for now.
+        spared: returns the names of torn checkpoints that will be completed.
+    """
+
+    taken: Callable[[], None] = lambda: None
+    held: Callable[[], Collection[str]] = tuple
+    spared: Callable[[], Collection[str]] = tuple
+
+
+@final
 class Ownership:
     """The lease of a root, its known content, and the lineage of saves.
 
@@ -60,6 +77,7 @@ class Ownership:
         coordinator: the ranks of the job.
         job_name: name of this job in `writer.json`; None for the name of its script.
         until_idle: blocks until no save is in flight; must keep nothing large alive.
+        hooks: the demands of uploads.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
@@ -72,7 +90,9 @@ class Ownership:
         *,
         job_name: str | None = None,
         until_idle: Callable[[], None] = lambda: None,
+        hooks: OwnerHooks | None = None,
     ) -> None:
+        self._hooks = hooks or OwnerHooks()
         self._job_name = job_name
         self._until_idle = until_idle
         self._superseded = False
@@ -84,7 +104,7 @@ class Ownership:
         self._occupied: set[str] = set()
         self._prefix = ""
         self.line = Ancestry(storage.url)
-        self.inventory = Inventory(storage)
+        self.inventory = Inventory(storage, self._hooks.held)
         self.soundness = Soundness(storage, lambda name, problem: self.note_damaged({name: problem}))
 
     def take(self) -> None:
@@ -107,10 +127,16 @@ class Ownership:
         )
         try:
             require_same_root(self._storage, self._coordinator, owner_id, urls)
-        except ConfigError:
+            self._hooks.taken()
+        except CheckpointError:
             self.release()
             raise
         self._taken, self._given_back = True, False
+
+    @property
+    def held(self) -> Collection[str]:
+        """The names of checkpoints that must not be removed for now."""
+        return self._hooks.held()
 
     @property
     def run_id(self) -> str:
@@ -292,7 +318,7 @@ class Ownership:
                 self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
-            self.inventory = Inventory(self._storage)
+            self.inventory = Inventory(self._storage, self._hooks.held)
             survey = self.inventory.survey()
             self.line.survey(survey.everything, survey.lineage)
             find_code_version()
@@ -305,7 +331,7 @@ class Ownership:
     def collect_orphans(self) -> None:
         """Remove remains of crashed saves and prunes; no save or prune may be in flight."""
         try:
-            orphans = collect_orphans(self._storage, keep=())
+            orphans = collect_orphans(self._storage, keep=self._hooks.spared())
         except OSError as error:
             # They only take space; the next job tries again.
             _logger.warning("what crashed saves left in %s was not removed: %s", self._storage.url, error)
