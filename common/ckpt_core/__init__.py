@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         UntrustedCheckpointError,
     )
     from ckpt_core.manager import CheckpointManager
-    from ckpt_core.options import CheckpointOptions
+    from ckpt_core.options import CheckpointOptions, Upload
     from ckpt_core.retention import (
         KeepAll,
         KeepBest,
@@ -63,7 +63,7 @@ _HOMES = {
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
     "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError",
     "manager": "CheckpointManager",
-    "options": "CheckpointOptions",
+    "options": "CheckpointOptions Upload",
     "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLatest KeepNewerThan KeepSteps "
     "RetentionPolicy",
     "saving": "SaveHandle",
@@ -112,6 +112,7 @@ __all__ = [
     "TrainState",
     "UnsafeCheckpointError",
     "UntrustedCheckpointError",
+    "Upload",
     "__version__",
 ]
 

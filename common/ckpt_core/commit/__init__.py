@@ -7,7 +7,7 @@ torch, so that listing and verifying stay fast.
 from ckpt_core.commit._catalog import Catalog, Survey, read_manifest
 from ckpt_core.commit._index import TensorEntry, list_tensors
 from ckpt_core.commit._lease import Lease, Owner
-from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line
+from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line, present_lineage
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._occupant import Occupant, content_of, quarantine, replaced
 from ckpt_core.commit._protocol import (
@@ -62,6 +62,7 @@ __all__ = [
     "look_around",
     "next_lineage",
     "on_present_line",
+    "present_lineage",
     "quarantine",
     "read_manifest",
     "refuse_as_root",

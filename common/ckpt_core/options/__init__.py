@@ -23,6 +23,7 @@ from ckpt_core.options._options import (
 )
 from ckpt_core.options._parsing import Headroom, bytes_text
 from ckpt_core.options._policies import policy_from
+from ckpt_core.options._uploads import Upload, Uploads, upload_from
 
 __all__ = [
     "SECTION",
@@ -34,10 +35,13 @@ __all__ = [
     "OnError",
     "SignManifest",
     "Staging",
+    "Upload",
+    "Uploads",
     "Verify",
     "VerifyManifest",
     "bytes_text",
     "parse_yaml",
     "policy_from",
     "read_document",
+    "upload_from",
 ]

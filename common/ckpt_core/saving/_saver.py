@@ -22,9 +22,10 @@ from ckpt_core.saving._replicas import Judge
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._run import SaveContext, SaveRun
 from ckpt_core.saving._stager import StepGuard
-from ckpt_core.saving._write import Terms, Throttle
+from ckpt_core.saving._write import Terms
 from ckpt_core.saving.twins import Partners
 from ckpt_core.state import State
+from ckpt_core.storage import Throttle
 from ckpt_core.types import CapturedState, CheckpointInfo, Provenance
 
 _logger = logger_of(__name__)
