@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack, final
 
 from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
-from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
+from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
 from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -24,6 +22,7 @@ from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
 from ckpt_core.state import Override, State, as_source, checked_override, takes_all
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink, Telemetry
+from ckpt_core.tiers import RunCatalog, open_tiers
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 
 COALESCED = "coalesced"  # the reason of a save that replaces those postponed by back-pressure
@@ -75,16 +74,21 @@ class CheckpointManager:
         self.storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         self._owns_coordinator = coordinator is None
-        self._catalog = Catalog(self.storage)
+        tiers = open_tiers(self.storage, self.options)
+        self._catalog = RunCatalog(tiers)
         self._cadence = CadenceKeeper(self.options.save, self._coordinator, listen=listen)
         job = Job(storage=self.storage, coordinator=self._coordinator, telemetry=Telemetry(*sinks))
         thread = SaveThread(deadline)
         self._root = Ownership(
-            self.storage, self._coordinator, job_name=self.options.job_name, until_idle=thread.until_idle
+            self.storage,
+            self._coordinator,
+            job_name=self.options.job_name,
+            until_idle=thread.until_idle,
+            elsewhere=self._catalog.elsewhere,
         )
         self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
-        self._loader = Loader(job, verify_manifest=self.options.manifest_verifier)
+        self._loader = Loader(job, tiers=tiers, verify_manifest=self.options.manifest_verifier)
         self._in_force = Override()
         self._closed = False
 
@@ -226,7 +230,7 @@ class CheckpointManager:
             request.override.require_origin(self.storage.url)
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
-        if loaded.info.damaged is not None and every_byte:
+        if loaded.wrongly_marked and every_byte:
             self._root.note_sound(loaded.info.name)
         self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
@@ -292,8 +296,7 @@ class CheckpointManager:
                 raise self._loader.not_found_error()
             saved, info = loaded.saved, loaded.info
         else:
-            request = self._loader.locate(request, step=step, name=name)
-            saved, info = self._loader.load(request, source), request.committed
+            saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved
@@ -322,11 +325,8 @@ class CheckpointManager:
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
 
         def find() -> tuple[CheckpointInfo, list[list[Any]]]:
-            info = self._find(step, name)
-            annotations: Mapping[str, Any] = {}
-            with suppress(CheckpointError):  # its state is live already
-                annotations = self._catalog.manifest(info.name).annotations
-            return info, Override.in_force(annotations).items
+            held = self._catalog.find(step, name)
+            return held.info, Override.in_force(self._catalog.annotations(held)).items
 
         info, changed = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
         self._root.line.continue_from(info)
@@ -384,10 +384,7 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such checkpoint.
         """
         step = None if step is None else checked_step("verify", step)
-        info = self._find(step)
-        failures = verify(self.storage, info.name)
-        self._root.note_verified(info, failures)
-        return failures
+        return self._catalog.verify(step, self._root.note_verified)
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
         """Remove checkpoints that the policy does not keep; with `dry_run`, only plan.
@@ -425,21 +422,13 @@ class CheckpointManager:
         """
         self._bind()
         step = agreed_step(self._coordinator, "mark", step, reason)
-        self._coordinator.run_on_coordinator(
-            lambda: self._catalog.mark_bad(self._catalog.find(step=step).name, reason)
-        )
+        self._coordinator.run_on_coordinator(lambda: self._catalog.mark_bad(step, reason))
 
     def unmark(self, step: int) -> None:
         """Remove the mark of a step, if it has one. Collective."""
         self._bind()
         step = agreed_step(self._coordinator, "unmark", step)
-
-        def unmark() -> None:
-            for info in self._catalog.committed(abandoned=True):
-                if info.step == step and info.bad is not None:
-                    self._catalog.unmark(info.name, bad=True)
-
-        self._coordinator.run_on_coordinator(unmark)
+        self._coordinator.run_on_coordinator(lambda: self._catalog.unmark_bad(step))
 
     def close(self) -> None:
         """Wait for the save in flight and release the root; not in a forked child.
@@ -467,14 +456,6 @@ class CheckpointManager:
         """Wait for the saves in flight, and forget the last one, as a load follows."""
         self._saver.in_flight.wait()
         self._saver.in_flight.forget()
-
-    def _find(self, step: int | None, name: str | None = None) -> CheckpointInfo:
-        """Find a checkpoint, by default the present lineage's newest, marked or not."""
-        if step is not None or name is not None:
-            return self._catalog.find(step=step, name=name)
-        if committed := self._catalog.committed():
-            return committed[-1]
-        raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
 
     def __enter__(self) -> Self:
         return self

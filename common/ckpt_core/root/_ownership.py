@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from ckpt_core.commit import (
     Catalog,
     Inventory,
     Lease,
     Soundness,
+    Survey,
     collect_orphans,
     is_name,
     quarantine,
@@ -40,11 +41,13 @@ from ckpt_core.provenance import find_code_version
 from ckpt_core.root._ancestry import Ancestry
 from ckpt_core.root._holdings import TAKING, hold, let_go, require_same_root, take_from_earlier_manager
 from ckpt_core.storage import Storage
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
 
 _MOST_LISTED: Final = 5
+
+Elsewhere: TypeAlias = Callable[[Survey], tuple[Sequence[CheckpointInfo], Lineage]]
 
 
 @final
@@ -78,6 +81,8 @@ class Ownership:
         job_name: name of this job in `writer.json`; None for the name of its script.
         until_idle: blocks until no save is in flight; must keep nothing large alive.
         hooks: the demands of uploads.
+        elsewhere: returns, for a survey of the root, the checkpoints that only further tiers hold, and the
+            present lineage of all tiers.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
@@ -91,8 +96,11 @@ class Ownership:
         job_name: str | None = None,
         until_idle: Callable[[], None] = lambda: None,
         hooks: OwnerHooks | None = None,
+        elsewhere: Elsewhere = lambda survey: ((), survey.lineage),
     ) -> None:
         self._hooks = hooks or OwnerHooks()
+        self._elsewhere = elsewhere
+        self._further: dict[str, CheckpointInfo] = {}
         self._job_name = job_name
         self._until_idle = until_idle
         self._superseded = False
@@ -177,7 +185,7 @@ class Ownership:
         overwrite it.
         """
         replaceable = replace and self._storage.supports_rename
-        known = self._damaged if replaceable else self._damaged | self._occupied
+        known = self._damaged if replaceable else self._damaged | self._occupied | self._further.keys()
         return self._superseded or name in known or not is_name(name)
 
     def clear_name(self, name: str, step: int, *, replace: bool) -> str:
@@ -277,15 +285,23 @@ class Ownership:
             if self._is_made(name, step):
                 raise
         else:
-            self._occupied.discard(name)
-            return name
+            further = self._further.get(name)
+            if further is None:
+                self._occupied.discard(name)
+                return name
+            if self.line.is_committed(further, step):
+                raise CheckpointExistsError(
+                    f"step {step} is committed already, in a further tier of {self._storage.url}, as {name}; "
+                    "checkpoints are never overwritten"
+                )
         other = run_name(name, self.line.lineage_of(step).id)
         require_free(self._storage, other)
         _logger.warning(
-            "%s/%s is occupied by a checkpoint that this run does not continue, or by other files: "
+            "%s/%s is occupied by a checkpoint that this run does not continue, or by other files%s: "
             "step %d is saved as %s",
             self._storage.url,
             name,
+            ", here or in a further tier" if name in self._further else "",
             step,
             other,
         )
@@ -320,7 +336,9 @@ class Ownership:
             self._occupied = {entry.name for entry in self._storage.list("")}
             self.inventory = Inventory(self._storage, self._hooks.held)
             survey = self.inventory.survey()
-            self.line.survey(survey.everything, survey.lineage)
+            further, present = self._elsewhere(survey)
+            self._further = {info.name: info for info in further}
+            self.line.survey(survey.everything, present, further)
             find_code_version()
         except OSError as error:
             raise ConfigError(

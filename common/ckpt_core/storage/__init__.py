@@ -1,6 +1,7 @@
 """Storage of bytes: the `Storage` contract, its backends, and `open_storage`."""
 
 from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, Storage, StorageEntry
+from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import open_storage
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_small
@@ -12,6 +13,7 @@ __all__ = [
     "ALIGNMENT",
     "BIGGEST_SMALL_FILE",
     "ForeignFileError",
+    "LayeredStorage",
     "LocalStorage",
     "Lock",
     "MemoryStorage",
