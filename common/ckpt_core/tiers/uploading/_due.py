@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
 from ckpt_core.cadence import AnyOf, EverySteps, SavePolicy
+from ckpt_core.messages import message
 from ckpt_core.validation import integer
 
 UPLOAD: Final = "upload"
 """The annotation that holds the number of a checkpoint."""
 
 
+@message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveNumber:

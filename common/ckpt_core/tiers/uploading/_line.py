@@ -24,11 +24,13 @@ class DueCheckpoint:
 
     Attributes:
         info: of the checkpoint, in the root.
-        report: called once with the outcome.
+        report: called with the outcome.
+        last: whether it is tried at the end of the run once more, whatever became of it before.
     """
 
     info: CheckpointInfo
     report: Callable[[Outcome], None] = field(default=lambda _: None)
+    last: bool = False
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Protocol, final
@@ -16,13 +16,14 @@ from ckpt_core.errors import UploadError
 from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.root import Job, OwnerHooks
 from ckpt_core.storage import Storage
-from ckpt_core.tiers import TierRecord, Uploading, write_tiers
+from ckpt_core.tiers import Tier, TierRecord, Uploading, write_tiers
 from ckpt_core.tiers.uploading._backlog import Backlog
+from ckpt_core.tiers.uploading._context import Progress, UploadContext
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
 from ckpt_core.tiers.uploading._durable import DurableRoot
 from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
-from ckpt_core.tiers.uploading._places import open_tiers
-from ckpt_core.tiers.uploading._uploader import Progress, UploadContext, Uploader
+from ckpt_core.tiers.uploading._places import refuse_one_place
+from ckpt_core.tiers.uploading._uploader import Uploader
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
@@ -42,36 +43,40 @@ class FollowedSave(Protocol):
 
 
 @final
-class Tiers:
+class TierUploads:
     """The further tiers of one manager; without an `Upload` every method returns at once.
 
-    Concurrency: the main thread of every rank; `hooks.taken`, `raise_failed` and `close` are collective.
+    Concurrency: the main thread of every rank; `hooks.taken`, `before_save` and `close` are collective.
 
     Attributes:
-        storages: of the tiers, the nearest first.
         hooks: what the owner of the root must know.
 
+    Args:
+        job: storage, ranks and telemetry.
+        options: of the manager.
+        tiers: of the run, its root first.
+
     Raises:
-        ConfigError: a tier cannot be opened, or two are one place.
+        ConfigError: two tiers are one place.
     """
 
-    def __init__(self, job: Job, options: CheckpointOptions) -> None:
+    def __init__(self, job: Job, options: CheckpointOptions, tiers: Sequence[Tier]) -> None:
+        refuse_one_place([tier.storage for tier in tiers], options)
         self._job = job
         self._options = options
-        self.storages: Sequence[Storage] = open_tiers(job.storage, options)
-        self.hooks = OwnerHooks(taken=self._begin, held=self._held) if self.storages else OwnerHooks()
+        self._tiers = tiers[1:]
+        self.hooks = OwnerHooks(taken=self._begin, held=self._held) if self._tiers else OwnerHooks()
         self._rule = DueRule.of(options.save)
         self._count = self._step = 0
         self._uploaders: list[Uploader] = []
         self._durable: list[DurableRoot] = []
-        self._record = _Record(job.storage, options.uploads)
+        self._record = _Record(job.storage, options.uploads, self._due)
         self._newest: CheckpointInfo | None = None
         self._there: dict[int, str] = {}
 
-    def count_from(self, annotations: Mapping[str, Any], step: int) -> None:
-        """Continue counting saves after the checkpoint of `step`, which was loaded."""
-        found = SaveNumber.read(annotations)
-        self._count, self._step = 0 if found is None else found.number, step
+    def count_from(self, number: SaveNumber | None, step: int) -> None:
+        """Continue counting saves after the checkpoint of `step`, whose state is live."""
+        self._count, self._step = 0 if number is None else number.number, step
 
     def number(self, *, extra: bool) -> SaveNumber:
         """Return the number of the save that is about to begin.
@@ -83,19 +88,18 @@ class Tiers:
 
     def annotations(self, number: SaveNumber) -> dict[str, Any]:
         """Return what the manifest of a save notes for the next run."""
-        return number.annotations if self.storages else {}
+        return number.annotations if self._tiers else {}
 
-    def wait_for_turn(self) -> None:
-        """Wait, ahead of a save, until no checkpoint waits for its upload, where it must."""
-        for uploader in self._uploaders:
-            uploader.line.wait_for_turn()
+    def before_save(self) -> None:
+        """Wait for uploads that a save must wait for, and raise failures. Collective.
 
-    def raise_failed(self) -> None:
-        """Raise the failure of an upload that is to stop training, on every rank. Collective.
+        Only an upload with `on_error="raise"` makes ranks communicate.
 
         Raises:
-            UploadError: there is one, here or on another rank.
+            UploadError: an upload has failed that is to stop training, here or on another rank.
         """
+        for uploader in self._uploaders:
+            uploader.line.wait_for_turn()
         if all(upload.on_error == "warn" for upload in self._options.uploads):
             return
         own = self._take_failure()
@@ -109,9 +113,7 @@ class Tiers:
         save.uploaded = Future()
         save.uploaded.set_running_or_notify_cancel()
         self._count, self._step = number.number, save.step
-        due = [
-            each for each in self._uploaders if self._rule.is_due(save.step, number, each.upload.every)
-        ]
+        due = [each for each in self._uploaders if self._rule.is_due(save.step, number, each.upload.every)]
         save.committed.add_done_callback(partial(self._committed, save.uploaded, due))
 
     def close(self, *, leave: bool, preempted: bool) -> None:
@@ -152,7 +154,7 @@ class Tiers:
             self._claim, what="taking the further tiers"
         )
         coordinator = self._job.coordinator
-        for index, (upload, storage) in enumerate(zip(self._options.uploads, self.storages, strict=True)):
+        for index, (upload, tier) in enumerate(zip(self._options.uploads, self._tiers, strict=True)):
             context = UploadContext(
                 source=self._job.storage,
                 rank=coordinator.rank,
@@ -163,7 +165,7 @@ class Tiers:
                 note=partial(self._record.note, index) if coordinator.is_coordinator else _ignore,
             )
             durable = self._durable[index] if coordinator.is_coordinator else None
-            uploader = Uploader(upload, storage, context, durable)
+            uploader = Uploader(upload, tier.storage, context, durable)
             self._uploaders.append(uploader)
             for info in backlog[index]:
                 uploader.line.add(DueCheckpoint(info, partial(self._note, index, info)))
@@ -173,19 +175,14 @@ class Tiers:
         """Take every tier; return an id, and what is due for each. Coordinator only."""
         backlog, found = Backlog(self._job.storage, self._rule), list[list[CheckpointInfo]]()
         try:
-            for upload, storage in zip(self._options.uploads, self.storages, strict=True):
-                spared = [
-                    name
-                    for own, save_id in backlog.names
-                    for name in (own, working_name(storage, own, save_id))
-                ]
+            for upload, tier in zip(self._options.uploads, self._tiers, strict=True):
                 durable = DurableRoot(
                     upload,
-                    storage,
+                    tier.storage,
                     self._options,
                     telemetry=self._job.telemetry,
                     until_idle=partial(_stop_all, self._uploaders),
-                    spared=spared,
+                    spared={working_name(tier.storage, *each) for each in backlog.names},
                 )
                 self._durable.append(durable)
                 found.append(backlog.due(upload, durable.content()))
@@ -225,6 +222,12 @@ class Tiers:
     def _held(self) -> Collection[str]:
         return {name for uploader in self._uploaders for name in uploader.line.held}
 
+    def _due(self, index: int) -> list[str]:
+        """Return the names that are due for a tier and not there."""
+        if index >= len(self._uploaders):
+            return []
+        return [info.name for info in self._uploaders[index].line.unfinished]
+
     def _take_failure(self) -> UploadError | None:
         for uploader in self._uploaders:
             if uploader.upload.on_error == "raise" and uploader.failure is not None:
@@ -262,9 +265,12 @@ class Tiers:
 class _Record:
     """The progress of uploads, in `tiers.json` and in the log. Coordinator only."""
 
-    def __init__(self, storage: Storage, uploads: Sequence[Upload]) -> None:
+    def __init__(
+        self, storage: Storage, uploads: Sequence[Upload], due: Callable[[int], Sequence[str]]
+    ) -> None:
         self._storage = storage
         self._uploads = uploads
+        self._due = due
         self._guard = threading.Lock()
         self._running: dict[int, Progress] = {}
         self._written_at = 0.0
@@ -293,7 +299,12 @@ class _Record:
         with self._guard:
             self._written_at = time.monotonic()
             records = [
-                TierRecord(url=upload.url, every=upload.every, uploading=_uploading(self._running.get(index)))
+                TierRecord(
+                    url=upload.url,
+                    every=upload.every,
+                    due=self._due(index),
+                    uploading=_uploading(self._running.get(index)),
+                )
                 for index, upload in enumerate(self._uploads)
             ]
             try:
