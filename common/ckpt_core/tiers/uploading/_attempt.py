@@ -16,8 +16,8 @@ from ckpt_core.coordination import CommitChannel
 from ckpt_core.errors import CoordinationError
 from ckpt_core.options import Upload
 from ckpt_core.tiers import CheckpointCopy, files_by_rank
-from ckpt_core.tiers.uploading._context import Progress, UploadContext, described, upload_error
 from ckpt_core.tiers.uploading._transfer import RankProgress, Transfer
+from ckpt_core.tiers.uploading._upload_context import UploadContext, UploadProgress, described, upload_error
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 _SHORTEST: Final = 0.1
@@ -112,7 +112,7 @@ class Attempt:
         if any(each.left for each in ranks):
             return End.LEFT.value
         self._context.note(
-            Progress(
+            UploadProgress(
                 name=self._info.name,
                 done_bytes=sum(each.done_bytes for each in ranks),
                 size_bytes=sum(each.size_bytes for each in ranks),
@@ -126,7 +126,7 @@ class Attempt:
         return End.COMMITTED.value
 
     def _share(self, copy: CheckpointCopy) -> Sequence[FileEntry]:
-        """Return the files of this rank: those that it wrote, and of ranks that are not there."""
+        """Return the files that this rank wrote, and those of ranks that are not there."""
         rank, size = self._context.rank, self._context.world_size
         found = files_by_rank(copy.manifest)
         return [entry for writer, files in found.items() if writer % size == rank for entry in files]

@@ -19,7 +19,7 @@ _logger = logger_of(__name__)
 
 @final
 class Backlog:
-    """The checkpoints of a root that may still be due for further tiers. Coordinator only.
+    """The checkpoints of a root that may still be due. Coordinator only.
 
     Args:
         storage: the root.

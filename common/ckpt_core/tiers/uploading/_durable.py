@@ -85,7 +85,7 @@ class DurableRoot:
         self._ownership.check()
 
     def content(self) -> Sequence[CheckpointInfo]:
-        """Claim the tier and return the checkpoints there; none while it cannot be reached.
+        """Claim the tier, return its checkpoints; none while it cannot be reached.
 
         Raises:
             ConfigError: see `take`.
@@ -101,7 +101,7 @@ class DurableRoot:
             return ()
 
     def begin(self, copy_as: Callable[[str], CheckpointCopy], info: CheckpointInfo) -> str | None:
-        """Prepare the copy of a checkpoint; return its name there, None if it is there already.
+        """Prepare a copy; return its name, or None if the checkpoint is there already.
 
         Where its own name belongs to another checkpoint, as after training went back, it gets one of its
         lineage.
@@ -141,7 +141,7 @@ class DurableRoot:
             abandon(self._storage, working)
             self._storage.abandon_uploads(lambda key: key.partition("/")[0] == working)
         except (OSError, CheckpointError) as error:
-            _logger.warning("what is left of %s/%s was not removed: %s", self._storage.url, working, error)
+            _logger.warning("the unfinished %s/%s was not removed: %s", self._storage.url, working, error)
 
     def release(self) -> None:
         """Give the tier back."""

@@ -60,7 +60,7 @@ class UploadLine:
             self._changed.notify_all()
 
     def next(self) -> DueCheckpoint | None:
-        """Wait for the next checkpoint and begin it; None once the line is closed and empty."""
+        """Wait for the next checkpoint; None once the line is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             self._running = self._waiting.popleft() if self._waiting else None
@@ -127,7 +127,7 @@ class AllTiers:
         self._missing = False
 
     def report(self, outcome: Outcome) -> None:
-        """Note the outcome in one tier; the last one, or the first error, resolves the future."""
+        """Note the outcome in one tier; the last, or the first error, resolves the future."""
         with self._guard:
             self._awaited -= 1
             if isinstance(outcome, UploadError):

@@ -1,11 +1,10 @@
-"""The further tiers of a manager: what is due for them, their uploads, and the end."""
+"""The uploads of a manager: what is due for which tier, and the end."""
 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Protocol, final
@@ -13,23 +12,21 @@ from typing import Any, Final, Protocol, final
 from ckpt_core.commit import working_name
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import UploadError
-from ckpt_core.options import CheckpointOptions, Upload
+from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job, OwnerHooks
-from ckpt_core.storage import Storage
-from ckpt_core.tiers import Tier, TierRecord, Uploading, write_tiers
+from ckpt_core.tiers import Tier
 from ckpt_core.tiers.uploading._backlog import Backlog
-from ckpt_core.tiers.uploading._context import Progress, UploadContext
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
 from ckpt_core.tiers.uploading._durable import DurableRoot
 from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
 from ckpt_core.tiers.uploading._places import refuse_one_place
+from ckpt_core.tiers.uploading._tiers_record import SAID_EVERY, TiersRecord
+from ckpt_core.tiers.uploading._upload_context import UploadContext
 from ckpt_core.tiers.uploading._uploader import Uploader
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
-_SAID_EVERY: Final = 5.0
-"""Seconds between two lines of progress, and between two records of it in the root."""
 _GRACE_SECONDS: Final = 15.0
 """Time for ranks to meet once more after they have been stopped."""
 
@@ -44,7 +41,7 @@ class FollowedSave(Protocol):
 
 @final
 class TierUploads:
-    """The further tiers of one manager; without an `Upload` every method returns at once.
+    """The uploads of one manager; without an `Upload` every method returns at once.
 
     Concurrency: the main thread of every rank; `hooks.taken`, `before_save` and `close` are collective.
 
@@ -70,7 +67,7 @@ class TierUploads:
         self._count = self._step = 0
         self._uploaders: list[Uploader] = []
         self._durable: list[DurableRoot] = []
-        self._record = _Record(job.storage, options.uploads, self._due)
+        self._record = TiersRecord(job.storage, options.uploads, self._due)
         self._newest: CheckpointInfo | None = None
         self._there: dict[int, str] = {}
 
@@ -102,7 +99,7 @@ class TierUploads:
             uploader.line.wait_for_turn()
         if all(upload.on_error == "warn" for upload in self._options.uploads):
             return
-        own = self._take_failure()
+        own = _take_failure(self._uploaders)
         if any(self._job.coordinator.all_reduce_max([int(own is not None)], what="looking for lost uploads")):
             raise own or UploadError("an upload has failed; the log of another rank has the reason")
 
@@ -142,9 +139,8 @@ class TierUploads:
             # Otherwise a thread hangs in storage, and the tier is its own until the process ends.
             for durable in self._durable:
                 durable.release()
-        failures = [each.failure for each in uploaders if each.upload.on_error == "raise" and each.failure]
-        if failures:
-            raise failures[0]
+        if (failure := _take_failure(uploaders)) is not None:
+            raise failure
 
     def _begin(self) -> None:
         """Claim the tiers and begin to upload what an earlier run has left. Collective."""
@@ -228,13 +224,6 @@ class TierUploads:
             return []
         return [info.name for info in self._uploaders[index].line.unfinished]
 
-    def _take_failure(self) -> UploadError | None:
-        for uploader in self._uploaders:
-            if uploader.upload.on_error == "raise" and uploader.failure is not None:
-                failure, uploader.failure = uploader.failure, None
-                return failure
-        return None
-
     def _add_newest(self, index: int, uploader: Uploader) -> None:
         """Let the last checkpoint of the run be due whatever its number is."""
         newest = self._newest
@@ -242,7 +231,7 @@ class TierUploads:
             uploader.line.add(DueCheckpoint(newest, partial(self._note, index, newest, None), last=True))
 
     def _wait(self, uploader: Uploader, deadline: float) -> None:
-        while not uploader.line.wait(max(0.0, min(_SAID_EVERY, deadline - time.monotonic()))):
+        while not uploader.line.wait(max(0.0, min(SAID_EVERY, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 self._leave(uploader)
                 return
@@ -261,64 +250,13 @@ class TierUploads:
             )
 
 
-@final
-class _Record:
-    """The progress of uploads, in `tiers.json` and in the log. Coordinator only."""
-
-    def __init__(
-        self, storage: Storage, uploads: Sequence[Upload], due: Callable[[int], Sequence[str]]
-    ) -> None:
-        self._storage = storage
-        self._uploads = uploads
-        self._due = due
-        self._guard = threading.Lock()
-        self._running: dict[int, Progress] = {}
-        self._written_at = 0.0
-        self._told = False
-
-    def note(self, index: int, progress: Progress | None) -> None:
-        """Note the progress of one upload, or its end."""
-        with self._guard:
-            begins = progress is not None and index not in self._running
-            if progress is None:
-                self._running.pop(index, None)
-            else:
-                self._running[index] = progress
-        if begins or progress is None or time.monotonic() - self._written_at > _SAID_EVERY:
-            self.write()
-
-    def say(self) -> None:
-        """Log how far the uploads are."""
-        with self._guard:
-            running = dict(self._running)
-        for index, progress in running.items():
-            _logger.info("uploading %s to %s: %s", progress.name, self._uploads[index].url, progress.text)
-
-    def write(self) -> None:
-        """Write the record; a failure is a warning, once."""
-        with self._guard:
-            self._written_at = time.monotonic()
-            records = [
-                TierRecord(
-                    url=upload.url,
-                    every=upload.every,
-                    due=self._due(index),
-                    uploading=_uploading(self._running.get(index)),
-                )
-                for index, upload in enumerate(self._uploads)
-            ]
-            try:
-                write_tiers(self._storage, records)
-            except OSError as error:
-                if not self._told:
-                    _logger.warning("the progress of uploads is not recorded: %s", error)
-                self._told = True
-
-
-def _uploading(progress: Progress | None) -> Uploading | None:
-    if progress is None:
-        return None
-    return Uploading(name=progress.name, done_bytes=progress.done_bytes, size_bytes=progress.size_bytes)
+def _take_failure(uploaders: Sequence[Uploader]) -> UploadError | None:
+    """Return a failure that is to stop training, once."""
+    for uploader in uploaders:
+        if uploader.upload.on_error == "raise" and uploader.failure is not None:
+            failure, uploader.failure = uploader.failure, None
+            return failure
+    return None
 
 
 def _stop_all(uploaders: Sequence[Uploader]) -> None:

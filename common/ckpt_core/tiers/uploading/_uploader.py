@@ -19,10 +19,10 @@ from ckpt_core.options import Upload
 from ckpt_core.storage import Storage
 from ckpt_core.tiers import CheckpointCopy
 from ckpt_core.tiers.uploading._attempt import Attempt, End, refuse_hanging
-from ckpt_core.tiers.uploading._context import UploadContext, described, upload_error
 from ckpt_core.tiers.uploading._durable import DurableRoot
 from ckpt_core.tiers.uploading._line import DueCheckpoint, Outcome, UploadLine
 from ckpt_core.tiers.uploading._transfer import LASTING, Transfer
+from ckpt_core.tiers.uploading._upload_context import UploadContext, described, upload_error
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
@@ -34,7 +34,7 @@ _END_SECONDS: Final = 10.0
 @messages.message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Word:
+class _Verdict:
     """What the coordinator says of a due checkpoint.
 
     Attributes:
@@ -169,8 +169,8 @@ class Uploader:
             self._durable.prune(info, lambda: not self._stopped.is_set())
         return info
 
-    def _hear(self, turn: _Turn) -> _Word | None:
-        """Return the coordinator's word; None if this rank does not wait for it any longer."""
+    def _hear(self, turn: _Turn) -> _Verdict | None:
+        """Return the coordinator's verdict; None if this rank waits no longer."""
         channel = self._connected()
         while True:
             try:
@@ -186,7 +186,7 @@ class Uploader:
                 if self._stopped.is_set() or self.line.is_waited_for:
                     return None
 
-    def _decide(self, turn: _Turn) -> _Word:
+    def _decide(self, turn: _Turn) -> _Verdict:
         """Decide on the next attempt, after a pause if one has failed; coordinator only."""
         durable, info = self._require_durable(), turn.due.info
         if turn.attempts:
@@ -195,18 +195,18 @@ class Uploader:
         spent = self._context.clock() - turn.began_at >= self.upload.deadline_seconds
         overdue = turn.problem if turn.attempts and spent and not turn.overdue else ""
         if self._stopped.is_set():
-            return _Word(overdue=overdue)
+            return _Verdict(overdue=overdue)
         if self.line.overtakes or (turn.attempts and spent and self.line.is_waited_for):
             if turn.working:
                 durable.drop(turn.working)
-            return _Word(overdue=overdue)
+            return _Verdict(overdue=overdue)
         with described(info, self.upload.url, self._context.rank):
             durable.take()
             name = durable.begin(partial(self._copy, info), info)
             if name is None:
-                return _Word(there=True, overdue=overdue)
+                return _Verdict(there=True, overdue=overdue)
             turn.working = self._copy(info, name).working
-        return _Word(name=name, overdue=overdue)
+        return _Verdict(name=name, overdue=overdue)
 
     def _copy_with_all(self, turn: _Turn, name: str) -> End:
         info = turn.due.info

@@ -18,7 +18,7 @@ from ckpt_core.types import CheckpointInfo
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class UploadProgress:
     """How far an upload is, over all ranks."""
 
     name: str
@@ -57,7 +57,7 @@ class UploadContext:
     deadline_seconds: float
     open_channel: Callable[[], CommitChannel]
     telemetry: Telemetry
-    note: Callable[[Progress | None], None]
+    note: Callable[[UploadProgress | None], None]
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[threading.Event, float], object] = threading.Event.wait
 
