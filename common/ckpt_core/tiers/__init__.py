@@ -1,4 +1,4 @@
-"""Tiers, the several roots of one run, and verified copies between roots.
+"""The roots of one run, nearest first: what each holds, and verified copies.
 
 Nothing in this package needs torch, so that a command line can copy.
 """

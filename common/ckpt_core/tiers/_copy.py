@@ -58,37 +58,47 @@ class CheckpointCopy:
     one `finish`.
 
     Attributes:
-        name: of the checkpoint, in both roots.
+        name: of the checkpoint at the target.
         manifest: of the checkpoint.
         working: the directory at the target that it is written into.
 
     Args:
         source: the root to copy from.
         target: the root to copy to.
-        name: of the checkpoint.
+        name: of the checkpoint at the source.
         content: its manifest, as committed.
+        as_name: its name at the target; None for the same.
     """
 
-    def __init__(self, source: Storage, target: Storage, name: str, content: bytes) -> None:
+    def __init__(
+        self, source: Storage, target: Storage, name: str, content: bytes, *, as_name: str | None = None
+    ) -> None:
         self._source = source
         self._target = target
+        self._source_name = name
         self._content = content
-        self.name = name
+        self.name = as_name or name
         self.manifest = Manifest.from_bytes(content)
-        self.working = working_name(target, name, self.manifest.save_id)
+        self.working = working_name(target, self.name, self.manifest.save_id)
         self._twins = {path: twin.path for path, twin in self.manifest.twins().items()}
         self._twins |= {twin: path for path, twin in self._twins.items()}
 
     @classmethod
-    def of(cls, source: Storage, target: Storage, name: str) -> Self:
+    def of(cls, source: Storage, target: Storage, name: str, *, as_name: str | None = None) -> Self:
         """Read the manifest of a committed checkpoint that is to be copied.
+
+        Args:
+            source: the root to copy from.
+            target: the root to copy to.
+            name: of the checkpoint at the source.
+            as_name: its name at the target, where the same name is taken there; see `run_name`.
 
         Raises:
             CheckpointNotFoundError: it is not committed.
             CorruptCheckpointError: marker or manifest are damaged.
             IncompatibleCheckpointError: they were written by a newer version.
         """
-        return cls(source, target, name, read_manifest(source, name))
+        return cls(source, target, name, read_manifest(source, name), as_name=as_name)
 
     def begin(self, *, repair: bool = False) -> bool:
         """Prepare the target; return False if the checkpoint is committed there already.
@@ -180,10 +190,10 @@ class CheckpointCopy:
     @contextmanager
     def _open(self, path: str, entry: FileEntry, terms: CopyTerms) -> Generator[CheckedReader]:
         """Open a file of the source for checked reads."""
-        place = f"{self._source.url}/{self.name}"
+        place = f"{self._source.url}/{self._source_name}"
         with ExitStack() as stack:
             try:
-                ranges = stack.enter_context(self._source.open_ranges(f"{self.name}/{path}"))
+                ranges = stack.enter_context(self._source.open_ranges(f"{self._source_name}/{path}"))
             except FileNotFoundError:
                 raise damaged(place, path, "missing") from None
             except (ForeignFileError, IsADirectoryError) as error:
@@ -199,7 +209,7 @@ class CheckpointCopy:
             names.append(twin_name(SIGNATURE))
         for path in names:
             try:
-                found[path] = read_small(self._source, f"{self.name}/{path}", MAX_SIGNATURE_BYTES)
+                found[path] = read_small(self._source, f"{self._source_name}/{path}", MAX_SIGNATURE_BYTES)
             except FileNotFoundError:
                 continue
         return found
@@ -207,14 +217,14 @@ class CheckpointCopy:
     def _require_source(self) -> None:
         """Raise if what looks like damage is a source that was pruned or replaced."""
         try:
-            there = Catalog(self._source).marker(self.name).matches(self._content)
+            there = Catalog(self._source).marker(self._source_name).matches(self._content)
         except CheckpointNotFoundError:
             there = False
         except CheckpointError:
             return
         if not there:
             raise CheckpointNotFoundError(
-                f"{self._source.url}/{self.name} was pruned or replaced while it was copied"
+                f"{self._source.url}/{self._source_name} was pruned or replaced while it was copied"
             )
 
 

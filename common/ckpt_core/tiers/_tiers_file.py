@@ -6,6 +6,7 @@ secrets; credentials are given to a command as for any other URL.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, final
@@ -41,18 +42,22 @@ class TierRecord:
 
     Attributes:
         url: path or URL, without secrets.
-        every: uploads are of the steps that this divides.
+        every: every n-th checkpoint is uploaded.
+        due: names of local checkpoints whose upload has not ended, the next one first.
         uploading: the present upload; None if there is none.
     """
 
     url: str
     every: int = 1
+    due: Sequence[str] = ()
     uploading: Uploading | None = None
 
 
 def write_tiers(storage: Storage, tiers: Sequence[TierRecord]) -> None:
     """Replace `tiers.json` in one step; the caller owns the root."""
-    content = codec.encode({"format_version": FORMAT_VERSION, "tiers": [_fields(tier) for tier in tiers]})
+    fields = {"format_version": FORMAT_VERSION, "tiers": [_fields(tier) for tier in tiers]}
+    # In ASCII: the name of a directory need not be valid Unicode.
+    content = json.dumps(fields, separators=(",", ":")).encode()
     storage.replace(TIERS, codec.add_checksum(content))
 
 
@@ -79,6 +84,7 @@ def _fields(tier: TierRecord) -> dict[str, Any]:
     return {
         "url": tier.url,
         "every": tier.every,
+        "due": list(tier.due),
         **({} if running is None else {"uploading": asdict(running)}),
     }
 
@@ -88,8 +94,15 @@ def _tier(fields: codec.Fields) -> TierRecord:
     return TierRecord(
         url=fields.get("url", str),
         every=fields.count("every", least=1),
+        due=_names(fields.get("due", list)),
         uploading=None if running is None else _uploading(running),
     )
+
+
+def _names(values: list[Any]) -> tuple[str, ...]:
+    if not {str}.issuperset(map(type, values)):
+        raise ValueError("'due' should hold only names")
+    return tuple(values)
 
 
 def _uploading(fields: codec.Fields) -> Uploading:

@@ -12,6 +12,7 @@ import pytest
 from ckpt_core.commit import Catalog, begin, collect_orphans, commit, verify, working_name
 from ckpt_core.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt_core.formats.checksums import checksum
+from ckpt_core.names import run_name
 from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import CheckpointCopy, CopyTerms, copy_checkpoint, files_by_rank
@@ -207,3 +208,13 @@ def test_every_file_belongs_to_the_rank_in_its_name_and_else_to_the_first():
         0: ["__0_0.distcp", "model/__0_0.distcp", "rank-00000.json", ".metadata", "scheduler.bin"],
         1: ["__1_0.distcp", "__1_0.distcp.replica"],
     }
+
+
+def test_a_copy_may_have_another_name_at_the_target(tmp_path):
+    source, target, other = make("memory", tmp_path), bucket_like(), run_name(NAME, "0badcafe")
+    save(source, 5)
+    copy = CheckpointCopy.of(source, target, NAME, as_name=other)
+    assert copy.begin()
+    copy.copy_files(copy.manifest.files, CopyTerms())
+    assert copy.finish().name == other
+    assert_clean(target, other)
