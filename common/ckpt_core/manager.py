@@ -239,9 +239,6 @@ class CheckpointManager:
         if loaded is None:
             request.override.require_origin(self.storage.url)
             return None
-        every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
-        if loaded.wrongly_marked and every_byte:
-            self._root.note_sound(loaded.info.name)
         self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
         self._repairer.begin(loaded)
