@@ -100,7 +100,7 @@ class TrainerLoading:
         checkpoint: Any = wanted
         if wanted is True:
             manager = self._session.manager
-            checkpoint = self._session.coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
+            checkpoint = self._newest(manager)
             if checkpoint is None:
                 _logger.warning(
                     "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0%s",
@@ -111,6 +111,9 @@ class TrainerLoading:
             self._require_change(None)
             yield checkpoint
             return
+        place = CheckpointPath.of(checkpoint)
+        if wanted is not True and place.root == root_of(self._session.manager.storage.url):
+            self._session.manager.fetcher.fetch(name=place.name)
         ours = self._is_ours(checkpoint)
         self._require_change(checkpoint if ours else None)
         self._require_trusted(checkpoint)
@@ -120,6 +123,21 @@ class TrainerLoading:
         else:
             self._check_stock(checkpoint)
             yield os.fspath(checkpoint)
+
+    def _newest(self, manager: CheckpointManager) -> str | None:
+        """Choose the newest that verifies; damage found here is made good from further tiers."""
+        manager.fetcher.fetch()
+        while True:
+            failure: CorruptCheckpointError | None = None
+            checkpoint: str | None = None
+            try:
+                checkpoint = self._session.coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
+            except CorruptCheckpointError as error:
+                failure = error
+            if manager.fetcher.fetch() is None:
+                if failure is not None:
+                    raise failure
+                return checkpoint
 
     def _require_change(self, checkpoint: str | os.PathLike[str] | None) -> None:
         """Refuse a training that would not say which hyperparameters were changed.
