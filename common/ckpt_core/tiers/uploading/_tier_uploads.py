@@ -235,7 +235,8 @@ class TierUploads:
             if time.monotonic() >= deadline:
                 self._leave(uploader)
                 return
-            self._record.say()
+            if self._job.coordinator.is_coordinator:
+                self._record.say(uploader.upload, uploader.line.unfinished)
 
     def _leave(self, uploader: Uploader) -> None:
         """Stop an upload, and say what is not there and how it gets there."""
