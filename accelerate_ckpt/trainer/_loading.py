@@ -20,7 +20,7 @@ from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
 from accelerate_ckpt._state import CallArguments
 from accelerate_ckpt.trainer._callbacks import CallbackStates
-from accelerate_ckpt.trainer._choice import newest_to_resume
+from accelerate_ckpt.trainer._choice import newest_of_tiers
 from accelerate_ckpt.trainer._data import Resumed
 from accelerate_ckpt.trainer._rank_files import (
     generators_file,
@@ -100,7 +100,7 @@ class TrainerLoading:
         checkpoint: Any = wanted
         if wanted is True:
             manager = self._session.manager
-            checkpoint = self._newest(manager)
+            checkpoint = newest_of_tiers(manager, self._session.coordinator)
             if checkpoint is None:
                 _logger.warning(
                     "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0%s",
@@ -123,21 +123,6 @@ class TrainerLoading:
         else:
             self._check_stock(checkpoint)
             yield os.fspath(checkpoint)
-
-    def _newest(self, manager: CheckpointManager) -> str | None:
-        """Choose the newest that verifies; damage found here is made good from further tiers."""
-        manager.fetcher.fetch()
-        while True:
-            failure: CorruptCheckpointError | None = None
-            checkpoint: str | None = None
-            try:
-                checkpoint = self._session.coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
-            except CorruptCheckpointError as error:
-                failure = error
-            if manager.fetcher.fetch() is None:
-                if failure is not None:
-                    raise failure
-                return checkpoint
 
     def _require_change(self, checkpoint: str | os.PathLike[str] | None) -> None:
         """Refuse a training that would not say which hyperparameters were changed.

@@ -1,4 +1,4 @@
-"""Fetches of whole checkpoints into the nearest tier, for hosts that read files of theirs."""
+"""Fetches of whole checkpoints into the nearest tier, for hosts that read files."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_core.commit import Catalog, Survey, file_as_root
 from ckpt_core.options import CheckpointOptions
@@ -67,8 +67,9 @@ def open_tiers(nearest: Storage, options: CheckpointOptions) -> tuple[Tier, ...]
     Raises:
         ConfigError: one cannot be opened, or its extra is not installed.
     """
-    further = (
-        Tier(each.url, open_storage(each.to, each.storage_options, deadline_seconds=options.deadline_seconds))
-        for each in options.uploads
-    )
-    return Tier(nearest.url, nearest), *further
+    found = [Tier(nearest.url, nearest)]
+    for each in options.uploads:
+        to: Any = each.to  # a Storage has a `url`, and `open_storage` refuses what is none
+        storage = open_storage(to, each.storage_options, deadline_seconds=options.deadline_seconds)
+        found.append(Tier(each.url, storage))
+    return tuple(found)
