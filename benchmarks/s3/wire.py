@@ -109,8 +109,8 @@ class Connection:
         if position != size_bytes:
             raise S3Error(HTTPStatus.BAD_REQUEST, "IncompleteBody", f"{position} of {size_bytes} bytes")
         trailers: dict[str, str] = {}
-        while line := self._until(b"\r\n"):
-            name, _, value = line.decode("latin-1").partition(":")
+        while text := self._until(b"\r\n"):
+            name, _, value = text.decode("latin-1").partition(":")
             trailers[name.strip().lower()] = value.strip()
         return block, trailers
 
