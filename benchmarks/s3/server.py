@@ -18,7 +18,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
-from benchmarks.s3.memory import Pool
+from benchmarks.s3.blocks import Pool
 from benchmarks.s3.process import BUCKET, COUNTERS_PATH
 from benchmarks.s3.service import Service
 from benchmarks.s3.wire import Connection

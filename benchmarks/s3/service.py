@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from benchmarks.s3.objects import (
+from benchmarks.s3.content import (
     Bucket,
     Part,
     S3Error,

@@ -9,8 +9,8 @@ from http import HTTPStatus
 from typing import final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from benchmarks.s3.memory import Block, Pool
-from benchmarks.s3.objects import S3Error
+from benchmarks.s3.blocks import Block, Pool
+from benchmarks.s3.content import S3Error
 
 _HEAD_BYTES = 4096
 _MOST_HEAD_BYTES = 64 << 10

@@ -11,7 +11,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple, final
 
-from benchmarks.s3.memory import Block
+from benchmarks.s3.blocks import Block
 
 _numbers = itertools.count(1)
 
