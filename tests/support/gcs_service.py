@@ -224,6 +224,15 @@ class GcsService:
             raise _RefusedError(400, "a chunk needs Content-Range")
         return _json(_resource(bucket, upload.name, upload.done))
 
+    def compose(self, request: Request, bucket: str, name: str) -> Response:
+        told = json.loads(request.data)
+        found = [self._object(bucket, source["name"]) for source in told["sourceObjects"]]
+        if len(found) > 32:
+            raise _RefusedError(400, "too many components")
+        self._demand(bucket, name, request.args.get("ifGenerationMatch"))
+        content, metadata = b"".join(each.content for each in found), told["destination"].get("metadata", {})
+        return _json(_resource(bucket, name, self._put(bucket, name, content, metadata, parts=len(found))))
+
     def cancel(self, request: Request, _bucket: str) -> Response:
         self._upload(request.args["upload_id"])
         del self._uploads[request.args["upload_id"]]
@@ -325,6 +334,7 @@ _ROUTES: Final[list[tuple[str, dict[str, _Handler]]]] = [
     ("/storage/v1/b", {"POST": GcsService.make_bucket}),
     ("/storage/v1/b/([^/]+)", {"GET": GcsService.show_bucket, "DELETE": GcsService.delete_bucket}),
     ("/storage/v1/b/([^/]+)/o", {"GET": GcsService.list_json}),
+    ("/storage/v1/b/([^/]+)/o/(.+)/compose", {"POST": GcsService.compose}),
     (
         "/(?:download/)?storage/v1/b/([^/]+)/o/(.+)",
         {"GET": GcsService.get_json, "DELETE": GcsService.delete_json},
