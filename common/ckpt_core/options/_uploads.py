@@ -66,16 +66,11 @@ class Upload:
     storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        wrong = None
-        if self.keep is not None and not isinstance(self.keep, RetentionPolicy):
-            wrong = (
-                f"keep must be a RetentionPolicy, not {self.keep!r} (plain values go through from_mapping)"
-            )
         require(
             "Upload",
             _place(self.to),
             integer("every", self.every, minimum=1),
-            wrong,
+            _retention(self.keep),
             bytes_option("bandwidth", self.bandwidth, rate=True),
             one_of("when_busy", self.when_busy, get_args(WhenBusy)),
             one_of("on_preemption", self.on_preemption, get_args(OnPreemptionUpload)),
@@ -142,6 +137,12 @@ def uploads_problem(value: Any) -> str | None:
     if wrong:
         return f"upload must be an Upload or several, not {', '.join(wrong)} (plain values: from_mapping)"
     return None
+
+
+def _retention(value: Any) -> str | None:
+    if value is None or isinstance(value, RetentionPolicy):
+        return None
+    return f"keep must be a RetentionPolicy, not {value!r} (plain values go through from_mapping)"
 
 
 def _place(value: Any) -> str | None:
