@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         StagingMemoryError,
         UnsafeCheckpointError,
         UntrustedCheckpointError,
+        UploadError,
     )
     from ckpt_core.manager import CheckpointManager
     from ckpt_core.options import CheckpointOptions, Upload
@@ -61,7 +62,8 @@ _HOMES = {
     "SavePolicy",
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
-    "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError",
+    "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError "
+    "UploadError",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions Upload",
     "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLatest KeepNewerThan KeepSteps "
@@ -113,6 +115,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "UntrustedCheckpointError",
     "Upload",
+    "UploadError",
     "__version__",
 ]
 

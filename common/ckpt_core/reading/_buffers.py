@@ -57,14 +57,15 @@ def _lent(free: list[memoryview], size_bytes: int) -> Generator[memoryview]:
     try:
         buffer = free.pop()
     except IndexError:
-        buffer = _allocate(size_bytes)
+        buffer = allocate(size_bytes)
     try:
         yield buffer
     finally:
         free.append(buffer)
 
 
-def _allocate(size_bytes: int) -> memoryview:
+def allocate(size_bytes: int) -> memoryview:
+    """Return new page-aligned memory, in large pages where the system has them."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -42,6 +42,11 @@ def is_verifiable(payload: Payload) -> bool:
     return payload.crc32 is not None or bool(payload.block_crcs)
 
 
+def is_comparable_alone(payload: Payload) -> bool:
+    """Return whether every request of the payload can be compared by itself."""
+    return bool(payload.block_crcs) or (payload.crc32 is not None and payload.size_bytes <= REQUEST_BYTES)
+
+
 def pieces_around(payload: Payload, ranges: Iterable[tuple[int, int]]) -> Iterator[Piece]:
     """Yield the checksummed pieces that some of the ranges touch, once each, in order."""
     if not payload.block_crcs:
@@ -72,12 +77,14 @@ class Limits(NamedTuple):
     """Ranges at most this far apart are one request; the bytes between are read and dropped."""
     copied_bytes: int
     """Ranges up to this length share a request and are copied; longer ones are read directly into place."""
+    direct_bytes: int
+    """Largest request that is read directly into place."""
 
 
-MEMORY_LIMITS: Final = Limits(gap_bytes=16 << 10, copied_bytes=64 << 10)
+MEMORY_LIMITS: Final = Limits(gap_bytes=16 << 10, copied_bytes=64 << 10, direct_bytes=16 << 20)
 """Where a request costs microseconds. The gap covers a zip header, not a small tensor of another rank."""
-NETWORK_LIMITS: Final = Limits(gap_bytes=64 << 10, copied_bytes=1 << 20)
-"""Where a request costs milliseconds."""
+NETWORK_LIMITS: Final = Limits(gap_bytes=64 << 10, copied_bytes=1 << 20, direct_bytes=REQUEST_BYTES)
+"""Where a request costs milliseconds, and its client needs as much memory as it asks for."""
 
 
 class Order(NamedTuple):

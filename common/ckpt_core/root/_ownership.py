@@ -6,7 +6,8 @@ import errno
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, final
 
@@ -50,6 +51,22 @@ Elsewhere: TypeAlias = Callable[[Survey], tuple[Sequence[CheckpointInfo], Lineag
 
 
 @final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnerHooks:
+    """The demands of uploads on the owner of a root.
+
+    Attributes:
+        taken: called on every rank, on the main thread, when the root has been taken.
+        held: returns the names of checkpoints that must not be removed for now.
+        spared: returns the names of torn checkpoints that will be completed.
+    """
+
+    taken: Callable[[], None] = lambda: None
+    held: Callable[[], Collection[str]] = tuple
+    spared: Callable[[], Collection[str]] = tuple
+
+
+@final
 class Ownership:
     """The lease of a root, its known content, and the lineage of saves.
 
@@ -63,6 +80,7 @@ class Ownership:
         coordinator: the ranks of the job.
         job_name: name of this job in `writer.json`; None for the name of its script.
         until_idle: blocks until no save is in flight; must keep nothing large alive.
+        hooks: the demands of uploads.
         elsewhere: returns, for a survey of the root, the checkpoints that only further tiers hold, and the
             present lineage of all tiers.
 
@@ -77,8 +95,10 @@ class Ownership:
         *,
         job_name: str | None = None,
         until_idle: Callable[[], None] = lambda: None,
+        hooks: OwnerHooks | None = None,
         elsewhere: Elsewhere = lambda survey: ((), survey.lineage),
     ) -> None:
+        self._hooks = hooks or OwnerHooks()
         self._elsewhere = elsewhere
         self._further: dict[str, CheckpointInfo] = {}
         self._job_name = job_name
@@ -92,7 +112,7 @@ class Ownership:
         self._occupied: set[str] = set()
         self._prefix = ""
         self.line = Ancestry(storage.url)
-        self.inventory = Inventory(storage)
+        self.inventory = Inventory(storage, self._hooks.held)
         self.soundness = Soundness(storage, lambda name, problem: self.note_damaged({name: problem}))
 
     def take(self) -> None:
@@ -115,10 +135,16 @@ class Ownership:
         )
         try:
             require_same_root(self._storage, self._coordinator, owner_id, urls)
-        except ConfigError:
+            self._hooks.taken()
+        except CheckpointError:
             self.release()
             raise
         self._taken, self._given_back = True, False
+
+    @property
+    def held(self) -> Collection[str]:
+        """The names of checkpoints that must not be removed for now."""
+        return self._hooks.held()
 
     @property
     def run_id(self) -> str:
@@ -308,7 +334,7 @@ class Ownership:
                 self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
-            self.inventory = Inventory(self._storage)
+            self.inventory = Inventory(self._storage, self._hooks.held)
             survey = self.inventory.survey()
             further, present = self._elsewhere(survey)
             self._further = {info.name: info for info in further}
@@ -323,7 +349,7 @@ class Ownership:
     def collect_orphans(self) -> None:
         """Remove remains of crashed saves and prunes; no save or prune may be in flight."""
         try:
-            orphans = collect_orphans(self._storage, keep=())
+            orphans = collect_orphans(self._storage, keep=self._hooks.spared())
         except OSError as error:
             # They only take space; the next job tries again.
             _logger.warning("what crashed saves left in %s was not removed: %s", self._storage.url, error)

@@ -179,12 +179,63 @@ def test_what_is_read_again_is_verified_again_before_it_is_delivered(file, take,
     with Engine(storage, "step", keep_bytes=0) as engine:
         assert engine.verify(wanted) == []
         file.put(storage, file.flipped(payload.offset + 50))
-        with pytest.raises(CorruptCheckpointError, match="verified a moment ago") as caught:
+        with pytest.raises(CorruptCheckpointError, match="read 2 times") as caught:
             engine.fetch(wanted)
     assert caught.value.failures[0].path == "0.distcp"
     _, found = landing.landed()[0]
     # Of a large range other pieces may have arrived; the changed one has not.
     assert found[:1_000] == (b"" if take else b"\xaa" * len(found[:1_000]))
+
+
+def test_what_is_compared_on_arrival_crosses_the_network_once(file):
+    """In any piece: into place, through buffers, and where only the whole payload has a checksum."""
+    file.put(storage := ObjectStorage("memory://arrival"))
+    landing = TensorTarget()
+    wanted = ranges(file, landing, "arrival")
+    whole = [landing.whole(payload) for payload in file.payloads]
+    with Engine(storage, "step") as engine:
+        assert engine.verify(whole, on_arrival=True) == []
+        engine.fetch(whole)
+        assert engine.bytes_read <= len(file.content)
+        engine.fetch(wanted)
+    assert all(found == file.bytes_of(each) for each, found in landing.landed())
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("place", [3, 4, 7], ids=["small", "medium", "large"])
+def test_what_differs_on_arrival_is_asked_for_once_more(place, lasting):
+    file = DataFile("0.distcp", SIZES, block_bytes=MIB)
+    payload = file.payloads[place]
+    file.put(storage := ObjectStorage("memory://differs"))
+    service, failed = storage._service.filesystem, []
+    real = service.cat_file
+
+    def cat_file(*arguments, start, end):
+        content = bytearray(real(*arguments, start=start, end=end))
+        if lasting or not failed:
+            failed.append(start)
+            content[payload.offset + 50 - start] ^= 1
+        return bytes(content)
+
+    landing = TensorTarget()
+    with Engine(storage, "step", threads=1) as engine:
+        assert engine.verify([landing.whole(payload)], on_arrival=True) == []
+        assert engine.bytes_read == 0
+        service.cat_file = cat_file
+        if lasting:
+            with pytest.raises(CorruptCheckpointError, match="read 2 times"):
+                engine.fetch([landing.whole(payload)])
+        else:
+            engine.fetch([landing.whole(payload)])
+            assert landing.landed()[1][1] == file.bytes_of(landing.landed()[1][0])
+            assert len(failed) == 1
+
+
+def test_a_page_cache_is_verified_before_anything_arrives(tmp_path, file):
+    file.put(storage := LocalStorage(tmp_path), file.flipped(file.payloads[3].offset))
+    with Engine(storage, "step") as engine:
+        found = engine.verify([TensorTarget().whole(file.payloads[3])], on_arrival=True)
+    assert [failure.path for failure in found] == ["0.distcp"]
 
 
 def test_a_range_that_is_too_long_to_be_taken_is_refused_before_anything_is_read():
