@@ -9,7 +9,16 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from ckpt_core.commit import Catalog, Lease, Owner, Survey, file_as_root, look_around, refuse_as_root
+from ckpt_core.commit import (
+    Catalog,
+    Lease,
+    Owner,
+    Survey,
+    file_as_root,
+    look_around,
+    refuse_as_root,
+    remove_drafts,
+)
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
 from ckpt_core.hosting import CheckpointPath, root_of
 from ckpt_core.names import MARKER, WRITER
@@ -41,9 +50,11 @@ def claimed(
         RootBusyError: another live job holds the root, or may hold it.
     """
     owner = Owner.of(storage)
-    known = owner is not None and (
-        (owner.job in _COMMANDS and owner.has_ended)
-        or (ended is not None and bool(owner.pid) and (owner.host, owner.pid) == (ended.host, ended.pid))
+    known = is_left_over(owner) or (
+        owner is not None
+        and ended is not None
+        and bool(owner.pid)
+        and (owner.host, owner.pid) == (ended.host, ended.pid)
     )
     if owner is not None and not take_over and not known and not _locks(storage):
         advice = ", or use --dry-run" if command == "ckpt prune" else ""
@@ -52,7 +63,14 @@ def claimed(
             f"if it is alive, let it {command.removeprefix('ckpt ')}{advice}"
         )
     with Lease.acquire(storage, command) as lease:
+        if storage.supports_rename:
+            remove_drafts(storage)
         yield lease
+
+
+def is_left_over(owner: Owner | None) -> bool:
+    """Return whether it is a command that was killed on this host."""
+    return owner is not None and owner.job in _COMMANDS and owner.has_ended
 
 
 def _locks(storage: Storage) -> bool:

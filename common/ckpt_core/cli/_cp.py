@@ -13,6 +13,7 @@ from typing import Any, Final, final
 from ckpt_core.cli._arguments import (
     claimed,
     find_root,
+    is_left_over,
     is_local,
     open_checkpoint,
     open_root,
@@ -21,7 +22,7 @@ from ckpt_core.cli._arguments import (
 )
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, Lease, Survey
+from ckpt_core.commit import Catalog, Lease, Owner, Survey, abandon, working_name
 from ckpt_core.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -160,28 +161,28 @@ def copy_all(
         target: the root to copy to.
         survey: what is there.
         pace: limits the rate.
-        claim: takes the lease of the target; called if there is something to copy.
+        claim: takes the lease of the target; called if there is something to copy or to clear away.
     """
     results: list[CopyResult] = []
     there = {info.name: info for info in survey.everything}
     todo: list[tuple[CopySource, CheckpointInfo]] = []
-    for selection in selections:
-        for info in selection.infos:
-            if (found := there.get(info.name)) is None:
-                todo.append((selection, info))
-            else:
-                results.append(_found(selection, info, found, target))
-    if todo:
-        total = sum(info.size_bytes for _, info in todo)
-        with (
-            claim() as lease,
-            _interruptible() as stop,
-            ProgressLine(f"copying to {target.url}", total, plain=True) as line,
-        ):
-            terms = CopyTerms(pace=pace, progress=line.add, stop=stop)
-            results += [
-                _copied(selection, info, target, terms=terms, lease=lease) for selection, info in todo
-            ]
+    for selection, info in ((each, info) for each in selections for info in each.infos):
+        if (found := there.get(info.name)) is None:
+            todo.append((selection, info))
+        else:
+            results.append(_found(selection, info, found, target))
+    if not todo and not is_left_over(Owner.of(target)):
+        return results
+    total = sum(info.size_bytes for _, info in todo)
+    with (
+        claim() as lease,
+        _interruptible() as stop,
+        ProgressLine(f"copying to {target.url}", total, plain=True) as line,
+    ):
+        for result in results if target.supports_rename else ():
+            abandon(target, working_name(target, result.info.name, result.info.save_id))
+        terms = CopyTerms(pace=pace, progress=line.add, stop=stop)
+        results += [_copied(selection, info, target, terms=terms, lease=lease) for selection, info in todo]
     return results
 
 
