@@ -33,6 +33,7 @@ PARTS: Final = {
     "power": "tests.reliability.disk.power",
     "ambush": "tests.reliability.disk.ambush",
     "s3": "tests.reliability.objects.kills",
+    "copies": "tests.reliability.copies.copy_kills",
     "faults": "tests.reliability.ranks.storage_faults",
     "ranks": "tests.reliability.ranks.rank_failures",
     "training": "tests.reliability.training.campaigns",
