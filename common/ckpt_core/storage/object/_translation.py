@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Final, cast
 
 from ckpt_core.disclosure import Redaction
@@ -21,6 +22,7 @@ _LIBRARIES = {
     "ftplib",
     "gcsfs",
     "google",
+    "obstore",
     "requests",
     "s3fs",
     "urllib3",
@@ -41,10 +43,14 @@ _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
-# Of Azure's library.
+# Of Azure's library, of obstore.
 _AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
     "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
     "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PreconditionError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PermissionDeniedError": lambda text, url: _denied(text, url),
+    "UnauthenticatedError": lambda text, url: _expired(text, url),
 }
 _IN_OUR_WORDS = "_in_our_words"
 """Attribute of translated errors: a short secret, such as "job", may be a word of ours."""
@@ -95,8 +101,9 @@ def _plain(error: Exception, redaction: Redaction) -> OSError | None:
 
 def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | None:
     """Translate an error, with the library's text; None if it needs no translation."""
-    text = redaction.text(f"{type(error).__name__}: {error}")
-    if isinstance(error, OSError):
+    # obstore adds all that it knows.
+    text = redaction.text(f"{type(error).__name__}: {error}".partition("\n\nDebug source")[0])
+    if isinstance(error, OSError) and type(error).__module__ != "requests.exceptions":
         if type(error).__name__ == "FSTimeoutError":
             return TimeoutError(errno.ETIMEDOUT, "no answer from the object store in time", url)
         # gcsfs reports 403 as a plain OSError, s3fs answers of all kinds as the nearest OSError.
@@ -118,9 +125,17 @@ def _of_library(error: Exception, text: str, url: str) -> OSError:
         return _AS_OS_ERRORS[type(error).__name__](text, url)
     if _code(error) in _ARCHIVED:
         return _archived(text, url)
+    if _status(error) == HTTPStatus.UNAUTHORIZED:
+        return _expired(text, url)
     if _is_denied(error):
         return _denied(text, url)
     return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
+
+
+def _status(error: Exception) -> int | None:
+    """Return the status of the answer behind an error of Azure's library or of requests."""
+    answer = error if hasattr(error, "status_code") else getattr(error, "response", None)
+    return getattr(answer, "status_code", None)
 
 
 def _answer_behind(error: OSError) -> Exception | None:
@@ -167,7 +182,7 @@ def _is_denied(error: Exception) -> bool:
         type(error).__name__ in _NO_CREDENTIALS
         or type(error).__module__ == "google.auth.exceptions"
         or getattr(error, "code", None) in _DENIED
-        or getattr(error, "status_code", None) in _DENIED
+        or _status(error) in _DENIED
     )
 
 
