@@ -12,13 +12,23 @@ from typing import Any, Final, final
 from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage._keys import key_parts
+from ckpt_core.storage.object._azure import AZURE_METADATA
+from ckpt_core.storage.object._gcs import GCS_METADATA
 from ckpt_core.storage.object._translation import translated_errors
 
-_EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-_UPLOAD: Final = "ckpt-upload"
+_EXTRAS: Final = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+}
 # The argument for metadata of an object. Only these services create objects atomically and support
 # conditional creation.
-_TOKEN_ARGUMENT: Final = {"s3": "Metadata", "gs": "metadata"}
+_TOKEN_ARGUMENT: Final = {"s3": "Metadata", "gs": "metadata", "abfs": "metadata"}
+_UPLOAD: Final = {"s3": "ckpt-upload", "gs": GCS_METADATA, "abfs": AZURE_METADATA}
 # Made by fsspec from coroutines and called by its file objects, which pass no time limit.
 _CALLED_BY_STREAMS: Final = ("call_s3", "call", "abort_mpu")
 _CLEANING_SHARE: Final = 0.25
@@ -52,7 +62,8 @@ class ObjectService:
         self.base = path.rstrip("/")
         self._request_seconds = request_seconds
         names = self.filesystem.protocol
-        self._token_argument = _TOKEN_ARGUMENT.get(names if isinstance(names, str) else names[0])
+        self._kind = names if isinstance(names, str) else names[0]
+        self._token_argument = _TOKEN_ARGUMENT.get(self._kind)
         self._conditional_writes = conditional_writes and self.is_atomic
         self._takes_limit = _takes_limit(self.filesystem)
         self._limit_streams()
@@ -65,7 +76,7 @@ class ObjectService:
     @property
     def is_s3(self) -> bool:
         """Whether the service speaks S3."""
-        return self._token_argument == _TOKEN_ARGUMENT["s3"]
+        return bool(self._kind == "s3")
 
     def shown(self, text: object) -> str:
         """Remove secrets from a path or an error of the filesystem, for messages."""
@@ -103,18 +114,24 @@ class ObjectService:
         options: dict[str, Any] = {}
         if self._token_argument is not None:
             known = getattr(self.filesystem, "s3_additional_kwargs", {}).get(self._token_argument, {})
-            options[self._token_argument] = {**known, _UPLOAD: token}
-        if self.is_atomic and not self.is_s3:
+            options[self._token_argument] = {**known, _UPLOAD[self._kind]: token}
+        if self._kind == "gs":
             # gcsfs sends some requests without `call`.
             options["timeout"] = self._request_seconds
         mode = "xb" if self._conditional_writes else "wb"
-        return self.filesystem.open(path, mode, block_size=block_bytes, **options)
+        stream = self.filesystem.open(path, mode, block_size=block_bytes, **options)
+        if self._kind == "abfs":
+            stream._upload_chunk = partial(self._limited, stream._upload_chunk, self._request_seconds)
+        return stream
 
     def holds(self, path: str, token: str) -> bool:
         """Return whether the object is certainly there and made with that token."""
         # After any error the answer is unknown.
         with suppress(Exception):
-            return bool(self.call("getxattr", path, _UPLOAD, cleaning=True) == token)
+            if self._kind == "abfs":
+                found = self.call("info", path, cleaning=True)["metadata"]
+                return bool(found[AZURE_METADATA] == token)
+            return bool(self.call("getxattr", path, _UPLOAD[self._kind], cleaning=True) == token)
         return False
 
     def remove(self, path: str, *, cleaning: bool = False) -> None:

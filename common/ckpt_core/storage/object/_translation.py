@@ -6,9 +6,9 @@ Those libraries are optional, so their errors are recognised by name, without im
 from __future__ import annotations
 
 import errno
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import cast
+from typing import Final, cast
 
 from ckpt_core.disclosure import Redaction
 from ckpt_core.errors import ArchivedError
@@ -16,6 +16,7 @@ from ckpt_core.errors import ArchivedError
 _LIBRARIES = {
     "aiobotocore",
     "aiohttp",
+    "azure",
     "botocore",
     "ftplib",
     "gcsfs",
@@ -40,6 +41,11 @@ _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
+# Of Azure's library.
+_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
+    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
+    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+}
 _IN_OUR_WORDS = "_in_our_words"
 """Attribute of translated errors: a short secret, such as "job", may be a word of ours."""
 # Errors named in the contract of `Storage` stay as they are.
@@ -100,12 +106,16 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
         if answer is None or isinstance(error, _NAMED):
             return None
         return _of_answer(error, answer, redaction.text(str(answer)), url)
-    if type(error).__module__.partition(".")[0] not in _LIBRARIES:
+    # adlfs gives the errors of Azure's library other types while it uploads.
+    origin = error.__cause__ if isinstance(error, RuntimeError) else error
+    if type(origin).__module__.partition(".")[0] not in _LIBRARIES or not isinstance(origin, Exception):
         return None
-    return _of_library(error, text, url)
+    return _of_library(origin, text, url)
 
 
 def _of_library(error: Exception, text: str, url: str) -> OSError:
+    if type(error).__name__ in _AS_OS_ERRORS:
+        return _AS_OS_ERRORS[type(error).__name__](text, url)
     if _code(error) in _ARCHIVED:
         return _archived(text, url)
     if _is_denied(error):
@@ -157,6 +167,7 @@ def _is_denied(error: Exception) -> bool:
         type(error).__name__ in _NO_CREDENTIALS
         or type(error).__module__ == "google.auth.exceptions"
         or getattr(error, "code", None) in _DENIED
+        or getattr(error, "status_code", None) in _DENIED
     )
 
 
