@@ -9,8 +9,8 @@ import obstore
 import pytest
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage.object._azure import AZURE_METADATA, AzureContainer, AzureParts
-from ckpt_core.storage.object._gcs import GCS_METADATA, GcsBucket, GcsParts
+from ckpt_core.storage.object._azure import AzureContainer
+from ckpt_core.storage.object._gcs import GcsBucket
 from tests.support.clouds import Cloud
 
 pytestmark = pytest.mark.emulator
@@ -38,8 +38,7 @@ def place(cloud):
 
 @pytest.fixture
 def begin(place, cloud):
-    kind = GcsParts if cloud.kind == "gcs" else AzureParts
-    return lambda token: kind(place, PATH, token)
+    return lambda token: place.parts(PATH, token, ".ckpt-uploads")
 
 
 def send(upload, contents):
@@ -49,9 +48,8 @@ def send(upload, contents):
     return names
 
 
-def token_of(place, cloud):
-    found = obstore.get(place.store, PATH).attributes
-    return found[GCS_METADATA if cloud.kind == "gcs" else AZURE_METADATA]
+def token_of(place):
+    return obstore.get(place.store, PATH).attributes[place.metadata]
 
 
 def completion(cloud):
@@ -65,7 +63,7 @@ def test_an_object_of_many_parts_is_whole_and_has_its_token(begin, place, cloud,
     upload.complete(send(upload, contents))
     upload.abandon()
     assert cloud.read(PATH) == b"".join(contents)
-    assert token_of(place, cloud) == "token"
+    assert token_of(place) == "token"
     assert cloud.names() == [PATH]
 
 
@@ -101,7 +99,7 @@ def test_a_completion_whose_answer_was_lost_is_known_by_its_token(begin, place, 
     cloud.fault("lose", *completion(cloud), count=1)
     with pytest.raises(FileExistsError):
         upload.complete(names)
-    assert token_of(place, cloud) == "mine"
+    assert token_of(place) == "mine"
     assert cloud.read(PATH) == b"a b c"
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, cast, final
 from urllib.parse import urlsplit
 
 from ckpt_core.errors import ConfigError
+from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._words import refuse_others
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ _TRIES: Final = 4
 class AzureContainer:
     """A container, asked for in the words of adlfs."""
 
+    metadata = AZURE_METADATA
+
     def __init__(
         self, url: str, container: str, options: Mapping[str, Any], seconds: float, **arguments: Any
     ) -> None:
@@ -75,6 +78,23 @@ class AzureContainer:
         self.store = account.store(container, **arguments)
         self.service = account.service(seconds)
         self._container = container
+
+    def entries(self, prefix: str, *, deep: bool) -> Iterator[Found]:
+        """List what begins with a prefix, up to the next slash or `deep`; names are whole keys."""
+        from azure.storage.blob import BlobPrefix
+
+        container = self.service.get_container_client(self._container)
+        found = container.list_blobs if deep else container.walk_blobs
+        for blob in found(name_starts_with=prefix or None):
+            if isinstance(blob, BlobPrefix):
+                yield Found(blob.name[:-1], is_directory=True, size_bytes=0)
+            else:
+                yield Found(blob.name, is_directory=False, size_bytes=int(blob.size))
+
+    def parts(self, path: str, token: str, unfinished: str) -> AzureParts:
+        """Begin a blob that arrives in parts, or continue one of the same token."""
+        del unfinished  # Azure hides blocks
+        return AzureParts(self, path, token)
 
     def blob(self, path: str) -> BlobClient:
         """Return the client of Azure's own library for one blob."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
 from functools import cached_property
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import quote
 
+from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._words import refuse_others
 
 if TYPE_CHECKING:
@@ -23,12 +26,13 @@ _SERVICE: Final = "https://storage.googleapis.com"
 _COMPONENTS: Final = 32
 _TRIES: Final = 4
 _RETRIED: Final = (408, 429, 500, 502, 503, 504)
-_CONDITION_FAILED: Final = 412
 
 
 @final
 class GcsBucket:
     """A bucket, asked for in the words of gcsfs, whose library reads the credentials."""
+
+    metadata = GCS_METADATA
 
     def __init__(
         self, url: str, bucket: str, options: Mapping[str, Any], seconds: float, **arguments: Any
@@ -65,16 +69,53 @@ class GcsBucket:
             FileExistsError: `create`, and there is such an object.
         """
         resource = {"contentType": "application/octet-stream", "metadata": {GCS_METADATA: token}}
-        answer = self._session.post(
-            f"{self._endpoint}/storage/v1/b/{self._bucket}/o/{quote(target, safe='')}/compose",
-            params={"ifGenerationMatch": "0"} if create else {},
-            json={"sourceObjects": [{"name": name} for name in sources], "destination": resource},
-            headers={**self._headers, "Authorization": f"Bearer {self._credential()['token']}"},
-            timeout=self._seconds,
+        self._ask(
+            "POST",
+            f"{quote(target, safe='')}/compose",
+            {"ifGenerationMatch": "0"} if create else {},
+            {"sourceObjects": [{"name": name} for name in sources], "destination": resource},
         )
-        if answer.status_code == _CONDITION_FAILED:
-            raise FileExistsError(target)
+
+    def entries(self, prefix: str, *, deep: bool) -> Iterator[Found]:
+        """List what begins with a prefix, up to the next slash or `deep`; names are whole keys."""
+        query = {"prefix": prefix, "fields": "prefixes,items(name,size),nextPageToken"}
+        if not deep:
+            query["delimiter"] = "/"
+        while True:
+            page = self._ask("GET", "", query)
+            for name in page.get("prefixes", []):
+                yield Found(name[:-1], is_directory=True, size_bytes=0)
+            for item in page.get("items", []):
+                yield Found(item["name"], is_directory=False, size_bytes=int(item["size"]))
+            if "nextPageToken" not in page:
+                return
+            query["pageToken"] = page["nextPageToken"]
+
+    def parts(self, path: str, token: str, unfinished: str) -> GcsParts:
+        """Begin an object that arrives in parts, or continue one of the same token."""
+        return GcsParts(self, path, token, unfinished)
+
+    def _ask(self, method: str, place: str, query: Mapping[str, str], content: Any = None) -> Any:
+        """Send a request that the JSON interface has for the bucket's objects.
+
+        Raises:
+            FileExistsError: a condition does not hold.
+            FileNotFoundError: there is no such thing.
+        """
+        answer = self._session.request(
+            method,
+            f"{self._endpoint}/storage/v1/b/{self._bucket}/o{place and '/'}{place}",
+            params=query,
+            json=content,
+            headers={**self._headers, "Authorization": f"Bearer {self._credential()['token']}"},
+            timeout=self._seconds / _TRIES,
+        )
+        if answer.status_code == HTTPStatus.PRECONDITION_FAILED:
+            raise FileExistsError(errno.EEXIST, "the object exists already", place)
+        if answer.status_code == HTTPStatus.NOT_FOUND:
+            raise FileNotFoundError(errno.ENOENT, "no such object", place)
         answer.raise_for_status()
+        return answer.json()
 
     def _open(self, **arguments: Any) -> GCSStore:
         from obstore.store import GCSStore
@@ -124,19 +165,18 @@ class GcsBucket:
 class GcsParts:
     """A new object of GCS that arrives as several and is composed of them.
 
-    Multipart uploads of GCS know no conditions; compositions do. Until it is complete, the parts lie beside
-    the object, under names of their own.
+    Multipart uploads of GCS know no conditions; compositions do. Until it is complete, the parts are objects
+    in a directory of their own.
 
     Concurrency: `send` may be called from several threads.
     """
 
-    def __init__(self, bucket: GcsBucket, path: str, token: str) -> None:
+    def __init__(self, bucket: GcsBucket, path: str, token: str, unfinished: str) -> None:
         """Begin, or continue what was begun with the same token, without a request."""
         self._bucket = bucket
         self._path = path
         self._token = token
-        directory, slash, name = path.rpartition("/")
-        self._prefix = f"{directory}{slash}.parts-{token}/{name}"
+        self._prefix = f"{unfinished}/{token}/{path}"
 
     def name_of(self, number: int, mark: str) -> str:
         """Name a part by its place and a mark of its content."""
@@ -177,6 +217,4 @@ class GcsParts:
             obstore.delete(self._bucket.store, found)
 
     def _found(self) -> list[str]:
-        import obstore
-
-        return [entry["path"] for page in obstore.list(self._bucket.store, self._prefix) for entry in page]
+        return [entry.name for entry in self._bucket.entries(f"{self._prefix}/", deep=True)]

@@ -6,6 +6,7 @@ Those libraries are optional, so their errors are recognised by name, without im
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Final, cast
@@ -21,6 +22,7 @@ _LIBRARIES = {
     "ftplib",
     "gcsfs",
     "google",
+    "obstore",
     "requests",
     "s3fs",
     "urllib3",
@@ -30,9 +32,11 @@ _NO_CREDENTIALS = {
     "NoAuthTokenError",
     "NoCredentialsError",
     "PartialCredentialsError",
+    "PermissionDeniedError",
     "ProfileNotFound",
     "SSOTokenLoadError",
     "TokenRetrievalError",
+    "UnauthenticatedError",
     "UnauthorizedSSOTokenError",
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
@@ -41,9 +45,11 @@ _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
-# Of Azure's library.
+# Of the libraries of Azure and obstore.
 _AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
     "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
+    "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PreconditionError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
     "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
 }
 _IN_OUR_WORDS = "_in_our_words"
@@ -95,7 +101,7 @@ def _plain(error: Exception, redaction: Redaction) -> OSError | None:
 
 def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | None:
     """Translate an error, with the library's text; None if it needs no translation."""
-    text = redaction.text(f"{type(error).__name__}: {error}")
+    text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
     if isinstance(error, OSError):
         if type(error).__name__ == "FSTimeoutError":
             return TimeoutError(errno.ETIMEDOUT, "no answer from the object store in time", url)
@@ -111,6 +117,13 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
     if type(origin).__module__.partition(".")[0] not in _LIBRARIES or not isinstance(origin, Exception):
         return None
     return _of_library(origin, text, url)
+
+
+def _brief(error: Exception) -> str:
+    """Return the text of an error; of obstore the first line, without queries, which may hold a signature."""
+    if type(error).__module__.partition(".")[0] != "obstore":
+        return str(error)
+    return re.sub(r"\?\S*", "", str(error).partition("\n")[0])
 
 
 def _of_library(error: Exception, text: str, url: str) -> OSError:
@@ -168,6 +181,7 @@ def _is_denied(error: Exception) -> bool:
         or type(error).__module__ == "google.auth.exceptions"
         or getattr(error, "code", None) in _DENIED
         or getattr(error, "status_code", None) in _DENIED
+        or getattr(getattr(error, "response", None), "status_code", None) in _DENIED
     )
 
 
