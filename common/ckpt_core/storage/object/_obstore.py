@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _TRIES: Final = 6
 _MISSING: Final = "gs:// and az:// need obstore; {fix}, or choose storage_options={{'client': 'fsspec'}}"
-_PARTS: Final = ".parts"
-"""Where GCS keeps the parts of unfinished objects, in the root."""
+_UNFINISHED: Final = ".ckpt-uploads"
+"""Where the parts of unfinished objects lie on GCS, in the root; listings leave it out."""
 
 
 class Place(Protocol):
@@ -60,6 +60,7 @@ class ObstoreClient(PartClient):
         url: of the root.
         storage_options: in the words of gcsfs or adlfs.
         request_seconds: the time limit of one request, further tries included.
+        conditional_writes: must be true, for both services know them.
         block_bytes: size of the parts of an upload; None for the default.
 
     Raises:
@@ -72,7 +73,8 @@ class ObstoreClient(PartClient):
         storage_options: Mapping[str, Any],
         *,
         request_seconds: float,
-        block_bytes: int | None = None,
+        conditional_writes: bool,
+        block_bytes: int | None,
     ) -> None:
         super().__init__(block_bytes=block_bytes or BLOCK_BYTES, connections=CONNECTIONS)
         self.url = public_url(url).rstrip("/")
@@ -80,6 +82,10 @@ class ObstoreClient(PartClient):
         protocol, _, rest = url.partition("://")
         place, _, base = rest.partition("/")
         self.bucket, self.base = place.partition("@")[0], base.strip("/")
+        if not conditional_writes:
+            raise ConfigError(
+                f"{self.url}: storage_options conditional_writes=False is for stores that speak S3; leave it out"
+            )
         kind, extra = (GcsBucket, "gcs") if protocol in {"gs", "gcs"} else (AzureContainer, "azure")
         limits = _limits(request_seconds)
         try:
@@ -99,9 +105,12 @@ class ObstoreClient(PartClient):
 
     def children(self, path: str) -> list[Found]:
         """List the names below a prefix, up to the next slash."""
-        prefix = f"{path}/" if path else ""
-        found = [entry for entry in self._listed(prefix, "/") if entry.is_directory or entry.name != prefix]
-        return [entry._replace(name=entry.name[len(prefix) :]) for entry in found]
+        prefix, unfinished = f"{path}/" if path else "", self.path(_UNFINISHED)
+        return [
+            entry._replace(name=entry.name[len(prefix) :])
+            for entry in self._listed(prefix, "/")
+            if entry.name != unfinished and (entry.is_directory or entry.name != prefix)
+        ]
 
     def below(self, path: str) -> list[str]:
         """List an object, which is found even if listings do not show it yet, and all below it."""
@@ -149,12 +158,12 @@ class ObstoreClient(PartClient):
     def begin(self, path: str, token: str, *, again: bool) -> Parts:
         """Begin an upload in parts, or continue one with the same token."""
         del again
-        scratch = self.path(f"{_PARTS}/{token}")
+        scratch = self.path(f"{_UNFINISHED}/{token}")
         return self._place.begin(path, token, f"{scratch}/{path[len(self.path('')) :].lstrip('/')}")
 
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> list[str]:
         """Delete the parts of objects that were never made; Azure drops its blocks by itself."""
-        root = f"{self.path(_PARTS)}/"
+        root = f"{self.path(_UNFINISHED)}/"
         abandoned: set[str] = set()
         for entry in self._listed(root, ""):
             key = entry.name[len(root) :].partition("/")[2].rpartition("/")[0]

@@ -6,6 +6,7 @@ Those libraries are optional, so their errors are recognised by name, without im
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -43,15 +44,6 @@ _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
-# Of Azure's library, of obstore.
-_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
-    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
-    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
-    "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
-    "PreconditionError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
-    "PermissionDeniedError": lambda text, url: _denied(text, url),
-    "UnauthenticatedError": lambda text, url: _expired(text, url),
-}
 _IN_OUR_WORDS = "_in_our_words"
 """Attribute of translated errors: a short secret, such as "job", may be a word of ours."""
 # Errors named in the contract of `Storage` stay as they are.
@@ -101,8 +93,7 @@ def _plain(error: Exception, redaction: Redaction) -> OSError | None:
 
 def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | None:
     """Translate an error, with the library's text; None if it needs no translation."""
-    # obstore adds all that it knows.
-    text = redaction.text(f"{type(error).__name__}: {error}".partition("\n\nDebug source")[0])
+    text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
     if isinstance(error, OSError) and type(error).__module__ != "requests.exceptions":
         if type(error).__name__ == "FSTimeoutError":
             return TimeoutError(errno.ETIMEDOUT, "no answer from the object store in time", url)
@@ -118,6 +109,13 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
     if type(origin).__module__.partition(".")[0] not in _LIBRARIES or not isinstance(origin, Exception):
         return None
     return _of_library(origin, text, url)
+
+
+def _brief(error: Exception) -> str:
+    """Return the text of an error; of obstore the first line, without queries, which may hold a signature."""
+    if type(error).__module__.partition(".")[0] != "obstore":
+        return str(error)
+    return re.sub(r"\?\S*", "", str(error).partition("\n")[0])
 
 
 def _of_library(error: Exception, text: str, url: str) -> OSError:
@@ -199,3 +197,14 @@ def _expired(text: str, url: str) -> PermissionError:
         f"itself instead of a fixed session token ({text})",
         url,
     )
+
+
+# Of Azure's library, of obstore.
+_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
+    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
+    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PreconditionError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PermissionDeniedError": _denied,
+    "UnauthenticatedError": _expired,
+}
