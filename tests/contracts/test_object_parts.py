@@ -20,11 +20,7 @@ PATH = "run/step-000000001/__0_0.distcp"
 
 @pytest.fixture(params=["gcs", "azure"])
 def cloud(request):
-    if request.param == "azure":
-        endpoint = request.getfixturevalue("azure_endpoint").rpartition("/")[0]
-    else:
-        endpoint = request.getfixturevalue("gcs_endpoint")
-    cloud = Cloud.fresh(request.param, endpoint)
+    cloud = Cloud.fresh(request.param, request.getfixturevalue(f"{request.param}_endpoint"))
     yield cloud
     cloud.control.clear()
     cloud.control.release()
