@@ -12,7 +12,7 @@ CheckpointError(Exception)
 ├─ SaveError                                       a save failed; the last committed checkpoint is untouched
 │  ├─ NoRoomError                                  it would not have fitted on the disk; nothing was written
 │  └─ DivergenceError                              ranks hold different values under one name
-├─ UploadError                                     a checkpoint did not reach a further tier; it is in the root
+├─ UploadError                                     a checkpoint is in the root, and in no further tier
 ├─ StagingMemoryError(…, MemoryError)              the copy of the state would not fit into host memory
 ├─ LoadError                                       a load failed for a reason that is none of the above
 │  └─ ArchivedError(…, PermissionError)            it is in an archive, and must be restored before it is read

@@ -34,7 +34,6 @@ from ckpt_core.errors import (
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
-
 HELD: Final = "its upload has not ended"
 
 
@@ -86,7 +85,9 @@ class Inventory:
         """
         infos, held = self.survey().everything, self._held()
         if held:
-            infos = [replace(info, pinned=info.pinned or HELD) if info.name in held else info for info in infos]
+            infos = [
+                replace(info, pinned=info.pinned or HELD) if info.name in held else info for info in infos
+            ]
         if self._storage.supports_rename:
             return infos
         return [info if info.name in self._size_checked else self._with_size_checked(info) for info in infos]

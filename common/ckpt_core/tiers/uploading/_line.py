@@ -24,11 +24,13 @@ class DueCheckpoint:
 
     Attributes:
         info: of the checkpoint, in the root.
-        report: called once with the outcome.
+        report: called with the outcome.
+        last: whether it is tried at the end of the run once more, whatever became of it before.
     """
 
     info: CheckpointInfo
     report: Callable[[Outcome], None] = field(default=lambda _: None)
+    last: bool = False
 
 
 @final
@@ -58,7 +60,7 @@ class UploadLine:
             self._changed.notify_all()
 
     def next(self) -> DueCheckpoint | None:
-        """Wait for the next checkpoint and begin it; None once the line is closed and empty."""
+        """Wait for the next checkpoint; None once the line is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             self._running = self._waiting.popleft() if self._waiting else None
@@ -125,7 +127,7 @@ class AllTiers:
         self._missing = False
 
     def report(self, outcome: Outcome) -> None:
-        """Note the outcome in one tier; the last one, or the first error, resolves the future."""
+        """Note the outcome in one tier; the last, or the first error, resolves the future."""
         with self._guard:
             self._awaited -= 1
             if isinstance(outcome, UploadError):
