@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from ckpt_core.storage._base import Storage
+    from ckpt_core.storage._base import RangeReader, Storage
 
 ReadAt: TypeAlias = Callable[[int, memoryview], None]
 """Fills a whole buffer from an offset on; called from several threads, also twice for the same bytes."""
@@ -26,6 +26,29 @@ class PutSource(NamedTuple):
     read: ReadAt
     pace: Pace
     progress: Progress
+
+    def counted(self) -> Generator[memoryview]:
+        """Yield pieces that begin on pages of memory, each in memory of its own; count those taken."""
+        for piece in self.pace(self._pieces()):
+            yield piece
+            self.progress(len(piece))
+
+    def equals(self, reader: RangeReader) -> bool:
+        """Compare with a file of the same size, up to the first difference."""
+        for offset in range(0, self.size_bytes, PIECE_BYTES):
+            count = min(PIECE_BYTES, self.size_bytes - offset)
+            wanted, there = memoryview(bytearray(count)), memoryview(bytearray(count))
+            self.read(offset, wanted)
+            reader.read_into(offset, there)
+            if wanted != there:
+                return False
+        return True
+
+    def _pieces(self) -> Generator[memoryview]:
+        for offset in range(0, self.size_bytes, PIECE_BYTES):
+            piece = memoryview(mmap.mmap(-1, min(PIECE_BYTES, self.size_bytes - offset)))
+            self.read(offset, piece)
+            yield piece
 
 
 def unlimited(pieces: Iterable[memoryview]) -> Iterable[memoryview]:
@@ -48,36 +71,13 @@ def put_whole(storage: Storage, key: str, source: PutSource) -> None:
     found = None
     with suppress(FileNotFoundError):
         found = storage.size(key)
-    if found == source.size_bytes and _is_equal(storage, key, source):
-        storage.sync_file(key)
-        source.progress(source.size_bytes)
-        return
+    if found == source.size_bytes:
+        with storage.open_ranges(key) as reader:
+            equal = source.equals(reader)
+        if equal:
+            storage.sync_file(key)
+            source.progress(source.size_bytes)
+            return
     if found is not None:
         storage.delete(key)
-    storage.write_pieces(key, _counted(source))
-
-
-def _is_equal(storage: Storage, key: str, source: PutSource) -> bool:
-    with storage.open_ranges(key) as reader:
-        for offset in range(0, source.size_bytes, PIECE_BYTES):
-            count = min(PIECE_BYTES, source.size_bytes - offset)
-            wanted, there = memoryview(bytearray(count)), memoryview(bytearray(count))
-            source.read(offset, wanted)
-            reader.read_into(offset, there)
-            if wanted != there:
-                return False
-    return True
-
-
-def _counted(source: PutSource) -> Generator[memoryview]:
-    for piece in source.pace(_pieces(source)):
-        yield piece
-        source.progress(len(piece))
-
-
-def _pieces(source: PutSource) -> Generator[memoryview]:
-    """Yield pieces that begin on pages of memory, each in memory of its own."""
-    for offset in range(0, source.size_bytes, PIECE_BYTES):
-        piece = memoryview(mmap.mmap(-1, min(PIECE_BYTES, source.size_bytes - offset)))
-        source.read(offset, piece)
-        yield piece
+    storage.write_pieces(key, source.counted())

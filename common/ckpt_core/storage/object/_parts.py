@@ -127,7 +127,7 @@ class PartClient(ObjectClient):
     def put_file(self, path: str, source: PutSource, identity: str) -> None:
         """Send what is not there yet of a file."""
         size = source.size_bytes
-        token = hashlib.sha256(f"{identity} {size}".encode()).hexdigest()[:32]
+        token = token_of(identity, size)
         with suppress(FileNotFoundError):
             if self.size_and_token(path) != (size, token):
                 raise self._occupied(path)
@@ -210,6 +210,11 @@ class PartClient(ObjectClient):
         return FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}: {self.shown(path)}")
 
 
+def token_of(identity: str, size_bytes: int) -> str:
+    """Return the token of a file that is put; see `Storage.put_file`."""
+    return hashlib.sha256(f"{identity} {size_bytes}".encode()).hexdigest()[:32]
+
+
 def mark(content: Sequence[memoryview]) -> str:
     """Return the CRC-32 of a part in hexadecimal."""
     value = 0
@@ -250,7 +255,7 @@ class _Upload:
 
     def take(self, piece: memoryview) -> None:
         """Take a piece that is not changed until the upload ends; raise the failure of an earlier one."""
-        while piece:
+        while piece and not self._failed:
             if not self._room:
                 self._pass_on()
             taken = piece[: self._room]
@@ -277,8 +282,6 @@ class _Upload:
 
     def _pass_on(self) -> None:
         """Give what is held to a thread."""
-        if self._failed:
-            return
         if self._parts is None:
             with translated_errors(self._client.url, self._client.redaction):
                 self._parts = self._client.begin(self._path, self._token, again=False)

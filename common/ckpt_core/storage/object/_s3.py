@@ -6,6 +6,7 @@ reading of files: their memory goes to the socket in slices.
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,12 +17,12 @@ from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, Parts, mark
 from ckpt_core.storage.object._s3_options import S3Settings
-from ckpt_core.storage.object._translation import answer_ended, crc32_header, late, translated_errors
+from ckpt_core.storage.object._translation import answer_ended, late, translated_errors
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
 
-_TOKEN: Final = "ckpt-upload"
+_METADATA: Final = "ckpt-upload"
 _SLICE_BYTES: Final = 2**20
 _READ_TRIES: Final = 4
 _CLEANING_SHARE: Final = 0.25
@@ -53,10 +54,10 @@ class S3Client(PartClient):
         conditional_writes: bool,
         block_bytes: int | None,
     ) -> None:
-        settings = S3Settings.of(public_url(url), storage_options, request_seconds)
-        super().__init__(block_bytes=block_bytes or BLOCK_BYTES, connections=settings.connections)
         self.url = public_url(url).rstrip("/")
         self.redaction = Redaction.of(url, storage_options)
+        settings = S3Settings.of(self.url, storage_options, request_seconds, self.redaction)
+        super().__init__(block_bytes=block_bytes or BLOCK_BYTES, connections=settings.connections)
         self.bucket, _, base = url.partition("://")[2].partition("/")
         self.base = base.strip("/")
         self._condition = {"IfNoneMatch": "*"} if conditional_writes else {}
@@ -69,20 +70,20 @@ class S3Client(PartClient):
     def size_and_token(self, path: str) -> tuple[int, str | None]:
         """Ask for size and metadata of an object."""
         found = self.call("head_object", Key=path)
-        return int(found["ContentLength"]), found.get("Metadata", {}).get(_TOKEN)
+        return int(found["ContentLength"]), found.get("Metadata", {}).get(_METADATA)
 
     def children(self, path: str) -> list[Found]:
         """List the names below a prefix, up to the next slash."""
         prefix = f"{path}/" if path else ""
         found: list[Found] = []
         for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
-            for entry in page.get("CommonPrefixes", []):
-                found.append(Found(entry["Prefix"][len(prefix) : -1], is_directory=True, size_bytes=0))
-            for entry in page.get("Contents", []):
-                name = str(entry["Key"])[len(prefix) :]
-                if name:
-                    found.append(Found(name, is_directory=False, size_bytes=int(entry["Size"])))
-        return found
+            directories = [str(entry["Prefix"])[:-1] for entry in page.get("CommonPrefixes", [])]
+            sizes = {str(entry["Key"]): int(entry["Size"]) for entry in page.get("Contents", [])}
+            found += [Found(name[len(prefix) :], is_directory=True, size_bytes=0) for name in directories]
+            found += [
+                Found(name[len(prefix) :], is_directory=False, size_bytes=sizes[name]) for name in sizes
+            ]
+        return [each for each in found if each.name or each.is_directory]
 
     def below(self, path: str) -> list[str]:
         """List an object, which is found even if listings do not show it yet, and all below it."""
@@ -157,12 +158,12 @@ class S3Client(PartClient):
             return self._ask(operation, **arguments)
 
     def _put(self, path: str, content: Sequence[memoryview], **more: Any) -> None:
-        checksum = crc32_header(mark(content))
+        checksum = _header(mark(content))
         self.call("put_object", Key=path, Body=Body(content), ChecksumCRC32=checksum, **more)
 
     def _marked(self, token: str) -> dict[str, Any]:
         known = self._settings.additional.get("Metadata", {})
-        return {"Metadata": {**known, _TOKEN: token}}
+        return {"Metadata": {**known, _METADATA: token}}
 
     def _uploads(self, prefix: str) -> list[dict[str, Any]]:
         pages = self._pages("list_multipart_uploads", Prefix=prefix)
@@ -202,7 +203,7 @@ class S3Client(PartClient):
         with self._guard:
             if self._made is None:
                 with translated_errors(self.url, self.redaction):
-                    self._made = self._settings.connect()
+                    self._made = self._settings.connect(self.url, self.redaction)
                 self._made.meta.events.register("before-send.s3", self._before_send)
             return self._made
 
@@ -263,7 +264,7 @@ class S3Parts:
             "upload_part",
             PartNumber=int(number),
             Body=Body(content),
-            ChecksumCRC32=crc32_header(checksum),
+            ChecksumCRC32=_header(checksum),
             **self._place,
         )
         self._tags[name] = str(answer["ETag"])
@@ -274,7 +275,7 @@ class S3Parts:
             {
                 "PartNumber": int(name.partition("-")[0]),
                 "ETag": self._tags[name],
-                "ChecksumCRC32": crc32_header(name.partition("-")[2]),
+                "ChecksumCRC32": _header(name.partition("-")[2]),
             }
             for name in names
         ]
@@ -295,7 +296,7 @@ class S3Parts:
             page = self._client.call("list_parts", PartNumberMarker=marker, **self._place)
             for part in page.get("Parts", []):
                 if checksum := part.get("ChecksumCRC32"):
-                    name = self.name_of(part["PartNumber"] - 1, crc32_header(checksum, back=True))
+                    name = self.name_of(part["PartNumber"] - 1, _hexadecimal(checksum))
                     self._tags[name] = str(part["ETag"])
             if not page.get("IsTruncated"):
                 return
@@ -321,6 +322,15 @@ class Body:
         for piece in self._content:
             for start in range(0, len(piece), _SLICE_BYTES):
                 yield piece[start : start + _SLICE_BYTES]
+
+
+def _header(checksum: str) -> str:
+    """Return a CRC-32 as S3 writes it."""
+    return base64.b64encode(bytes.fromhex(checksum)).decode()
+
+
+def _hexadecimal(header: str) -> str:
+    return base64.b64decode(header).hex()
 
 
 def _token_part(token: str) -> memoryview:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
-from ckpt_core.errors import ConfigError
+from ckpt_core.disclosure import Redaction
 from ckpt_core.storage.object._parts import CONNECTIONS
+from ckpt_core.storage.object._words import refuse_others, refused
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
+    from botocore.config import Config
 
 _MOST_ATTEMPTS: Final = 6
 _KEYS: Final = {
@@ -68,32 +70,29 @@ class S3Settings:
     Attributes:
         session: arguments of botocore's session.
         client: arguments of its client, without `config`.
-        config: arguments of its `Config`.
+        config: its configuration.
         additional: arguments of every request that takes them.
-        anonymous: whether requests are not signed.
         connections: how many parts of one object are on their way at the same time.
     """
 
     session: Mapping[str, Any]
     client: Mapping[str, Any]
-    config: Mapping[str, Any]
+    config: Config
     additional: Mapping[str, Any]
-    anonymous: bool
     connections: int
 
     @classmethod
-    def of(cls, url: str, options: Mapping[str, Any], seconds: float) -> Self:
+    def of(cls, url: str, options: Mapping[str, Any], seconds: float, redaction: Redaction) -> Self:
         """Translate options.
 
         Raises:
-            ConfigError: some cannot be translated; it names them.
+            ConfigError: some cannot be translated, or botocore refuses them; it names them.
         """
-        others = sorted(set(options) - {*_KEYS, *_OTHERS, *_WITHOUT_EFFECT})
-        if others:
-            raise ConfigError(
-                f"{url}: there is no translation of storage_options {', '.join(others)} for botocore; leave "
-                "them out, or choose storage_options={'client': 'fsspec'}"
-            )
+        from botocore import UNSIGNED
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+
+        refuse_others(url, options, {*_KEYS, *_OTHERS, *_WITHOUT_EFFECT}, "botocore")
         given = {_KEYS[name]: value for name, value in options.items() if name in _KEYS and value is not None}
         connections = int(options.get("max_concurrency") or CONNECTIONS)
         user = dict(options.get("config_kwargs") or {})
@@ -106,29 +105,33 @@ class S3Settings:
             # The checksum is signed instead of a second one of the content.
             "s3": {"payload_signing_enabled": False, **user.get("s3", {})},
         }
+        if options.get("anon"):
+            config["signature_version"] = UNSIGNED
         payer = {"RequestPayer": "requester"} if options.get("requester_pays") else {}
+        try:
+            made = Config(**config)
+        except (ValueError, TypeError, BotoCoreError) as error:
+            raise refused(url, "botocore", options, error=error, redaction=redaction) from None
         return cls(
             session={"profile": options["profile"]} if options.get("profile") else {},
             client={**given, **(options.get("client_kwargs") or {})},
-            config=config,
+            config=made,
             additional={**payer, **(options.get("s3_additional_kwargs") or {})},
-            anonymous=bool(options.get("anon")),
             connections=connections,
         )
 
-    def connect(self) -> BaseClient:
+    def connect(self, url: str, redaction: Redaction) -> BaseClient:
         """Make botocore's client, which asks for credentials when it first needs them.
 
         Raises:
             ConfigError: botocore refuses an argument.
         """
-        from botocore import UNSIGNED
-        from botocore.config import Config
         from botocore.session import Session
 
-        signature = {"signature_version": UNSIGNED} if self.anonymous else {}
-        session = Session(**self.session)
-        return session.create_client("s3", config=Config(**self.config, **signature), **self.client)
+        try:
+            return Session(**self.session).create_client("s3", config=self.config, **self.client)
+        except (ValueError, TypeError) as error:
+            raise refused(url, "botocore", self.client, error=error, redaction=redaction) from None
 
     def known(self, client: BaseClient, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Add the additional arguments that an operation takes."""
