@@ -19,11 +19,7 @@ SIZES = (10, 700_000)
 
 @pytest.fixture(params=["gcs", "azure"])
 def cloud(request):
-    if request.param == "azure":
-        endpoint = request.getfixturevalue("azure_endpoint").rpartition("/")[0]
-    else:
-        endpoint = request.getfixturevalue("gcs_endpoint")
-    cloud = Cloud.fresh(request.param, endpoint)
+    cloud = Cloud.fresh(request.param, request.getfixturevalue(f"{request.param}_endpoint"))
     yield cloud
     cloud.control.clear()
     cloud.control.release()

@@ -9,8 +9,8 @@ import obstore
 import pytest
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage.object._azure import AzureContainer
-from ckpt_core.storage.object._gcs import GcsBucket
+from ckpt_core.storage.object._azure import AZURE_METADATA, AzureContainer
+from ckpt_core.storage.object._gcs import GCS_METADATA, GcsBucket
 from tests.support.clouds import Cloud
 
 pytestmark = pytest.mark.emulator
@@ -20,11 +20,7 @@ PATH = "run/step-000000001/__0_0.distcp"
 
 @pytest.fixture(params=["gcs", "azure"])
 def cloud(request):
-    if request.param == "azure":
-        endpoint = request.getfixturevalue("azure_endpoint").rpartition("/")[0]
-    else:
-        endpoint = request.getfixturevalue("gcs_endpoint")
-    cloud = Cloud.fresh(request.param, endpoint)
+    cloud = Cloud.fresh(request.param, request.getfixturevalue(f"{request.param}_endpoint"))
     yield cloud
     cloud.control.clear()
     cloud.control.release()
@@ -38,7 +34,7 @@ def place(cloud):
 
 @pytest.fixture
 def begin(place, cloud):
-    return lambda token: place.parts(PATH, token, ".ckpt-uploads")
+    return lambda token: place.begin(PATH, token, f"run/.parts/{token}/{PATH}")
 
 
 def send(upload, contents):
@@ -48,8 +44,9 @@ def send(upload, contents):
     return names
 
 
-def token_of(place):
-    return obstore.get(place.store, PATH).attributes[place.metadata]
+def token_of(place, cloud):
+    found = obstore.get(place.store, PATH).attributes
+    return found[GCS_METADATA if cloud.kind == "gcs" else AZURE_METADATA]
 
 
 def completion(cloud):
@@ -63,7 +60,7 @@ def test_an_object_of_many_parts_is_whole_and_has_its_token(begin, place, cloud,
     upload.complete(send(upload, contents))
     upload.abandon()
     assert cloud.read(PATH) == b"".join(contents)
-    assert token_of(place) == "token"
+    assert token_of(place, cloud) == "token"
     assert cloud.names() == [PATH]
 
 
@@ -99,7 +96,7 @@ def test_a_completion_whose_answer_was_lost_is_known_by_its_token(begin, place, 
     cloud.fault("lose", *completion(cloud), count=1)
     with pytest.raises(FileExistsError):
         upload.complete(names)
-    assert token_of(place) == "mine"
+    assert token_of(place, cloud) == "mine"
     assert cloud.read(PATH) == b"a b c"
 
 

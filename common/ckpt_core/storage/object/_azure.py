@@ -53,8 +53,6 @@ _TRIES: Final = 4
 class AzureContainer:
     """A container, asked for in the words of adlfs."""
 
-    metadata = AZURE_METADATA
-
     def __init__(
         self, url: str, container: str, options: Mapping[str, Any], seconds: float, **arguments: Any
     ) -> None:
@@ -77,23 +75,31 @@ class AzureContainer:
         account = _Account.of(url, {**given, **options})
         self.store = account.store(container, **arguments)
         self.service = account.service(seconds)
+        self.token_name = AZURE_METADATA
         self._container = container
 
-    def entries(self, prefix: str, *, deep: bool) -> Iterator[Found]:
-        """List what begins with a prefix, up to the next slash or `deep`; names are whole keys."""
+    def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
+        """List the blobs with a prefix, by their whole names, and what is before the next delimiter."""
         from azure.storage.blob import BlobPrefix
 
         container = self.service.get_container_client(self._container)
-        found = container.list_blobs if deep else container.walk_blobs
-        for blob in found(name_starts_with=prefix or None):
-            if isinstance(blob, BlobPrefix):
-                yield Found(blob.name[:-1], is_directory=True, size_bytes=0)
+        if delimiter:
+            found = container.walk_blobs(name_starts_with=prefix, delimiter=delimiter)
+        else:
+            found = container.list_blobs(name_starts_with=prefix)
+        for entry in found:
+            if isinstance(entry, BlobPrefix):
+                yield Found(entry.name[:-1], is_directory=True, size_bytes=0)
             else:
-                yield Found(blob.name, is_directory=False, size_bytes=int(blob.size))
+                yield Found(entry.name, is_directory=False, size_bytes=entry.size)
 
-    def parts(self, path: str, token: str, unfinished: str) -> AzureParts:
-        """Begin a blob that arrives in parts, or continue one of the same token."""
-        del unfinished  # Azure hides blocks
+    def remove(self, path: str) -> None:
+        """Delete a blob."""
+        self.blob(path).delete_blob()
+
+    def begin(self, path: str, token: str, scratch: str) -> AzureParts:
+        """Begin an upload in blocks, or continue it."""
+        del scratch
         return AzureParts(self, path, token)
 
     def blob(self, path: str) -> BlobClient:
@@ -211,19 +217,22 @@ class _Account:
 
     def service(self, seconds: float) -> BlobServiceClient:
         from azure.core.credentials import AzureNamedKeyCredential, AzureSasCredential
-        from azure.storage.blob import BlobServiceClient, ExponentialRetry
+        from azure.storage.blob import BlobServiceClient, LinearRetry
 
         credential = self.credential
         if credential is None and self.key:
             credential = AzureNamedKeyCredential(self.name, self.key)
         elif credential is None and self.sas:
             credential = AzureSasCredential(self.sas.lstrip("?"))
+        # All tries and the waits between them fit into the limit.
+        share, wait = seconds / (_TRIES + 2), min(5.0, seconds / 12)
+        retry = LinearRetry(backoff=wait, retry_total=_TRIES - 1, random_jitter_range=wait / 2)
         return BlobServiceClient(
             self.endpoint,
             credential,
-            retry_policy=ExponentialRetry(initial_backoff=1, increment_base=2, retry_total=_TRIES - 1),
-            connection_timeout=max(1.0, min(10.0, seconds / _TRIES)),
-            read_timeout=max(1.0, seconds / _TRIES),
+            retry_policy=retry,
+            connection_timeout=min(10.0, share),
+            read_timeout=share,
         )
 
     def _bearer(self) -> dict[str, Any]:

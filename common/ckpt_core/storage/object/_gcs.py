@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
 from functools import cached_property
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import quote
 
+from ckpt_core.crew import run_all
 from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._words import refuse_others
 
 if TYPE_CHECKING:
     from obstore.store import GCSStore
-    from requests import Session
+    from requests import Response, Session
 
 GCS_METADATA: Final = "ckpt-upload"
 """The name of an upload's token in the metadata of its object."""
@@ -25,14 +24,15 @@ _SERVICE: Final = "https://storage.googleapis.com"
 # Google composes no more at a time.
 _COMPONENTS: Final = 32
 _TRIES: Final = 4
+_DELETE_THREADS: Final = 8
 _RETRIED: Final = (408, 429, 500, 502, 503, 504)
+_LISTED: Final = "nextPageToken,prefixes,items(name,size)"
+_AS_OS_ERRORS: Final = {404: FileNotFoundError, 412: FileExistsError}
 
 
 @final
 class GcsBucket:
     """A bucket, asked for in the words of gcsfs, whose library reads the credentials."""
-
-    metadata = GCS_METADATA
 
     def __init__(
         self, url: str, bucket: str, options: Mapping[str, Any], seconds: float, **arguments: Any
@@ -52,6 +52,7 @@ class GcsBucket:
         from gcsfs.credentials import GoogleCredentials
 
         refuse_others(url, options, _OPTIONS)
+        self.token_name = GCS_METADATA
         self._bucket = bucket
         self._seconds = seconds
         self._endpoint = str(options.get("endpoint_url") or _SERVICE).rstrip("/")
@@ -62,6 +63,25 @@ class GcsBucket:
         )
         self.store = self._open(**arguments)
 
+    def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
+        """List the objects with a prefix, by their whole names, and what is before the next delimiter."""
+        wanted = {"prefix": prefix, "delimiter": delimiter, "fields": _LISTED}
+        page: dict[str, Any] = {"nextPageToken": ""}
+        while "nextPageToken" in page:
+            page = self._ask("GET", "o", params={**wanted, "pageToken": page["nextPageToken"]}).json()
+            for name in page.get("prefixes", []):
+                yield Found(name[:-1], is_directory=True, size_bytes=0)
+            for item in page.get("items", []):
+                yield Found(item["name"], is_directory=False, size_bytes=int(item["size"]))
+
+    def remove(self, path: str) -> None:
+        """Delete an object."""
+        self._ask("DELETE", f"o/{quote(path, safe='')}")
+
+    def begin(self, path: str, token: str, scratch: str) -> GcsParts:
+        """Begin an upload in parts, or continue it."""
+        return GcsParts(self, path, token, scratch)
+
     def compose(self, target: str, sources: Sequence[str], token: str, *, create: bool) -> None:
         """Make one object of at most 32 others, in one step.
 
@@ -71,51 +91,23 @@ class GcsBucket:
         resource = {"contentType": "application/octet-stream", "metadata": {GCS_METADATA: token}}
         self._ask(
             "POST",
-            f"{quote(target, safe='')}/compose",
-            {"ifGenerationMatch": "0"} if create else {},
-            {"sourceObjects": [{"name": name} for name in sources], "destination": resource},
+            f"o/{quote(target, safe='')}/compose",
+            params={"ifGenerationMatch": "0"} if create else {},
+            json={"sourceObjects": [{"name": name} for name in sources], "destination": resource},
         )
 
-    def entries(self, prefix: str, *, deep: bool) -> Iterator[Found]:
-        """List what begins with a prefix, up to the next slash or `deep`; names are whole keys."""
-        query = {"prefix": prefix, "fields": "prefixes,items(name,size),nextPageToken"}
-        if not deep:
-            query["delimiter"] = "/"
-        while True:
-            page = self._ask("GET", "", query)
-            for name in page.get("prefixes", []):
-                yield Found(name[:-1], is_directory=True, size_bytes=0)
-            for item in page.get("items", []):
-                yield Found(item["name"], is_directory=False, size_bytes=int(item["size"]))
-            if "nextPageToken" not in page:
-                return
-            query["pageToken"] = page["nextPageToken"]
-
-    def parts(self, path: str, token: str, unfinished: str) -> GcsParts:
-        """Begin an object that arrives in parts, or continue one of the same token."""
-        return GcsParts(self, path, token, unfinished)
-
-    def _ask(self, method: str, place: str, query: Mapping[str, str], content: Any = None) -> Any:
-        """Send a request that the JSON interface has for the bucket's objects.
-
-        Raises:
-            FileExistsError: a condition does not hold.
-            FileNotFoundError: there is no such thing.
-        """
+    def _ask(self, method: str, place: str, **arguments: Any) -> Response:
         answer = self._session.request(
             method,
-            f"{self._endpoint}/storage/v1/b/{self._bucket}/o{place and '/'}{place}",
-            params=query,
-            json=content,
+            f"{self._endpoint}/storage/v1/b/{self._bucket}/{place}",
             headers={**self._headers, "Authorization": f"Bearer {self._credential()['token']}"},
-            timeout=self._seconds / _TRIES,
+            timeout=self._seconds / (_TRIES + 2),
+            **arguments,
         )
-        if answer.status_code == HTTPStatus.PRECONDITION_FAILED:
-            raise FileExistsError(errno.EEXIST, "the object exists already", place)
-        if answer.status_code == HTTPStatus.NOT_FOUND:
-            raise FileNotFoundError(errno.ENOENT, "no such object", place)
+        if answer.status_code in _AS_OS_ERRORS:
+            raise _AS_OS_ERRORS[answer.status_code](place)
         answer.raise_for_status()
-        return answer.json()
+        return answer
 
     def _open(self, **arguments: Any) -> GCSStore:
         from obstore.store import GCSStore
@@ -150,7 +142,7 @@ class GcsBucket:
 
         retry = Retry(
             total=_TRIES - 1,
-            backoff_factor=0.5,
+            backoff_factor=min(0.5, self._seconds / 40),
             status_forcelist=_RETRIED,
             allowed_methods=None,
             raise_on_status=False,
@@ -166,17 +158,17 @@ class GcsParts:
     """A new object of GCS that arrives as several and is composed of them.
 
     Multipart uploads of GCS know no conditions; compositions do. Until it is complete, the parts are objects
-    in a directory of their own.
+    below a prefix of their own.
 
     Concurrency: `send` may be called from several threads.
     """
 
-    def __init__(self, bucket: GcsBucket, path: str, token: str, unfinished: str) -> None:
-        """Begin, or continue what was begun with the same token, without a request."""
+    def __init__(self, bucket: GcsBucket, path: str, token: str, prefix: str) -> None:
+        """Begin, or continue what was begun with the same token and prefix, without a request."""
         self._bucket = bucket
         self._path = path
         self._token = token
-        self._prefix = f"{unfinished}/{token}/{path}"
+        self._prefix = prefix
 
     def name_of(self, number: int, mark: str) -> str:
         """Name a part by its place and a mark of its content."""
@@ -210,11 +202,7 @@ class GcsParts:
 
     def abandon(self) -> None:
         """Delete the parts; to be called after `complete`, too."""
-        import obstore
-
-        found = self._found()
-        if found:
-            obstore.delete(self._bucket.store, found)
+        run_all(self._bucket.remove, self._found(), _DELETE_THREADS, name="ckpt-delete")
 
     def _found(self) -> list[str]:
-        return [entry.name for entry in self._bucket.entries(f"{self._prefix}/", deep=True)]
+        return [entry.name for entry in self._bucket.listed(f"{self._prefix}/", "")]

@@ -33,11 +33,9 @@ _NO_CREDENTIALS = {
     "NoAuthTokenError",
     "NoCredentialsError",
     "PartialCredentialsError",
-    "PermissionDeniedError",
     "ProfileNotFound",
     "SSOTokenLoadError",
     "TokenRetrievalError",
-    "UnauthenticatedError",
     "UnauthorizedSSOTokenError",
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
@@ -48,13 +46,6 @@ _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
-# Of the libraries of Azure and obstore.
-_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
-    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
-    "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
-    "PreconditionError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
-    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
-}
 _IN_OUR_WORDS = "_in_our_words"
 """Attribute of translated errors: a short secret, such as "job", may be a word of ours."""
 # Errors named in the contract of `Storage` stay as they are.
@@ -86,8 +77,8 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
         if translation is None:
             raise
         setattr(translation, _IN_OUR_WORDS, True)
-        if secret:
-            raise translation from None
+        if secret or _library(error) == "obstore":
+            raise translation from None  # obstore shows whole requests
         raise translation from error
 
 
@@ -105,7 +96,7 @@ def _plain(error: Exception, redaction: Redaction) -> OSError | None:
 def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | None:
     """Translate an error, with the library's text; None if it needs no translation."""
     text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and type(error).__module__ != "requests.exceptions":
         if type(error).__name__ == "FSTimeoutError":
             return TimeoutError(errno.ETIMEDOUT, "no answer from the object store in time", url)
         # gcsfs reports 403 as a plain OSError, s3fs answers of all kinds as the nearest OSError.
@@ -171,9 +162,17 @@ def _of_library(error: Exception, text: str, url: str) -> OSError:
         return _AS_OS_ERRORS[type(error).__name__](text, url)
     if _code(error) in _ARCHIVED:
         return _archived(text, url)
+    if _status(error) == HTTPStatus.UNAUTHORIZED:
+        return _expired(text, url)
     if _is_denied(error):
         return _denied(text, url)
     return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
+
+
+def _status(error: Exception) -> int | None:
+    """Return the status of the answer behind an error of Azure's library or of requests."""
+    answer = error if hasattr(error, "status_code") else getattr(error, "response", None)
+    return getattr(answer, "status_code", None)
 
 
 def _answer_behind(error: OSError) -> Exception | None:
@@ -220,8 +219,7 @@ def _is_denied(error: Exception) -> bool:
         type(error).__name__ in _NO_CREDENTIALS
         or type(error).__module__ == "google.auth.exceptions"
         or getattr(error, "code", None) in _DENIED
-        or getattr(error, "status_code", None) in _DENIED
-        or getattr(getattr(error, "response", None), "status_code", None) in _DENIED
+        or _status(error) in _DENIED
     )
 
 
@@ -238,3 +236,14 @@ def _expired(text: str, url: str) -> PermissionError:
         f"itself instead of a fixed session token ({text})",
         url,
     )
+
+
+# Of Azure's library, of obstore.
+_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
+    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
+    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PreconditionError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PermissionDeniedError": _denied,
+    "UnauthenticatedError": _expired,
+}
