@@ -41,7 +41,6 @@ _NO_CREDENTIALS = {
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 _ARCHIVED = {"InvalidObjectState"}
 _CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict"}
-_LATE = {"ReadTimeoutError", "ConnectTimeoutError"}
 _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
@@ -156,8 +155,6 @@ def _library(error: object) -> str:
 def _of_library(error: Exception, text: str, url: str) -> OSError:
     if _library(error) == "botocore" and (found := _of_status(error, text, url)):
         return found
-    if type(error).__name__ in _LATE:
-        return TimeoutError(errno.ETIMEDOUT, f"no answer from the object store in time ({text})", url)
     if type(error).__name__ in _AS_OS_ERRORS:
         return _AS_OS_ERRORS[type(error).__name__](text, url)
     if _code(error) in _ARCHIVED:
@@ -238,8 +235,14 @@ def _expired(text: str, url: str) -> PermissionError:
     )
 
 
-# Of Azure's library, of obstore.
+def _no_answer(text: str, url: str) -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, f"no answer from the object store in time ({text})", url)
+
+
+# Of botocore, of Azure's library, of obstore.
 _AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
+    "ReadTimeoutError": _no_answer,
+    "ConnectTimeoutError": _no_answer,
     "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
     "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
     "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
