@@ -81,6 +81,10 @@ class BucketClient(Entrant):
     def load(self, number: int) -> None:
         """Load what save `number` has saved."""
 
+    def is_content(self, key: str) -> bool:
+        """Return whether an object below its key was written by a save, and may be deleted after it."""
+        return key.startswith(self.key)
+
     def poison(self) -> None:
         """Make sure that what the next load leaves out is seen."""
         self.task.live.poison()
