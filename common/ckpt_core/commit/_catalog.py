@@ -234,15 +234,16 @@ class Catalog:
         """
         return read_pins(self._storage)
 
-    def pin(self, step: int, reason: str) -> None:
-        """Protect a committed step from pruning.
+    def pin(self, step: int, reason: str, *, ahead: bool = False) -> None:
+        """Protect a committed step from pruning; `ahead` also one not committed yet.
 
         Raises:
             CheckpointNotFoundError: the step is not committed.
             CorruptCheckpointError: the file of pins cannot be read.
             OSError: the pin could not be written.
         """
-        self.find(step=step)
+        if not ahead:
+            self.find(step=step)
         with locked(self._storage, PINS):
             replace_pins(self._storage, self.pins() | {step: reason})
 

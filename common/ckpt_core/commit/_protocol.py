@@ -34,11 +34,12 @@ Any thread of the coordinator may call these, one save at a time per root.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Final, NoReturn
 
 from ckpt_core.commit._catalog import can_count
-from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine, set_aside
 from ckpt_core.commit._strangers import delete_in_place, directories_of, join, merge, retire, unlike
 from ckpt_core.disclosure import logger_of
@@ -56,6 +57,7 @@ from ckpt_core.names import (
     METADATA,
     PINS,
     SHARED,
+    TIERS,
     WRITER,
     data_rank,
     drafted,
@@ -70,7 +72,7 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
-_RESERVED: Final = frozenset({DAMAGED, PINS, WRITER, MANIFEST, MARKER, METADATA, SHARED})
+_RESERVED: Final = frozenset({DAMAGED, PINS, TIERS, WRITER, MANIFEST, MARKER, METADATA, SHARED})
 _LONGEST_NAME: Final = 200
 """In bytes; most filesystems allow 255, and names of saves in flight are longer."""
 _MOST_ATTEMPTS: Final = 8
@@ -186,13 +188,21 @@ def commit(
     """
     content, marker = _encode(manifest)
     _check_files(storage, working, manifest)
-    try:
+    with _created_by_others(storage, name):
         storage.write_bytes(f"{working}/{MANIFEST}", content)
         if storage.supports_rename:
             storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
             _move_into_place(storage, working, name, manifest, replace=replace)
         else:
             _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
+    return marker.info(name)
+
+
+@contextmanager
+def _created_by_others(storage: Storage, name: str) -> Generator[None]:
+    """Say of a name taken meanwhile by whom."""
+    try:
+        yield
     except CheckpointExistsError:
         raise
     except FileExistsError as error:
@@ -202,6 +212,25 @@ def commit(
             f"{storage.url}/{name} was created by others since the save began ({error}); nothing there "
             "was touched: inspect it, then move or delete it"
         ) from error
+
+
+def commit_copy(
+    storage: Storage, working: str, name: str, manifest: Manifest, *, check: Callable[[], None]
+) -> CheckpointInfo:
+    """Turn the copied files in `working`, manifest included, into checkpoint `name`.
+
+    All of them were compared with the manifest. Arguments and errors as by `commit`.
+    """
+    marker = Marker.of(manifest, read_small(storage, f"{working}/{MANIFEST}", MAX_MANIFEST_BYTES))
+    _check_files(storage, working, manifest)
+    check()
+    with _created_by_others(storage, name):
+        if storage.supports_rename:
+            storage.delete(f"{working}/{MARKER}")
+            storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
+            _move_into_place(storage, working, name, manifest, replace=False)
+        else:
+            _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
     return marker.info(name)
 
 

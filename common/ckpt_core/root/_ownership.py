@@ -6,15 +6,17 @@ import errno
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from ckpt_core.commit import (
     Catalog,
     Inventory,
     Lease,
     Soundness,
+    Survey,
     collect_orphans,
     is_name,
     quarantine,
@@ -39,11 +41,29 @@ from ckpt_core.provenance import find_code_version
 from ckpt_core.root._ancestry import Ancestry
 from ckpt_core.root._holdings import TAKING, hold, let_go, require_same_root, take_from_earlier_manager
 from ckpt_core.storage import Storage
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
 
 _MOST_LISTED: Final = 5
+
+Elsewhere: TypeAlias = Callable[[Survey], tuple[Sequence[CheckpointInfo], Lineage]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnerHooks:
+    """The demands of uploads on the owner of a root.
+
+    Attributes:
+        taken: called on every rank, on the main thread, when the root has been taken.
+        held: returns the names of checkpoints that must not be removed for now.
+        spared: returns the names of torn checkpoints that will be completed.
+    """
+
+    taken: Callable[[], None] = lambda: None
+    held: Callable[[], Collection[str]] = tuple
+    spared: Callable[[], Collection[str]] = tuple
 
 
 @final
@@ -60,6 +80,9 @@ class Ownership:
         coordinator: the ranks of the job.
         job_name: name of this job in `writer.json`; None for the name of its script.
         until_idle: blocks until no save is in flight; must keep nothing large alive.
+        hooks: the demands of uploads.
+        elsewhere: returns, for a survey of the root, the checkpoints that only further tiers hold, and the
+            present lineage of all tiers.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
@@ -72,7 +95,12 @@ class Ownership:
         *,
         job_name: str | None = None,
         until_idle: Callable[[], None] = lambda: None,
+        hooks: OwnerHooks | None = None,
+        elsewhere: Elsewhere = lambda survey: ((), survey.lineage),
     ) -> None:
+        self._hooks = hooks or OwnerHooks()
+        self._elsewhere = elsewhere
+        self._further: dict[str, CheckpointInfo] = {}
         self._job_name = job_name
         self._until_idle = until_idle
         self._superseded = False
@@ -84,7 +112,7 @@ class Ownership:
         self._occupied: set[str] = set()
         self._prefix = ""
         self.line = Ancestry(storage.url)
-        self.inventory = Inventory(storage)
+        self.inventory = Inventory(storage, self._hooks.held)
         self.soundness = Soundness(storage, lambda name, problem: self.note_damaged({name: problem}))
 
     def take(self) -> None:
@@ -107,10 +135,16 @@ class Ownership:
         )
         try:
             require_same_root(self._storage, self._coordinator, owner_id, urls)
-        except ConfigError:
+            self._hooks.taken()
+        except CheckpointError:
             self.release()
             raise
         self._taken, self._given_back = True, False
+
+    @property
+    def held(self) -> Collection[str]:
+        """The names of checkpoints that must not be removed for now."""
+        return self._hooks.held()
 
     @property
     def run_id(self) -> str:
@@ -151,7 +185,7 @@ class Ownership:
         overwrite it.
         """
         replaceable = replace and self._storage.supports_rename
-        known = self._damaged if replaceable else self._damaged | self._occupied
+        known = self._damaged if replaceable else self._damaged | self._occupied | self._further.keys()
         return self._superseded or name in known or not is_name(name)
 
     def clear_name(self, name: str, step: int, *, replace: bool) -> str:
@@ -251,15 +285,23 @@ class Ownership:
             if self._is_made(name, step):
                 raise
         else:
-            self._occupied.discard(name)
-            return name
+            further = self._further.get(name)
+            if further is None:
+                self._occupied.discard(name)
+                return name
+            if self.line.is_committed(further, step):
+                raise CheckpointExistsError(
+                    f"step {step} is committed already, in a further tier of {self._storage.url}, as {name}; "
+                    "checkpoints are never overwritten"
+                )
         other = run_name(name, self.line.lineage_of(step).id)
         require_free(self._storage, other)
         _logger.warning(
-            "%s/%s is occupied by a checkpoint that this run does not continue, or by other files: "
+            "%s/%s is occupied by a checkpoint that this run does not continue, or by other files%s: "
             "step %d is saved as %s",
             self._storage.url,
             name,
+            ", here or in a further tier" if name in self._further else "",
             step,
             other,
         )
@@ -292,9 +334,11 @@ class Ownership:
                 self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
-            self.inventory = Inventory(self._storage)
+            self.inventory = Inventory(self._storage, self._hooks.held)
             survey = self.inventory.survey()
-            self.line.survey(survey.everything, survey.lineage)
+            further, present = self._elsewhere(survey)
+            self._further = {info.name: info for info in further}
+            self.line.survey(survey.everything, present, further)
             find_code_version()
         except OSError as error:
             raise ConfigError(
@@ -305,7 +349,7 @@ class Ownership:
     def collect_orphans(self) -> None:
         """Remove remains of crashed saves and prunes; no save or prune may be in flight."""
         try:
-            orphans = collect_orphans(self._storage, keep=())
+            orphans = collect_orphans(self._storage, keep=self._hooks.spared())
         except OSError as error:
             # They only take space; the next job tries again.
             _logger.warning("what crashed saves left in %s was not removed: %s", self._storage.url, error)
