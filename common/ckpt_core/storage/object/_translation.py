@@ -6,9 +6,10 @@ Those libraries are optional, so their errors are recognised by name, without im
 from __future__ import annotations
 
 import errno
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import cast
+from http import HTTPStatus
+from typing import Final, cast
 
 from ckpt_core.disclosure import Redaction
 from ckpt_core.errors import ArchivedError
@@ -16,6 +17,7 @@ from ckpt_core.errors import ArchivedError
 _LIBRARIES = {
     "aiobotocore",
     "aiohttp",
+    "azure",
     "botocore",
     "ftplib",
     "gcsfs",
@@ -36,10 +38,17 @@ _NO_CREDENTIALS = {
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 _ARCHIVED = {"InvalidObjectState"}
+_CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict"}
+_LATE = {"ReadTimeoutError", "ConnectTimeoutError"}
 _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
+# Of Azure's library.
+_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
+    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
+    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+}
 _IN_OUR_WORDS = "_in_our_words"
 """Attribute of translated errors: a short secret, such as "job", may be a word of ours."""
 # Errors named in the contract of `Storage` stay as they are.
@@ -100,12 +109,53 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
         if answer is None or isinstance(error, _NAMED):
             return None
         return _of_answer(error, answer, redaction.text(str(answer)), url)
-    if type(error).__module__.partition(".")[0] not in _LIBRARIES:
+    # adlfs gives the errors of Azure's library other types while it uploads.
+    origin = error.__cause__ if isinstance(error, RuntimeError) else error
+    if _library(origin) not in _LIBRARIES or not isinstance(origin, Exception):
         return None
-    return _of_library(error, text, url)
+    return _of_library(origin, text, url)
+
+
+def late(url: str, seconds: float) -> TimeoutError:
+    """Build the error for a request that took too long, further tries included."""
+    return TimeoutError(
+        errno.ETIMEDOUT,
+        f"no answer from the object store within {seconds:g} s, further tries included; check the "
+        "network, or allow more with storage_options={'request_seconds': …}",
+        url,
+    )
+
+
+def answer_ended(url: str) -> OSError:
+    """Build the error for answers that end before their announced length."""
+    return OSError(_STORE_FAILED, "the object store's answers end too early, further tries included", url)
+
+
+def _of_status(error: Exception, text: str, url: str) -> OSError | None:
+    """Translate an answer of S3, as botocore raises it, by its status; None for other errors."""
+    response = getattr(error, "response", None)
+    if not isinstance(response, dict):
+        return None
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if status == HTTPStatus.NOT_FOUND:
+        return FileNotFoundError(errno.ENOENT, text, url)
+    if status == HTTPStatus.PRECONDITION_FAILED or _code(error) in _CONFLICTS:
+        return FileExistsError(errno.EEXIST, text, url)
+    refused = PermissionError if status in _DENIED else OSError
+    return _of_answer(refused(_STORE_FAILED, text), error, text, url)
+
+
+def _library(error: object) -> str:
+    return type(error).__module__.partition(".")[0]
 
 
 def _of_library(error: Exception, text: str, url: str) -> OSError:
+    if _library(error) == "botocore" and (found := _of_status(error, text, url)):
+        return found
+    if type(error).__name__ in _LATE:
+        return TimeoutError(errno.ETIMEDOUT, f"no answer from the object store in time ({text})", url)
+    if type(error).__name__ in _AS_OS_ERRORS:
+        return _AS_OS_ERRORS[type(error).__name__](text, url)
     if _code(error) in _ARCHIVED:
         return _archived(text, url)
     if _is_denied(error):
@@ -116,7 +166,7 @@ def _of_library(error: Exception, text: str, url: str) -> OSError:
 def _answer_behind(error: OSError) -> Exception | None:
     """Return the error of botocore that s3fs has wrapped."""
     cause = error.__cause__
-    if isinstance(cause, Exception) and type(cause).__module__.partition(".")[0] == "botocore":
+    if isinstance(cause, Exception) and _library(cause) == "botocore":
         return cause
     return None
 
@@ -157,6 +207,7 @@ def _is_denied(error: Exception) -> bool:
         type(error).__name__ in _NO_CREDENTIALS
         or type(error).__module__ == "google.auth.exceptions"
         or getattr(error, "code", None) in _DENIED
+        or getattr(error, "status_code", None) in _DENIED
     )
 
 
