@@ -11,16 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, Parts, mark
 from ckpt_core.storage.object._s3_options import S3Settings
 from ckpt_core.storage.object._translation import answer_ended, late, translated_errors
-
-if TYPE_CHECKING:
-    from botocore.client import BaseClient
 
 _METADATA: Final = "ckpt-upload"
 _SLICE_BYTES: Final = 2**20
@@ -60,11 +57,11 @@ class S3Client(PartClient):
         super().__init__(block_bytes=block_bytes or BLOCK_BYTES, connections=settings.connections)
         self.bucket, _, base = url.partition("://")[2].partition("/")
         self.base = base.strip("/")
-        self._condition = {"IfNoneMatch": "*"} if conditional_writes else {}
+        self._condition: dict[str, Any] = {"IfNoneMatch": "*"} if conditional_writes else {}
         self._settings = settings
         self._seconds = request_seconds
         self._guard = threading.Lock()
-        self._made: BaseClient | None = None
+        self._made: Any = None
         self._deadline = threading.local()
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
@@ -199,7 +196,7 @@ class S3Client(PartClient):
                 done += len(content)
         return done
 
-    def _client(self) -> BaseClient:
+    def _client(self) -> Any:
         with self._guard:
             if self._made is None:
                 with translated_errors(self.url, self.redaction):
@@ -228,11 +225,11 @@ class S3Parts:
     """A new object of S3 that arrives in parts; S3 compares each with its checksum."""
 
     def __init__(
-        self, client: S3Client, path: str, upload: dict[str, Any], condition: dict[str, str]
+        self, client: S3Client, path: str, upload: dict[str, Any], condition: dict[str, Any]
     ) -> None:
         self._client = client
         self._condition = condition
-        self._place = {"Key": path, "UploadId": str(upload["UploadId"])}
+        self._place: dict[str, Any] = {"Key": path, "UploadId": str(upload["UploadId"])}
         self._tags: dict[str, str] = {}
         self._complete = False
 
