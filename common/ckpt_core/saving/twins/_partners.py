@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeAlias, cast, final
 
-from ckpt_core.coordination import Coordinator, Signer
+from ckpt_core.coordination import Addressee, Coordinator, Greeting, Signer, own_addresses
 from ckpt_core.disclosure import logger_of
 from ckpt_core.options import bytes_text
 from ckpt_core.saving._prepared import Assignment
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving.twins._hosts import HOST_VARIABLE, choose_partners, host_name
 from ckpt_core.saving.twins._incoming import Incoming
-from ckpt_core.saving.twins._link import Addressee, Greeting, own_addresses
 from ckpt_core.saving.twins._outgoing import LocalWriter, Outgoing, RemoteWriter, Writer
 from ckpt_core.saving.twins._session import TwinSession
 from ckpt_core.saving.twins._twin_files import TwinFiles
@@ -101,7 +100,7 @@ class Partners:
         writer, where = cast("Writer", LocalWriter(files)), "this process"
         if connected.incoming is not None and connected.partner is not None:
             connected.incoming.begin(save_id, files)
-            greeting = Greeting(signer=connected.signer, rank=connected.rank, save_id=save_id)
+            greeting = Greeting(signer=connected.signer, rank=connected.rank, topic=save_id)
             writer = RemoteWriter(connected.partner, greeting, self._patience_seconds)
             where = f"rank {connected.partner.rank}"
         outgoing = Outgoing(writer, where)
