@@ -15,6 +15,7 @@ from ckpt_core.commit._manifest import (
     Marker,
     corrupt_file,
     read_committed,
+    whole_info,
 )
 from ckpt_core.commit._marks import (
     PINS_REMEDY,
@@ -122,7 +123,7 @@ class Catalog:
         """
 
         def read(name: str) -> CheckpointInfo:
-            return self.marker(name).info(name)
+            return whole_info(self._storage, name, self.marker(name))
 
         listed = countable_names(self._storage)
         infos, unreadable = read_all(listed, read)

@@ -10,6 +10,10 @@ the new one, because exactly one operation, atomic on its storage, moves between
     4. rename onto `<name>`                  the checkpoint, or (power loss before 5) the torn directory of 3
     5. fsync the parent                      the checkpoint
 
+    Where each node has a disk of its own, every step is done on all of them before the next one begins. A
+    crash within step 4 leaves the checkpoint on some disks, and the torn directory of 3, complete, on others:
+    the next run renames it there, too (see `settle_parts`).
+
     If `<name>` is a directory of the user's, step 4 moves the files into it one by one, fsyncs, then moves
     the marker. After a crash in between both directories exist, and the next run completes it (see `merge`).
     If a checkpoint is replaced, step 4 exchanges the names; then the user's files move from the old one to
@@ -47,6 +51,7 @@ from ckpt_core.errors import (
     CheckpointExistsError,
     ConfigError,
     CorruptCheckpointError,
+    HalfRenamedError,
     SaveError,
 )
 from ckpt_core.names import (
@@ -184,7 +189,7 @@ def commit(
         ConfigError: the manifest holds values that JSON cannot.
         RootBusyError: from `check`; if the checkpoint was complete by then, it stays.
     """
-    content, marker = _encode(manifest)
+    content, marker = _encode(manifest, storage.num_disks)
     _check_files(storage, working, manifest)
     try:
         storage.write_bytes(f"{working}/{MANIFEST}", content)
@@ -195,6 +200,13 @@ def commit(
             _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
     except CheckpointExistsError:
         raise
+    except HalfRenamedError as error:
+        raise SaveError(
+            f"step {manifest.step} is complete, and committed on the disks of some nodes only: {error}",
+            step=manifest.step,
+            phase="commit",
+            in_doubt=True,
+        ) from error
     except FileExistsError as error:
         if storage.exists(f"{name}/{MARKER}"):
             _refuse(storage, name)
@@ -341,11 +353,11 @@ def abandon(storage: Storage, working: str) -> None:
         _logger.warning("could not remove torn %s/%s: %s", storage.url, working, error)
 
 
-def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
+def _encode(manifest: Manifest, groups: int) -> tuple[bytes, Marker]:
     """Encode the manifest and its marker, and check that both can be read back."""
     _refuse_unreadable(manifest)
     content = manifest.to_bytes()
-    marker = Marker.of(manifest, content)
+    marker = Marker.of(manifest, content, groups=groups)
     try:
         Manifest.check_bytes(content)
         Marker.from_bytes(marker.to_bytes())

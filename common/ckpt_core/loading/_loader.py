@@ -15,6 +15,7 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
+    PartialCheckpointError,
     UntrustedCheckpointError,
 )
 from ckpt_core.loading._checkpoint import is_stock
@@ -111,6 +112,7 @@ class Loader:
             else:
                 if damaged and note_damaged is not None:
                     note_damaged(damaged)
+                self._report_parts(survey, newer_than=info.step)
                 return Loaded(info=info, saved=saved)
         _refuse_newer(survey, self._storage.url, than=-1)
         if damaged and note_damaged is not None:
@@ -118,6 +120,11 @@ class Loader:
         if damaged or survey.committed:
             kind = UntrustedCheckpointError if untrusted else CorruptCheckpointError
             raise kind(_nothing_usable(self._storage.url, survey, damaged, untrusted))
+        for name, part in _parts(survey).items():
+            raise part.retold(
+                f"{self._storage.url}/{name} is {part}. Nothing was loaded: start on the nodes that saved it, or "
+                "in another root"
+            )
         return None
 
     def locate(self, request: LoadRequest, *, step: int | None, name: str | None) -> LoadRequest:
@@ -274,6 +281,12 @@ class Loader:
             damaged[info.name] = _shorten(error.failures) or str(error)
             self._report(info.name, info.step, damaged[info.name])
 
+    def _report_parts(self, survey: Survey, *, newer_than: int) -> None:
+        """Log newer checkpoints of which the disks of these nodes hold a part only."""
+        for name, part in _parts(survey).items():
+            if (parse_step_name(name) or 0) > newer_than and self._coordinator.is_coordinator:
+                _logger.error("%s/%s is %s; it is passed over", self._storage.url, name, part)
+
     def _report(self, name: str, step: int | None, problem: str, *, what: str = "damaged") -> None:
         self._telemetry.point("load.rejected", name=name, step=step, failures=problem)
         if self._coordinator.is_coordinator:
@@ -299,9 +312,18 @@ def _nothing_usable(url: str, survey: Survey, damaged: Collection[str], untruste
 
 
 def _unreadable(survey: Survey) -> dict[str, str]:
-    """List checkpoints with damaged markers; for archived ones see `_refuse_newer`."""
+    """List checkpoints with damaged markers; for others see `_refuse_newer` and `_parts`."""
     return {
-        name: str(error) for name, error in survey.unreadable.items() if not isinstance(error, ArchivedError)
+        name: str(error)
+        for name, error in survey.unreadable.items()
+        if not isinstance(error, ArchivedError | PartialCheckpointError)
+    }
+
+
+def _parts(survey: Survey) -> dict[str, PartialCheckpointError]:
+    """List checkpoints of which the disks of these nodes hold a part only."""
+    return {
+        name: error for name, error in survey.unreadable.items() if isinstance(error, PartialCheckpointError)
     }
 
 

@@ -6,7 +6,8 @@ import errno
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
 
@@ -34,10 +35,19 @@ from ckpt_core.errors import (
     RootBusyError,
     lost,
 )
+from ckpt_core.groups import GroupedStorage, Grouping, form_groups, parts_of
 from ckpt_core.names import run_name
 from ckpt_core.provenance import find_code_version
 from ckpt_core.root._ancestry import Ancestry
-from ckpt_core.root._holdings import TAKING, hold, let_go, require_same_root, take_from_earlier_manager
+from ckpt_core.root._holdings import (
+    TAKING,
+    hold,
+    let_go,
+    refuse_other_roots,
+    sees_claim,
+    take_from_earlier_manager,
+)
+from ckpt_core.root._settling import settle_parts
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
@@ -54,12 +64,14 @@ class Ownership:
         line: the lineage of the live state; valid on the coordinator only, like the following ones.
         inventory: the committed checkpoints in the root.
         soundness: those known to be whole.
+        grouping: the filesystem groups, if each node has a disk of its own; None otherwise, on every rank.
 
     Args:
         storage: the root.
         coordinator: the ranks of the job.
         job_name: name of this job in `writer.json`; None for the name of its script.
         until_idle: blocks until no save is in flight; must keep nothing large alive.
+        patience_seconds: the longest wait for the disk of another node.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
@@ -72,9 +84,12 @@ class Ownership:
         *,
         job_name: str | None = None,
         until_idle: Callable[[], None] = lambda: None,
+        patience_seconds: float = 900.0,
     ) -> None:
         self._job_name = job_name
         self._until_idle = until_idle
+        self._patience_seconds = patience_seconds
+        self.grouping: Grouping | None = None
         self._superseded = False
         self._storage = storage
         self._coordinator = coordinator
@@ -97,20 +112,44 @@ class Ownership:
         if self._taken:
             return
 
-        def acquire(urls: list[str]) -> list[tuple[str, str, list[str]]]:
-            prefix = self._acquire()
+        def acquire(urls: list[str]) -> list[tuple[str, list[str]]]:
+            self._acquire()
             owner_id = "" if self._lease is None else self._lease.owner.id
-            return [(prefix, owner_id, urls)] * len(urls)
+            return [(owner_id, urls)] * len(urls)
 
-        self._prefix, owner_id, urls = self._coordinator.gather_scatter(
-            self._storage.url, acquire, what="taking the root"
-        )
+        owner_id, urls = self._coordinator.gather_scatter(self._storage.url, acquire, what="taking the root")
         try:
-            require_same_root(self._storage, self._coordinator, owner_id, urls)
-        except ConfigError:
+            self._prefix = self._survey(
+                sees_claim(self._storage, owner_id, urls, rank=self._coordinator.rank), urls
+            )
+        except (CheckpointError, OSError):
             self.release()
             raise
         self._taken, self._given_back = True, False
+
+    def _survey(self, sees: bool, urls: Sequence[str]) -> str:
+        """Find the disks that make up the root, and read what is there; return the run's id.
+
+        On a shared filesystem one exchange.
+        """
+
+        def decide(seen: list[bool]) -> list[str]:
+            refuse_other_roots(seen, urls)
+            return [self._open() if all(seen) else ""] * len(seen)
+
+        run_id = self._coordinator.gather_scatter(sees, decide, what="comparing the roots")
+        if run_id:
+            return run_id
+        assert isinstance(self._storage, GroupedStorage)
+        self.grouping = form_groups(self._storage, self._coordinator, seconds=self._patience_seconds)
+
+        def extend() -> str:
+            for part in parts_of(self._storage)[1:]:
+                assert self._lease is not None
+                self._lease.extend(part)
+            return self._open()
+
+        return self._coordinator.run_on_coordinator(extend, what="taking the disks of all nodes")
 
     @property
     def run_id(self) -> str:
@@ -243,6 +282,11 @@ class Ownership:
             lease.release()
             self._given_back = True
         self._lease, self._taken = None, False
+        if self.grouping is not None and isinstance(self._storage, GroupedStorage):
+            self._storage.leave()
+            if self.grouping.service is not None:
+                self.grouping.service.close(self._patience_seconds)
+            self.grouping = None
 
     def _own_name(self, name: str, step: int) -> str:
         try:
@@ -284,27 +328,37 @@ class Ownership:
                 "%s/%s is damaged, but could not be marked so: %s", self._storage.url, name, error
             )
 
-    def _acquire(self) -> str:
-        try:
+    def _acquire(self) -> None:
+        with self._explained():
             self._storage.check_root()
             refuse_as_root(self._storage)
             if self._lease is None:  # else an earlier call acquired it and failed later
                 self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
+
+    def _open(self) -> str:
+        """Clean up the root, and read what is there; return an id for this run."""
+        with self._explained():
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
             self.inventory = Inventory(self._storage)
             survey = self.inventory.survey()
             self.line.survey(survey.everything, survey.lineage)
             find_code_version()
+        return secrets.token_hex(4)
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
             ) from error
-        return secrets.token_hex(4)
 
     def collect_orphans(self) -> None:
         """Remove remains of crashed saves and prunes; no save or prune may be in flight."""
         try:
+            settle_parts(parts_of(self._storage))
             orphans = collect_orphans(self._storage, keep=())
         except OSError as error:
             # They only take space; the next job tries again.
