@@ -14,7 +14,7 @@ from ckpt_core.collective import agreed_place, agreed_step, agreed_values, check
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
-from ckpt_core.groups import GroupedStorage
+from ckpt_core.groups import open_root
 from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -23,7 +23,7 @@ from ckpt_core.retention import PrunePlan
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
 from ckpt_core.state import Override, State, as_source, checked_override, takes_all
-from ckpt_core.storage import Storage, open_storage
+from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 
@@ -73,31 +73,21 @@ class CheckpointManager:
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
         deadline = self.options.deadline_seconds
-        storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
-        self._storage = GroupedStorage(storage)
+        self.storage = open_root(root, self.options.storage_options, deadline_seconds=deadline)
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         self._owns_coordinator = coordinator is None
-        self._catalog = Catalog(self._storage)
+        self._catalog = Catalog(self.storage)
         self._cadence = CadenceKeeper(self.options.save, self._coordinator, listen=listen)
-        job = Job(storage=self._storage, coordinator=self._coordinator, telemetry=Telemetry(*sinks))
+        job = Job(storage=self.storage, coordinator=self._coordinator, telemetry=Telemetry(*sinks))
         thread = SaveThread(deadline)
         self._root = Ownership(
-            self._storage,
-            self._coordinator,
-            job_name=self.options.job_name,
-            until_idle=thread.until_idle,
-            patience_seconds=deadline / 2,
+            self.storage, self._coordinator, job_name=self.options.job_name, until_idle=thread.until_idle
         )
-        self._pruner = Pruner(self._storage, self.options, ownership=self._root, telemetry=job.telemetry)
+        self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
         self._loader = Loader(job, verify_manifest=self.options.manifest_verifier)
         self._in_force = Override()
         self._closed = False
-
-    @property
-    def storage(self) -> Storage:
-        """The root; where each node has a disk of its own, all of them once the root is taken."""
-        return self._storage if self._storage.num_disks > 1 else self._storage.own
 
     @property
     def preempted(self) -> bool:

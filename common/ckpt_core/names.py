@@ -143,7 +143,7 @@ def probe_name(token: str, rank: int) -> str:
 def probed_by(name: str, token: str) -> int | None:
     """Return the rank of a file of `probe_name`; None for another name."""
     rank = name.removeprefix(f".probe-{token}")
-    return int(rank) if len(rank) < len(name) and len(rank) == 8 and rank.isdecimal() else None  # noqa: PLR2004
+    return int(rank) if len(rank) < len(name) and len(rank) == 8 and rank.isdecimal() else None
 
 
 def rank_name(rank: int) -> str:

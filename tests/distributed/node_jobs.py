@@ -99,3 +99,7 @@ def swap_nodes_and_resume(base: Path) -> Any:
         state = state_of(0)
         step = checkpoints.resume(state)
         return found, (step, holds(state, step or 0))
+
+
+def lose_twins(base: Path) -> Any:
+    return lose_a_node_and_resume(base, replicas=2)

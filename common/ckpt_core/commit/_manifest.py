@@ -9,7 +9,7 @@ sizes are checked before use.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
@@ -230,7 +230,7 @@ class Marker:
 
     @classmethod
     def of(cls, manifest: Manifest, content: bytes, *, groups: int = 1) -> Marker:
-        """Build the marker of a manifest whose bytes are `content`, committed in that many groups."""
+        """Build the marker of a manifest: its bytes are `content`, on so many disks."""
         return cls(
             manifest_sha256=hashlib.sha256(content).hexdigest(),
             manifest_bytes=len(content),
@@ -362,7 +362,7 @@ def read_committed(
 
 
 def _refuse_part(storage: Storage, name: str, marker: Marker) -> None:
-    """Refuse a checkpoint of several groups if all the files of one of them are on other disks.
+    """Refuse a checkpoint if all files of one of its groups are on other disks.
 
     Where only some of a group's files are missing, they are lost, which a verification finds.
 
@@ -389,19 +389,28 @@ def _refuse_part(storage: Storage, name: str, marker: Marker) -> None:
     lacking = {groups.get(path, EVERY_GROUP) for path in missing} - {EVERY_GROUP}
     lacking -= {groups.get(path, EVERY_GROUP) for path in there}
     if lacking:
-        held = sorted({group for path, group in groups.items() if path in there} - {EVERY_GROUP})
+        held = {group for path, group in groups.items() if path in there} - {EVERY_GROUP}
         raise PartialCheckpointError(
-            f"a part of a checkpoint on the disks of {marker.groups} nodes: here is the disk of group "
-            f"{', '.join(map(str, held)) or 'none'}; the files of group {', '.join(map(str, sorted(lacking)))} "
-            f"({len(missing)} of {len(manifest.originals)}) are not here. It is whole only together with them",
+            f"part of a checkpoint on the disks of {marker.groups} nodes: here are the files of disk "
+            f"{_numbers(held)}, and not those of disk {_numbers(lacking)} ({len(missing)} of "
+            f"{len(manifest.originals)} files)",
             lacking=tuple(sorted(lacking)),
         )
 
 
 def whole_info(storage: Storage, name: str, marker: Marker) -> CheckpointInfo:
-    """Return the checkpoint of a marker; raise if only a part of it is here, see `_refuse_part`."""
+    """Return the checkpoint of a marker.
+
+    Raises:
+        PartialCheckpointError: only a part of it is here, see `_refuse_part`.
+        CorruptCheckpointError: it is in several parts, and its manifest is damaged.
+    """
     _refuse_part(storage, name, marker)
     return marker.info(name)
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers))) or "none"
 
 
 def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:

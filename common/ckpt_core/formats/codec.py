@@ -82,7 +82,7 @@ class Fields:
     @classmethod
     @contextmanager
     def parse(cls, content: bytes, *, source: str, newest: int = FORMAT_VERSION) -> Generator[Fields]:
-        """Read one object of this format version at most; turn errors inside the block into ours.
+        """Read one object; turn errors inside the block into ours.
 
         Raises:
             IncompatibleCheckpointError: it was written by a newer version.

@@ -7,6 +7,24 @@ group that has it. With one group, as on a shared filesystem, every call goes st
 """
 
 from ckpt_core.groups._forming import Grouping, form_groups
-from ckpt_core.groups._grouped_storage import GroupedStorage, holders, own_part, parts_of
+from ckpt_core.groups._grouped_storage import (
+    GroupedStorage,
+    group_number,
+    holders,
+    local_part,
+    open_root,
+    own_part,
+    parts_of,
+)
 
-__all__ = ["GroupedStorage", "Grouping", "form_groups", "holders", "own_part", "parts_of"]
+__all__ = [
+    "GroupedStorage",
+    "Grouping",
+    "form_groups",
+    "group_number",
+    "holders",
+    "local_part",
+    "open_root",
+    "own_part",
+    "parts_of",
+]

@@ -9,11 +9,13 @@ from typing import Any, Final, TypeAlias, final
 
 from ckpt_core.coordination import Addressee, Coordinator, Greeting, own_addresses
 from ckpt_core.errors import ConfigError
+from ckpt_core.groups._disk_service import DiskService
 from ckpt_core.groups._grouped_storage import GroupedStorage
 from ckpt_core.groups._peer_storage import Peer, PeerStorage
-from ckpt_core.groups._service import DiskService
 from ckpt_core.names import probe_name, probed_by
+from ckpt_core.storage import Storage
 
+_SCOPE: Final = "groups"
 _TOPIC: Final = "files of a group"
 _Offer: TypeAlias = tuple[int, list[str], int]
 """The leader of a rank's group, and where the rank is reached if it is the leader."""
@@ -36,7 +38,7 @@ class Grouping:
         return "; ".join(_ranks_text(ranks) for ranks in self.ranks)
 
 
-def form_groups(storage: GroupedStorage, coordinator: Coordinator, *, seconds: float) -> Grouping:
+def form_groups(storage: GroupedStorage, coordinator: Coordinator) -> Grouping:
     """Find which ranks see one another's files, and connect the groups. Collective.
 
     Every rank leaves a file of no content in its root, then looks whose are there.
@@ -44,12 +46,35 @@ def form_groups(storage: GroupedStorage, coordinator: Coordinator, *, seconds: f
     Args:
         storage: the root; with several groups it spans their disks after this.
         coordinator: of the ranks.
-        seconds: the longest wait for another group's disk.
 
     Raises:
         ConfigError: a rank cannot write to its root, or what ranks see does not make up groups.
     """
-    own, rank = storage.own, coordinator.rank
+    service, offers = _offers(storage.own, coordinator)
+    groups = _groups(offers, storage.url)
+    if len(groups) == 1:
+        if service is not None:
+            service.close(0)
+        return Grouping(ranks=groups)
+    rank = coordinator.rank
+    greeting = Greeting(signer=coordinator.signer(_SCOPE), rank=rank, topic=_TOPIC)
+
+    def peer(leader: int) -> PeerStorage:
+        _, addresses, port = offers[leader]
+        addressee = Addressee(leader, addresses, port)
+        return PeerStorage(Peer(addressee, greeting, storage.patience_seconds), storage.url)
+
+    if service is not None:
+        service.start()
+    number = next(place for place, ranks in enumerate(groups) if rank in ranks)
+    peers = [peer(ranks[0]) for ranks in groups if rank not in ranks]
+    storage.join(number, list(map(len, groups)), peers)
+    return Grouping(ranks=groups, service=service)
+
+
+def _offers(own: Storage, coordinator: Coordinator) -> tuple[DiskService | None, list[_Offer]]:
+    """Show this disk to the other ranks; return its service, and all offers."""
+    rank = coordinator.rank
     token = coordinator.broadcast(secrets.token_hex(4), what="looking for disks of their own")
     probe = probe_name(token, rank)
     error: ConfigError | None = None
@@ -59,38 +84,21 @@ def form_groups(storage: GroupedStorage, coordinator: Coordinator, *, seconds: f
     except OSError as caught:
         error = ConfigError(f"checkpoints cannot be written to {own.url}: {caught}")
     service: DiskService | None = None
-    signer = coordinator.signer("groups")
     try:
         coordinator.gather(error, what="looking for disks of their own")
         seen = [found for entry in own.list("") if (found := probed_by(entry.name, token)) is not None]
         leader = min(seen, default=rank)
         offer: _Offer = leader, [], 0
         if leader == rank:
-            service = DiskService(own, rank, signer)
+            service = DiskService(own, rank, coordinator.signer(_SCOPE))
             offer = leader, own_addresses(), service.port
-        offers = coordinator.gather(offer, what="forming filesystem groups")
+        return service, coordinator.gather(offer, what="forming filesystem groups")
     except BaseException:
         if service is not None:
             service.close(0)
         raise
     finally:
         own.delete(probe)
-    groups = _groups(offers, own.url)
-    if len(groups) == 1:
-        if service is not None:
-            service.close(0)
-        return Grouping(ranks=groups)
-    greeting = Greeting(signer=signer, rank=rank, topic=_TOPIC)
-    peers = [
-        PeerStorage(Peer(Addressee(first, offers[first][1], offers[first][2]), greeting, seconds), own.url)
-        for first, *_ in groups
-        if first != leader
-    ]
-    if service is not None:
-        service.start()
-    number = next(place for place, ranks in enumerate(groups) if rank in ranks)
-    storage.join(number, list(map(len, groups)), peers)
-    return Grouping(ranks=groups, service=service)
 
 
 def _groups(offers: Sequence[Any], url: str) -> list[list[int]]:

@@ -1,10 +1,11 @@
-"""A root on several disks: changed in every group, read from the group that has the file."""
+"""A root on several disks: changed on each, read from the one with the file."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any, Final, TypeVar, final
 
@@ -14,7 +15,7 @@ from ckpt_core.crew import run_all
 from ckpt_core.errors import HalfRenamedError
 from ckpt_core.groups._peer_storage import PeerStorage
 from ckpt_core.names import EVERY_GROUP
-from ckpt_core.storage import Lock, RangeReader, Storage, StorageEntry
+from ckpt_core.storage import LocalStorage, Lock, RangeReader, Storage, StorageEntry, open_storage
 from ckpt_core.types import FileEntry
 
 T = TypeVar("T")
@@ -28,8 +29,8 @@ class GroupedStorage(Storage):
 
     Until `join`, and with one group, every call is the same call of `own`. With several:
 
-    - The coordinator's changes are made in every group. A rename is refused if it cannot be made in each group
-      that has the source; if it fails half-way, it raises `HalfRenamedError`.
+    - The coordinator's changes are made in every group. A rename is refused if it cannot be made in each
+      group that has the source; if it fails half-way, it raises `HalfRenamedError`.
     - Reads take a file from `own` if it is there, else from the first group that has it.
     - Listings are the union. Free space is that of the group which would be full first, counted as if all
       ranks wrote there.
@@ -40,10 +41,12 @@ class GroupedStorage(Storage):
 
     Attributes:
         own: the disk of this rank's group.
+        patience_seconds: the longest wait for the disk of another group.
     """
 
-    def __init__(self, own: Storage) -> None:
+    def __init__(self, own: Storage, patience_seconds: float = 900.0) -> None:
         self.own = own
+        self.patience_seconds = patience_seconds
         self.supports_rename = own.supports_rename
         self.rereads_from_memory = own.rereads_from_memory
         self._peers: Sequence[PeerStorage] = ()
@@ -266,8 +269,8 @@ class GroupedStorage(Storage):
         errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         if errors and len(errors) < len(outcomes):
             raise HalfRenamedError(
-                f"{self.url}/{target} has this name on {len(outcomes) - len(errors)} of {len(outcomes)} nodes' "
-                f"disks ({errors[0]}); the next start of the job settles it"
+                f"{self.url}/{target} has this name on the disks of {len(outcomes) - len(errors)} of "
+                f"{len(outcomes)} nodes ({errors[0]}); the next start of the job settles it"
             ) from errors[0]
         if errors:
             raise errors[0]
@@ -321,18 +324,45 @@ def _results(outcomes: Sequence[T | Exception]) -> list[T]:
     return results
 
 
+def open_root(
+    root: str | os.PathLike[str] | Storage,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    deadline_seconds: float,
+) -> Storage:
+    """Open a root, which may turn out to be on disks of several nodes.
+
+    Raises:
+        ConfigError: see `open_storage`.
+    """
+    storage = open_storage(root, storage_options, deadline_seconds=deadline_seconds)
+    # Half, so that the error of a rank reaches the others before their deadline. A bucket is one place.
+    return GroupedStorage(storage, deadline_seconds / 2) if storage.supports_rename else storage
+
+
+def local_part(storage: Storage) -> LocalStorage | None:
+    """Return the local directory with all files of a root; None if there is none."""
+    own = own_part(storage)
+    return own if isinstance(own, LocalStorage) and storage.num_disks == 1 else None
+
+
 def own_part(storage: Storage) -> Storage:
     """Return the disk that this rank writes its files to."""
     return storage.own if isinstance(storage, GroupedStorage) else storage
 
 
+def group_number(storage: Storage) -> int:
+    """Return the number of this rank's group."""
+    return storage.number if isinstance(storage, GroupedStorage) else 0
+
+
 def parts_of(storage: Storage) -> Sequence[Storage]:
-    """Return the disks of all groups, in order; the storage itself if there is one group."""
+    """Return the disks of all groups, in order; of one group the storage itself."""
     return storage.parts if isinstance(storage, GroupedStorage) else [storage]
 
 
 def holders(storage: Storage, directory: str, files: Sequence[FileEntry]) -> tuple[int, ...]:
-    """Return the group on whose disk each file of a directory is, as a manifest has it.
+    """Return the group of each file of a directory, as a manifest has it.
 
     Empty if the storage has one group; `EVERY_GROUP` for a file that all groups have.
     """

@@ -87,8 +87,8 @@ class Peer:
     def _lost(self, error: Exception) -> ConnectionResetError:
         return ConnectionResetError(
             errno.ECONNRESET,
-            f"rank {self.rank}, which serves the disk of its node to other nodes, was not reached or was lost "
-            f"({failure_text(error)})",
+            f"rank {self.rank}, which serves the disk of its node to other nodes, was not reached or was "
+            f"lost ({failure_text(error)})",
         )
 
 

@@ -1,4 +1,4 @@
-"""Requests to the disk of another group, and their answers: declared fields, never pickles.
+"""Requests to the disk of another group, and their answers, as plain fields.
 
 A request names an operation and its arguments; bytes to be written follow in pieces, an empty one last. An
 answer is a value or an error; bytes that were read follow in one piece.

@@ -120,11 +120,7 @@ class Loader:
         if damaged or survey.committed:
             kind = UntrustedCheckpointError if untrusted else CorruptCheckpointError
             raise kind(_nothing_usable(self._storage.url, survey, damaged, untrusted))
-        for name, part in _parts(survey).items():
-            raise part.retold(
-                f"{self._storage.url}/{name} is {part}. Nothing was loaded: start on the nodes that saved it, or "
-                "in another root"
-            )
+        _refuse_parts(survey, self._storage.url)
         return None
 
     def locate(self, request: LoadRequest, *, step: int | None, name: str | None) -> LoadRequest:
@@ -312,7 +308,7 @@ def _nothing_usable(url: str, survey: Survey, damaged: Collection[str], untruste
 
 
 def _unreadable(survey: Survey) -> dict[str, str]:
-    """List checkpoints with damaged markers; for others see `_refuse_newer` and `_parts`."""
+    """List checkpoints with damaged markers; see also `_refuse_newer`, `_parts`."""
     return {
         name: str(error)
         for name, error in survey.unreadable.items()
@@ -325,6 +321,15 @@ def _parts(survey: Survey) -> dict[str, PartialCheckpointError]:
     return {
         name: error for name, error in survey.unreadable.items() if isinstance(error, PartialCheckpointError)
     }
+
+
+def _refuse_parts(survey: Survey, url: str) -> None:
+    """Refuse to start afresh where only parts of checkpoints are found."""
+    for name, part in reversed(_parts(survey).items()):
+        raise part.retold(
+            f"{url}/{name} is {part}. Nothing was loaded: start on the nodes that saved it, or in "
+            "another root"
+        )
 
 
 def _refuse_newer(survey: Survey, url: str, *, than: int) -> None:

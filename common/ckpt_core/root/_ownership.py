@@ -71,7 +71,6 @@ class Ownership:
         coordinator: the ranks of the job.
         job_name: name of this job in `writer.json`; None for the name of its script.
         until_idle: blocks until no save is in flight; must keep nothing large alive.
-        patience_seconds: the longest wait for the disk of another node.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
@@ -84,11 +83,9 @@ class Ownership:
         *,
         job_name: str | None = None,
         until_idle: Callable[[], None] = lambda: None,
-        patience_seconds: float = 900.0,
     ) -> None:
         self._job_name = job_name
         self._until_idle = until_idle
-        self._patience_seconds = patience_seconds
         self.grouping: Grouping | None = None
         self._superseded = False
         self._storage = storage
@@ -127,8 +124,8 @@ class Ownership:
             raise
         self._taken, self._given_back = True, False
 
-    def _survey(self, sees: bool, urls: Sequence[str]) -> str:
-        """Find the disks that make up the root, and read what is there; return the run's id.
+    def _survey(self, owner_id: str, urls: Sequence[str]) -> str:
+        """Find the disks that make up the root, and read them; return the run's id.
 
         On a shared filesystem one exchange.
         """
@@ -137,11 +134,12 @@ class Ownership:
             refuse_other_roots(seen, urls)
             return [self._open() if all(seen) else ""] * len(seen)
 
+        sees = sees_claim(self._storage, owner_id, urls, rank=self._coordinator.rank)
         run_id = self._coordinator.gather_scatter(sees, decide, what="comparing the roots")
         if run_id:
             return run_id
         assert isinstance(self._storage, GroupedStorage)
-        self.grouping = form_groups(self._storage, self._coordinator, seconds=self._patience_seconds)
+        self.grouping = form_groups(self._storage, self._coordinator)
 
         def extend() -> str:
             for part in parts_of(self._storage)[1:]:
@@ -285,7 +283,7 @@ class Ownership:
         if self.grouping is not None and isinstance(self._storage, GroupedStorage):
             self._storage.leave()
             if self.grouping.service is not None:
-                self.grouping.service.close(self._patience_seconds)
+                self.grouping.service.close(self._storage.patience_seconds)
             self.grouping = None
 
     def _own_name(self, name: str, step: int) -> str:
@@ -329,7 +327,7 @@ class Ownership:
             )
 
     def _acquire(self) -> None:
-        with self._explained():
+        with _explained(self._storage.url):
             self._storage.check_root()
             refuse_as_root(self._storage)
             if self._lease is None:  # else an earlier call acquired it and failed later
@@ -337,7 +335,7 @@ class Ownership:
 
     def _open(self) -> str:
         """Clean up the root, and read what is there; return an id for this run."""
-        with self._explained():
+        with _explained(self._storage.url):
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
             self.inventory = Inventory(self._storage)
@@ -345,15 +343,6 @@ class Ownership:
             self.line.survey(survey.everything, survey.lineage)
             find_code_version()
         return secrets.token_hex(4)
-
-    @contextmanager
-    def _explained(self) -> Generator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
-            ) from error
 
     def collect_orphans(self) -> None:
         """Remove remains of crashed saves and prunes; no save or prune may be in flight."""
@@ -396,6 +385,14 @@ def _superseding(ownership: Ownership) -> Callable[[], None]:
             alive._superseded = True
 
     return supersede
+
+
+@contextmanager
+def _explained(url: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"checkpoints cannot be written to {url}: {error}. {_remedy(error)}") from error
 
 
 def _remedy(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""Commits and prunes that a crash left half done, where each node has a disk of its own."""
+"""Commits and prunes that a crash left half done between the disks of nodes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MOST_MARKER_BYTES = 1 << 20
 def settle_parts(parts: Sequence[Storage]) -> None:
     """Finish what the disks of some nodes have done and those of others have not.
 
-    - A checkpoint that has its name on one disk was complete on all of them before. Where it is still under the
-      name of a save in flight, it gets its name now.
+    - A checkpoint that has its name on one disk was complete on all of them before. Where it is still under
+      the name of a save in flight, it gets its name now.
     - A checkpoint that is being deleted on one disk gets its name taken away on the others.
 
     What no disk has finished is left to `collect_orphans`. The caller owns the root; with one disk there is

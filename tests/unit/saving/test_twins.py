@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_core.coordination import Signer
+from ckpt_core.coordination import Addressee, Greeting, Signer
 from ckpt_core.errors import SaveError
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving.twins._hosts import choose_partners, host_name
 from ckpt_core.saving.twins._incoming import Incoming
-from ckpt_core.coordination import Addressee, Greeting
 from ckpt_core.saving.twins._outgoing import Outgoing, RemoteWriter
 from ckpt_core.saving.twins._twin_files import PieceMemory, TwinFiles
 from ckpt_core.storage import MemoryStorage

@@ -23,7 +23,7 @@ _COORDINATOR: Final = 0
 
 @final
 class DiskService:
-    """Serves one storage to the ranks of other groups: reads to all, changes to the coordinator.
+    """Serves one disk: reads to all ranks, changes to the coordinator alone.
 
     Concurrency: `start` and `close` on the main thread; each connection has a thread of its own.
 
@@ -57,7 +57,7 @@ class DiskService:
             self._threads.append(thread)
 
     def close(self, seconds: float) -> None:
-        """End the service once the coordinator has ended its connections, or after `seconds`."""
+        """End the service once the coordinator has left, or after `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: _COORDINATOR not in self._links.values(), seconds)
             self._closed = True
@@ -174,7 +174,10 @@ class _Desk:
             self._link.send(view)
 
     def _reader(self, key: str, opening: int) -> RangeReader:
-        """Return the reader of an opened file; a number per opening, for a name may get another file."""
+        """Return the reader of an opened file.
+
+        Openings have numbers, because a name may get another file.
+        """
         place = key, opening
         if place not in self._readers:
             if len(self._readers) >= _MOST_OPEN:
