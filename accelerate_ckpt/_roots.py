@@ -158,10 +158,22 @@ class Roots:
         limit = self._accelerator.project_configuration.total_limit
         # As in stock, `total_limit` is about automatic names, of whatever run they are; what a user named is
         # only removed on `keep`.
-        if root != self._automatic_root() or self._options.keep is not None or limit is None:
+        if root != self._automatic_root():
+            return self._without_upload(root)
+        if self._options.keep is not None or limit is None:
             return self._options
         abandoned = self._options.abandoned if self._abandoned_given else "prune"
         return replace(self._options, keep=KeepLatest(limit), abandoned=abandoned)
+
+    def _without_upload(self, root: str) -> CheckpointOptions:
+        """Return the options of a root that users name: it has no further tier.
+
+        Raises:
+            ConfigError: there is no other root, either, that could have it.
+        """
+        if self._options.uploads and self._automatic_root() is None:
+            raise ConfigError(f"upload= copies the checkpoints of one root, and {root} is none: {_NO_ROOT}")
+        return replace(self._options, upload=None)
 
 
 def _next_number(storage: Storage) -> int:

@@ -24,6 +24,7 @@ from ckpt_core.options import (
     OnError,
     SignManifest,
     Staging,
+    Upload,
     Verify,
     VerifyManifest,
 )
@@ -110,7 +111,7 @@ class Settings:
         if not training or root != self.root:
             options = replace(options, save=None, back_pressure="wait")
         if root != self.root:
-            options = replace(options, keep=None)
+            options = replace(options, keep=None, upload=None)
         return options if "://" in root else replace(options, storage_options={})
 
     def given(self, root: str) -> str | Storage:
@@ -129,6 +130,8 @@ class Configured:
         dirpath: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run's checkpoints.
         save: when to save; a policy, or plain values such as `{every_steps: 500, on_preemption: true}`.
         keep: what to keep; a policy, or plain values such as `{latest: 3, best: {metric: val_loss}}`.
+        upload: a further tier of `dirpath`, or several, where checkpoints are copied in the background: an
+            `Upload`, or plain values such as `{to: "s3://bucket/run", every: 10, keep: {latest: 3}}`.
         save_last: whether to save the last step of a training, too.
         tokens: tokens in a batch of one rank, for `EveryTokens`: a number, a function of the batch, or its
             name as "package.module:function".
@@ -193,6 +196,7 @@ class Configured:
         *,
         save: SavePolicy | dict[str, Any] | list[Any] | None = None,
         keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
+        upload: Upload | str | dict[str, Any] | list[Any] | None = None,
         save_last: bool = True,
         tokens: int | TokensInBatch | str | None = None,
         override: dict[str, Any] | None = None,
@@ -225,14 +229,15 @@ class Configured:
             boolean("save_last", save_last),
             contents_problem(contents),
         )
-        if dirpath is None and not (save is None and keep is None):
-            raise ConfigError("save= and keep= need dirpath=, the directory or URL of the run's checkpoints")
+        if dirpath is None and not (save is None and keep is None and upload is None):
+            raise ConfigError("save=, keep= and upload= need dirpath=, the run's directory or URL")
         change = Override.of(override)
         if dirpath is None and change:
             raise ConfigError("override= needs dirpath=, the directory or URL of the run that it changes")
         values = {
             "save": save,
             "keep": keep,
+            "upload": upload,
             "abandoned": abandoned,
             "back_pressure": back_pressure,
             "arenas": arenas,

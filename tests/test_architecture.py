@@ -21,13 +21,8 @@ MAX_BODY_LINES = 50
 MAX_METHODS = 15
 # A storage is one contract: split, every backend would have to be put together again.
 WIDE = {
-    "Storage",
-    "GroupedStorage",
-    "PeerStorage",
-    "LocalStorage",
-    "MemoryStorage",
-    "FaultyStorage",
-    "CheckpointManager",
+    *("Storage", "GroupedStorage", "PeerStorage", "LayeredStorage", "LocalStorage", "MemoryStorage"),
+    *("FaultyStorage", "CheckpointManager"),
 }
 MAX_PARAMETERS = 6
 MAX_MODULES = 16

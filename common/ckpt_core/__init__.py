@@ -39,9 +39,10 @@ if TYPE_CHECKING:
         StagingMemoryError,
         UnsafeCheckpointError,
         UntrustedCheckpointError,
+        UploadError,
     )
     from ckpt_core.manager import CheckpointManager
-    from ckpt_core.options import CheckpointOptions
+    from ckpt_core.options import CheckpointOptions, Upload
     from ckpt_core.retention import (
         KeepAll,
         KeepBest,
@@ -61,9 +62,10 @@ _HOMES = {
     "SavePolicy",
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
-    "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError",
+    "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError "
+    "UploadError",
     "manager": "CheckpointManager",
-    "options": "CheckpointOptions",
+    "options": "CheckpointOptions Upload",
     "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLatest KeepNewerThan KeepSteps "
     "RetentionPolicy",
     "saving": "SaveHandle",
@@ -112,6 +114,8 @@ __all__ = [
     "TrainState",
     "UnsafeCheckpointError",
     "UntrustedCheckpointError",
+    "Upload",
+    "UploadError",
     "__version__",
 ]
 

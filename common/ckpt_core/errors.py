@@ -12,6 +12,7 @@ CheckpointError(Exception)
 ├─ SaveError                                       a save failed; the last committed checkpoint is untouched
 │  ├─ NoRoomError                                  it would not have fitted on the disk; nothing was written
 │  └─ DivergenceError                              ranks hold different values under one name
+├─ UploadError                                     a checkpoint is in the root, and in no further tier
 ├─ StagingMemoryError(…, MemoryError)              the copy of the state would not fit into host memory
 ├─ LoadError                                       a load failed for a reason that is none of the above
 │  ├─ ArchivedError(…, PermissionError)            it is in an archive, and must be restored before it is read
@@ -233,6 +234,22 @@ class DivergenceError(SaveError):
     """
 
     differing: Mapping[str, Sequence[int]] = {}
+
+
+class UploadError(CheckpointError):
+    """A checkpoint could not be uploaded to a further tier; in the root it is whole.
+
+    Attributes:
+        step: of the checkpoint.
+        name: of its directory.
+        failures: rank -> its failure, as text.
+        lasting: whether another try cannot help.
+    """
+
+    step: int = -1
+    name: str = ""
+    failures: Mapping[int, str] = {}
+    lasting: bool = False
 
 
 OWN_NAMES: Final = (

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack, final
 
 from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
-from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FileFailure
+from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
 from ckpt_core.groups import open_root
-from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
+from ckpt_core.loading import Loader, LoadRequest, Repairer, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
@@ -25,6 +24,8 @@ from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
 from ckpt_core.state import Override, State, as_source, checked_override, takes_all
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink, Telemetry
+from ckpt_core.tiers import RunCatalog, open_tiers
+from ckpt_core.tiers.uploading import SaveNumber, TierUploads
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 
 COALESCED = "coalesced"  # the reason of a save that replaces those postponed by back-pressure
@@ -76,16 +77,24 @@ class CheckpointManager:
         self.storage = open_root(root, self.options.storage_options, deadline_seconds=deadline)
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         self._owns_coordinator = coordinator is None
-        self._catalog = Catalog(self.storage)
+        tiers = open_tiers(self.storage, self.options)
+        self._catalog = RunCatalog(tiers)
         self._cadence = CadenceKeeper(self.options.save, self._coordinator, listen=listen)
         job = Job(storage=self.storage, coordinator=self._coordinator, telemetry=Telemetry(*sinks))
+        self._uploads = TierUploads(job, self.options, tiers)
         thread = SaveThread(deadline)
         self._root = Ownership(
-            self.storage, self._coordinator, job_name=self.options.job_name, until_idle=thread.until_idle
+            self.storage,
+            self._coordinator,
+            job_name=self.options.job_name,
+            until_idle=thread.until_idle,
+            hooks=self._uploads.hooks,
+            elsewhere=self._catalog.elsewhere,
         )
         self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
-        self._loader = Loader(job, verify_manifest=self.options.manifest_verifier)
+        self._loader = Loader(job, tiers=tiers, verify_manifest=self.options.manifest_verifier)
+        self._repairer = Repairer(job, tiers[0], self.options, ownership=self._root, pruner=self._pruner)
         self._in_force = Override()
         self._closed = False
 
@@ -155,14 +164,17 @@ class CheckpointManager:
 
         Raises:
             SaveError: this save could not start, or the save before has failed; the same on every rank.
+            UploadError: an upload has failed, and its `on_error` is `raise`; the same on every rank.
             CheckpointExistsError: the step is committed already, or, on an object store, the name.
             RootBusyError: another job writes to this root.
             ConfigError: the root cannot be written, or an argument is invalid.
         """
         self._bind()
+        number = self._uploads.number(extra=self._cadence.extra)
         try:
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
             own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
+            own |= self._uploads.annotations(number)
             request = replace(request, annotations=own)
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
@@ -173,8 +185,10 @@ class CheckpointManager:
             request = SaveRequest(step=0, name=step_name(0), refusal=error)
         if self._cadence.pending:
             self._saver.in_flight.settle()  # back-pressure must not leave out the last save
+        self._uploads.before_save()
         handle = self._saver.save(request, state)
         if handle is not None:
+            self._uploads.follow(handle, number)
             self._cadence.saved(request.step)
         return handle
 
@@ -227,10 +241,11 @@ class CheckpointManager:
             request.override.require_origin(self.storage.url)
             return None
         every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
-        if loaded.info.damaged is not None and every_byte:
+        if loaded.wrongly_marked and every_byte:
             self._root.note_sound(loaded.info.name)
         self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
+        self._repairer.begin(loaded)
         return loaded.info.step
 
     # Every way to narrow a load is a separate keyword, as users would guess it.
@@ -293,8 +308,7 @@ class CheckpointManager:
                 raise self._loader.not_found_error()
             saved, info = loaded.saved, loaded.info
         else:
-            request = self._loader.locate(request, step=step, name=name)
-            saved, info = self._loader.load(request, source), request.committed
+            saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved
@@ -304,6 +318,7 @@ class CheckpointManager:
         if info is not None:  # else stock DCP wrote it
             self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
             self._cadence.count_from(lambda: saved.annotations)
+            self._uploads.count_from(SaveNumber.read(saved.annotations), info.step)
         self._in_force = change or Override.in_force(saved.annotations)
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
@@ -322,15 +337,14 @@ class CheckpointManager:
         self._rewind()
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
 
-        def find() -> tuple[CheckpointInfo, list[list[Any]]]:
-            info = self._find(step, name)
-            annotations: Mapping[str, Any] = {}
-            with suppress(CheckpointError):  # its state is live already
-                annotations = self._catalog.manifest(info.name).annotations
-            return info, Override.in_force(annotations).items
+        def find() -> tuple[CheckpointInfo, list[list[Any]], SaveNumber | None]:
+            held = self._catalog.find(step, name)
+            annotations = self._catalog.annotations(held)
+            return held.info, Override.in_force(annotations).items, SaveNumber.read(annotations)
 
-        info, changed = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
+        info, changed, number = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
         self._root.line.continue_from(info)
+        self._uploads.count_from(number, info.step)
         self._in_force = Override(dict(changed))
         return info
 
@@ -385,10 +399,7 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such checkpoint.
         """
         step = None if step is None else checked_step("verify", step)
-        info = self._find(step)
-        failures = verify(self.storage, info.name)
-        self._root.note_verified(info, failures)
-        return failures
+        return self._catalog.verify(step, self._root.note_verified)
 
     def prune(self, *, dry_run: bool = False) -> PrunePlan:
         """Remove checkpoints that the policy does not keep; with `dry_run`, only plan.
@@ -426,37 +437,36 @@ class CheckpointManager:
         """
         self._bind()
         step = agreed_step(self._coordinator, "mark", step, reason)
-        self._coordinator.run_on_coordinator(
-            lambda: self._catalog.mark_bad(self._catalog.find(step=step).name, reason)
-        )
+        self._coordinator.run_on_coordinator(lambda: self._catalog.mark_bad(step, reason))
 
     def unmark(self, step: int) -> None:
         """Remove the mark of a step, if it has one. Collective."""
         self._bind()
         step = agreed_step(self._coordinator, "unmark", step)
+        self._coordinator.run_on_coordinator(lambda: self._catalog.unmark_bad(step))
 
-        def unmark() -> None:
-            for info in self._catalog.committed(abandoned=True):
-                if info.step == step and info.bad is not None:
-                    self._catalog.unmark(info.name, bad=True)
+    def close(self, *, wait_for_uploads: bool = True) -> None:
+        """Wait for saves and uploads and release the root; not in a forked child.
 
-        self._coordinator.run_on_coordinator(unmark)
-
-    def close(self) -> None:
-        """Wait for the save in flight and release the root; not in a forked child.
+        Args:
+            wait_for_uploads: whether to wait for uploads, up to the deadline of each; else the next run
+                uploads the rest.
 
         Raises:
             SaveError: the save in flight failed.
+            UploadError: an upload failed, and its `on_error` is `raise`.
         """
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        try:
-            self._saver.close()
-        finally:
-            self._cadence.close()
+        self._repairer.close()
+        with ExitStack() as ending:
             if self._owns_coordinator:
-                self._coordinator.close()
+                ending.callback(self._coordinator.close)
+            ending.callback(self._cadence.close)
+            ending.callback(self._saver.release)
+            ending.callback(self._uploads.close, leave=not wait_for_uploads, preempted=self.preempted)
+            self._saver.close()
 
     def _own_root(self) -> None:
         """Wait for the saves in flight and claim the root; see `Ownership.take`."""
@@ -469,14 +479,6 @@ class CheckpointManager:
         self._saver.in_flight.wait()
         self._saver.in_flight.forget()
 
-    def _find(self, step: int | None, name: str | None = None) -> CheckpointInfo:
-        """Find a checkpoint, by default the present lineage's newest, marked or not."""
-        if step is not None or name is not None:
-            return self._catalog.find(step=step, name=name)
-        if committed := self._catalog.committed():
-            return committed[-1]
-        raise CheckpointNotFoundError(f"nothing has been committed to {self.storage.url} yet")
-
     def __enter__(self) -> Self:
         return self
 
@@ -484,7 +486,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self.close(wait_for_uploads=error is None)
         except CheckpointError as failure:
             if error is None:
                 raise

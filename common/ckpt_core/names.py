@@ -17,12 +17,13 @@ KEPT = "kept_by_rank"
 PINS = "pins.json"
 DAMAGED = "damaged.json"
 WRITER = "writer.json"
+TIERS = "tiers.json"
 DATA_SUFFIX = ".distcp"
 TWIN_SUFFIX = ".replica"
 
 _STEP = re.compile(r"(step-(\d{9,}))(?:\.run-[0-9a-f]{8,32})?")
 _DATA = re.compile(rf"__(\d{{1,9}})_\d+{re.escape(DATA_SUFFIX)}")
-_OWN_JSON = re.compile(r"(rank|local|chunks)-\d{5,}\.json")
+_OWN_JSON = re.compile(r"(?:rank|local|chunks)-(\d{5,})\.json")
 # Because of the dot they match neither `checkpoint-*` nor `*.ckpt` and the like, by which hosts and scripts
 # find checkpoints. The forms with the name in front are those of earlier versions.
 _RESERVED = re.compile(
@@ -180,6 +181,13 @@ def data_name(rank: int, index: int) -> str:
 def data_rank(path: str) -> int | None:
     """Return the rank that wrote a data file; None for another file."""
     match = _DATA.fullmatch(path.rpartition("/")[2])
+    return None if match is None else int(match[1])
+
+
+def writer_rank(path: str) -> int | None:
+    """Return the rank that a file, or the twin of one, is of; None if unknown."""
+    name = path.rpartition("/")[2].removesuffix(TWIN_SUFFIX)
+    match = _DATA.fullmatch(name) or _OWN_JSON.fullmatch(name) or _SHARED.fullmatch(name)
     return None if match is None else int(match[1])
 
 

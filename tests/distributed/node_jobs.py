@@ -103,3 +103,32 @@ def swap_nodes_and_resume(base: Path) -> Any:
 
 def lose_twins(base: Path) -> Any:
     return lose_a_node_and_resume(base, replicas=2)
+
+
+def lose_a_node_with_a_durable_tier(base: Path) -> Any:
+    """Resume from what is left on the disks, and the rest from the durable tier."""
+    from ckpt_core import Upload
+
+    rank, upload = torch.distributed.get_rank(), Upload(str(base / "durable"))
+    with CheckpointManager(disk(base), upload=upload) as checkpoints:
+        checkpoints.resume(state_of(0))
+        checkpoints.save(1, state_of(1))
+        checkpoints.save(2, state_of(2))
+    torch.distributed.barrier()
+    there = sorted(path.name for path in (base / "durable" / "step-000000002").iterdir())
+    durable = (base / "durable" / "step-000000002" / "COMMITTED").read_text()
+    # What the disk of node 0 has must not be read from the durable tier.
+    if rank == 0:
+        shutil.rmtree(base / "node-1")
+        for path in (base / "durable" / "step-000000002").glob("__0_*"):
+            path.write_bytes(bytes(path.stat().st_size))
+    torch.distributed.barrier()
+    with CheckpointManager(disk(base), upload=upload) as checkpoints:
+        state = state_of(0)
+        step = checkpoints.resume(state)
+        found = step, holds(state, step or 0)
+        checkpoints.save(3, state_of(3))
+    with CheckpointManager(disk(base), upload=upload) as checkpoints:
+        state = state_of(0)
+        step = checkpoints.resume(state)
+        return found, (step, holds(state, step or 0)), there, '"format_version":1' in durable

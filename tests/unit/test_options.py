@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from ckpt_core.cadence import (
     OnPreemption,
 )
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import CheckpointOptions, policy_from
+from ckpt_core.options import CheckpointOptions, Upload, policy_from
 from ckpt_core.retention import (
     KeepAll,
     KeepBest,
@@ -322,3 +323,61 @@ def test_amounts_that_make_no_sense_are_refused_by_name(wrong):
     (name,) = wrong
     with pytest.raises(ConfigError, match=f"{name} must be"):
         CheckpointOptions.from_mapping(wrong)
+
+
+@pytest.mark.parametrize(
+    ("written", "to"),
+    [
+        ("/mnt/share/run", ["/mnt/share/run"]),
+        ({"to": "s3://bucket/run", "every": 10, "keep": {"latest": 3}}, ["s3://bucket/run"]),
+        ([Upload("/a"), {"to": "s3://bucket/b"}, "/c"], ["/a", "s3://bucket/b", "/c"]),
+        (Upload("/a", keep=KeepLatest(1)), ["/a"]),
+        (None, []),
+        ([], []),
+    ],
+)
+def test_an_upload_is_written_as_a_place_a_mapping_or_a_list(written, to):
+    assert [each.to for each in CheckpointOptions.from_mapping({"upload": written}).uploads] == to
+
+
+def test_an_upload_in_yaml_has_policies_and_amounts_as_plain_values(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "checkpoint:\n  upload: {to: 's3://b/r', every: 10, keep: {latest: 3, every: 5000},"
+        " bandwidth: 500 MB/s, when_busy: queue, on_preemption: leave, deadline_seconds: 60}\n"
+    )
+    (upload,) = CheckpointOptions.from_file(path).uploads
+    assert upload.keep == KeepLatest(3) | KeepEvery(5000)
+    assert upload.bytes_per_second == 500_000_000
+    assert (upload.every, upload.when_busy, upload.on_preemption) == (10, "queue", "leave")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"every": 10}, "'to' is missing"),
+        ("", "to is empty"),
+        (7, "to must be a directory"),
+        ({"to": "/a", "evry": 3}, "unknown 'evry' (did you mean 'every'?)"),
+        ({"to": "/a", "every": 0}, "every must be a whole number"),
+        ({"to": "/a", "keep": {"lates": 1}}, "unknown 'lates'"),
+        ({"to": "/a", "bandwidth": "fast"}, "bandwidth must be"),
+        ({"to": "/a", "when_busy": "panic"}, "when_busy must be one of"),
+        ({"to": "/a", "on_preemption": True}, "on_preemption must be one of"),
+        ({"to": "/a", "deadline_seconds": 0}, "deadline_seconds must be"),
+        ({"to": "/a", "on_error": "ignore"}, "on_error must be one of"),
+        ({"to": "s3://a/b", "storage_options": "key"}, "storage_options must be a mapping"),
+        (["/a", {"too": "/b"}], "upload[1]: unknown 'too'"),
+    ],
+)
+def test_an_upload_that_makes_no_sense_is_refused_by_name(wrong, named):
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        CheckpointOptions.from_mapping({"upload": wrong})
+
+
+def test_an_upload_shows_no_secret():
+    upload = Upload("s3://me:hidden@bucket/run?key=hidden", storage_options={"secret": "hidden"})
+    options = CheckpointOptions(upload=upload)
+    assert "hidden" not in f"{upload!r} {options!r} {upload.url}"
+    assert "bucket/run" in repr(upload)
+    assert "upload" not in options.chosen

@@ -7,15 +7,23 @@ torch, so that listing and verifying stay fast.
 from ckpt_core.commit._catalog import Catalog, Survey, read_manifest
 from ckpt_core.commit._index import TensorEntry, list_tensors
 from ckpt_core.commit._lease import Lease, Owner
-from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line
+from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line, present_lineage
 from ckpt_core.commit._manifest import ItemKind, Manifest, Marker
 from ckpt_core.commit._occupant import Occupant, content_of, quarantine, replaced
-from ckpt_core.commit._protocol import abandon, begin, commit, is_name, require_free, working_name
+from ckpt_core.commit._protocol import (
+    abandon,
+    begin,
+    commit,
+    commit_copy,
+    is_name,
+    require_free,
+    working_name,
+)
 from ckpt_core.commit._prune import collect_orphans, remove
-from ckpt_core.commit._signature import require_trusted, write_signature
+from ckpt_core.commit._signature import MAX_SIGNATURE_BYTES, require_trusted, write_signature
 from ckpt_core.commit._soundness import Inventory, Soundness
 from ckpt_core.commit._stock_dcp import stock_parts, verify_stock
-from ckpt_core.commit._strangers import strangers
+from ckpt_core.commit._strangers import finish_merge, strangers
 from ckpt_core.commit._surroundings import (
     Surroundings,
     describe,
@@ -26,6 +34,7 @@ from ckpt_core.commit._surroundings import (
 from ckpt_core.commit._verify import share, verify
 
 __all__ = [
+    "MAX_SIGNATURE_BYTES",
     "Catalog",
     "Inventory",
     "ItemKind",
@@ -42,15 +51,18 @@ __all__ = [
     "begin",
     "collect_orphans",
     "commit",
+    "commit_copy",
     "content_of",
     "describe",
     "file_as_root",
+    "finish_merge",
     "is_name",
     "is_same",
     "list_tensors",
     "look_around",
     "next_lineage",
     "on_present_line",
+    "present_lineage",
     "quarantine",
     "read_manifest",
     "refuse_as_root",

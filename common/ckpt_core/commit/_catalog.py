@@ -39,6 +39,7 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    PartialCheckpointError,
 )
 from ckpt_core.messages import message
 from ckpt_core.names import (
@@ -75,11 +76,13 @@ class Survey:
             step is unknown.
         abandoned: committed checkpoints of other lineages, oldest step first.
         lineage: the present lineage.
+        parts: committed checkpoints of which this root has only a part; `unreadable` says what is lacking.
     """
 
     committed: list[CheckpointInfo]
     unreadable: dict[str, CheckpointError | OSError]
     abandoned: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
+    parts: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
     lineage: Lineage = field(default_factory=Lineage)
 
     @property
@@ -235,15 +238,16 @@ class Catalog:
         """
         return read_pins(self._storage)
 
-    def pin(self, step: int, reason: str) -> None:
-        """Protect a committed step from pruning.
+    def pin(self, step: int, reason: str, *, ahead: bool = False) -> None:
+        """Protect a committed step from pruning; `ahead` also one not committed yet.
 
         Raises:
             CheckpointNotFoundError: the step is not committed.
             CorruptCheckpointError: the file of pins cannot be read.
             OSError: the pin could not be written.
         """
-        self.find(step=step)
+        if not ahead:
+            self.find(step=step)
         with locked(self._storage, PINS):
             replace_pins(self._storage, self.pins() | {step: reason})
 
@@ -417,6 +421,11 @@ def with_remarks(
         committed=[info for info in infos if not info.abandoned],
         unreadable=dict(unreadable),
         abandoned=[info for info in infos if info.abandoned],
+        parts=[
+            Catalog(storage).marker(name).info(name)
+            for name, error in unreadable.items()
+            if isinstance(error, PartialCheckpointError)
+        ],
     )
 
 

@@ -38,11 +38,12 @@ Any thread of the coordinator may call these, one save at a time per root.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Final, NoReturn
 
 from ckpt_core.commit._catalog import can_count
-from ckpt_core.commit._manifest import MAX_MARKER_BYTES, Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine, set_aside
 from ckpt_core.commit._strangers import delete_in_place, directories_of, join, merge, retire, unlike
 from ckpt_core.disclosure import logger_of
@@ -61,6 +62,7 @@ from ckpt_core.names import (
     METADATA,
     PINS,
     SHARED,
+    TIERS,
     WRITER,
     data_rank,
     drafted,
@@ -75,7 +77,7 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
-_RESERVED: Final = frozenset({DAMAGED, PINS, WRITER, MANIFEST, MARKER, METADATA, SHARED})
+_RESERVED: Final = frozenset({DAMAGED, PINS, TIERS, WRITER, MANIFEST, MARKER, METADATA, SHARED})
 _LONGEST_NAME: Final = 200
 """In bytes; most filesystems allow 255, and names of saves in flight are longer."""
 _MOST_ATTEMPTS: Final = 8
@@ -191,19 +193,27 @@ def commit(
     """
     content, marker = _encode(manifest, storage.num_disks)
     _check_files(storage, working, manifest)
-    try:
+    with _name_outcomes(storage, name, manifest.step):
         storage.write_bytes(f"{working}/{MANIFEST}", content)
         if storage.supports_rename:
             storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
             _move_into_place(storage, working, name, manifest, replace=replace)
         else:
             _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
+    return marker.info(name)
+
+
+@contextmanager
+def _name_outcomes(storage: Storage, name: str, step: int) -> Generator[None]:
+    """Say what it means that the name was taken meanwhile, or given on some disks only."""
+    try:
+        yield
     except CheckpointExistsError:
         raise
     except HalfRenamedError as error:
         raise SaveError(
-            f"step {manifest.step} is complete, and committed on the disks of some nodes only: {error}",
-            step=manifest.step,
+            f"step {step} is complete, and committed on the disks of some nodes only: {error}",
+            step=step,
             phase="commit",
             in_doubt=True,
         ) from error
@@ -214,7 +224,58 @@ def commit(
             f"{storage.url}/{name} was created by others since the save began ({error}); nothing there "
             "was touched: inspect it, then move or delete it"
         ) from error
+
+
+def commit_copy(
+    storage: Storage,
+    working: str,
+    name: str,
+    manifest: Manifest,
+    *,
+    check: Callable[[], None],
+    repair: bool = False,
+) -> CheckpointInfo:
+    """Turn the copied files in `working`, manifest included, into checkpoint `name`.
+
+    All of them were compared with the manifest. With `repair`, a damaged copy of the same save that has the
+    name is replaced, as by a save that replaces. Other arguments and errors as by `commit`.
+    """
+    marker = Marker.of(manifest, read_small(storage, f"{working}/{MANIFEST}", MAX_MANIFEST_BYTES))
+    _check_files(storage, working, manifest)
+    check()
+    with _name_outcomes(storage, name, manifest.step):
+        if storage.supports_rename:
+            storage.delete(f"{working}/{MARKER}")
+            storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
+            if repair and _holds_save(storage, name, manifest.save_id):
+                _exchange_damaged(storage, working, name, manifest)
+            else:
+                _move_into_place(storage, working, name, manifest, replace=False)
+        else:
+            _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
     return marker.info(name)
+
+
+def _exchange_damaged(storage: Storage, working: str, name: str, manifest: Manifest) -> None:
+    """Exchange a whole copy with the damaged one of the same save, then remove that."""
+    for directory in directories_of(manifest):
+        storage.sync_directory(join(working, directory))
+    storage.exchange(working, name)
+    if not _holds_save(storage, working, manifest.save_id):
+        # Another save has taken the name since it was looked at.
+        storage.exchange(working, name)
+        _refuse(storage, name)
+    _make_name_durable(storage, name, manifest, "")
+    abandon(storage, working)
+
+
+def _holds_save(storage: Storage, name: str, save_id: str) -> bool:
+    """Return whether a directory, also one in flight, has that save's marker."""
+    try:
+        marker = Marker.from_bytes(read_small(storage, f"{name}/{MARKER}", MAX_MARKER_BYTES))
+    except (FileNotFoundError, CheckpointError):
+        return False
+    return marker.save_id == save_id and not is_link(storage, name)
 
 
 def _commit_in_place(

@@ -27,6 +27,7 @@ from ckpt_core.names import (
     DAMAGED,
     MARKER,
     PINS,
+    TIERS,
     WRITER,
     drafted,
     is_probe,
@@ -103,7 +104,9 @@ def remove_drafts(storage: Storage) -> list[str]:
     The caller owns the root.
     """
     names = [entry.name for entry in storage.list("") if not entry.is_directory]
-    removed = without_others(storage, [name for name in names if is_probe(name) or drafted(name) == WRITER])
+    removed = without_others(
+        storage, [name for name in names if is_probe(name) or drafted(name) in {TIERS, WRITER}]
+    )
     _remove(storage, removed)
     for key in (PINS, DAMAGED):
         # Listed again under the lock: without it, a draft that another process is writing could be deleted.

@@ -35,6 +35,8 @@ from ckpt_core.errors import (
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
+HELD: Final = "its upload has not ended"
+
 
 @final
 class Inventory:
@@ -45,10 +47,15 @@ class Inventory:
     What is known stays arranged, so that names which appeared or disappeared are all that a survey works on.
 
     Concurrency: any thread.
+
+    Args:
+        storage: the root.
+        held: returns the names of checkpoints that this job needs for now: retention keeps them as if pinned.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, held: Callable[[], Collection[str]] = tuple) -> None:
         self._storage = storage
+        self._held = held
         self._catalog = Catalog(storage)
         self._guard = threading.RLock()
         self._known: dict[str, CheckpointInfo] = {}
@@ -77,7 +84,11 @@ class Inventory:
         On an object store the marker of a job that was replaced may arrive after its objects were deleted.
         Such a checkpoint must not cause another to be pruned, so it is reported as damaged.
         """
-        infos = self.survey().everything
+        infos, held = self.survey().everything, self._held()
+        if held:
+            infos = [
+                replace(info, pinned=info.pinned or HELD) if info.name in held else info for info in infos
+            ]
         if self._storage.supports_rename:
             return infos
         return [info if info.name in self._size_checked else self._with_size_checked(info) for info in infos]

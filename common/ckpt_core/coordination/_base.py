@@ -126,6 +126,15 @@ class Coordinator(ABC):
     def commit_channel(self) -> CommitChannel:
         """Open a channel to the present ranks for one save; not collective."""
 
+    def background_channel(self, name: str) -> CommitChannel:
+        """Open a channel of its own, for a thread beside that of saves; not collective.
+
+        Args:
+            name: equal on all ranks, and of no other channel.
+        """
+        del name
+        return self.commit_channel()
+
     @abstractmethod
     def broadcast(self, value: T, *, what: str = "") -> T:
         """Return the coordinator's value on every rank.

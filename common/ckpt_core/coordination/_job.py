@@ -78,6 +78,10 @@ class JobCoordinator(Coordinator):
     def commit_channel(self) -> CommitChannel:
         return self._current.commit_channel()
 
+    @override
+    def background_channel(self, name: str) -> CommitChannel:
+        return self._current.background_channel(name)
+
     @property
     @override
     def can_broadcast_tensors(self) -> bool:

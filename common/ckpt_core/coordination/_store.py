@@ -82,6 +82,13 @@ class StoreCoordinator(Coordinator):
         return _SaveChannel(self._background, self.rank)
 
     @override
+    def background_channel(self, name: str) -> CommitChannel:
+        own = _SharedChannel(self._open_channel(name))
+        channel = _SaveChannel(own, self.rank)
+        own.leave()  # the channel is its only user
+        return channel
+
+    @override
     def broadcast(self, value: T, *, what: str = "") -> T:
         topic = self._topic("broadcast", what)
         return cast("T", self._main.broadcast(topic, lambda: value, self._deadline_seconds))

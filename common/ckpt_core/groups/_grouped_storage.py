@@ -267,7 +267,8 @@ class GroupedStorage(Storage):
     def _all_or_half(self, parts: Sequence[Storage], act: Callable[[Storage], None], target: str) -> None:
         outcomes = _outcomes(parts, act)
         errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        if errors and len(errors) < len(outcomes):
+        # A connection that was lost leaves open what has happened.
+        if errors and (len(errors) < len(outcomes) or any(isinstance(e, ConnectionError) for e in errors)):
             raise HalfRenamedError(
                 f"{self.url}/{target} has this name on the disks of {len(outcomes) - len(errors)} of "
                 f"{len(outcomes)} nodes ({errors[0]}); the next start of the job settles it"

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Final, final
 
-from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around, require_trusted
+from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    FileFailure,
     IncompatibleCheckpointError,
+    LoadError,
     PartialCheckpointError,
     UntrustedCheckpointError,
+    failure_text,
 )
 from ckpt_core.loading._checkpoint import is_stock
-from ckpt_core.loading._load import Load, LoadRequest
+from ckpt_core.loading._load import LoadRequest
+from ckpt_core.loading._tiered import Loaded, PassedOver, TieredLoader, archived
 from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
 from ckpt_core.options import VerifyManifest
 from ckpt_core.root import Job
 from ckpt_core.state import StateSource
+from ckpt_core.storage import Storage
+from ckpt_core.tiers import Held, Tier, TierCopy, United, unite
 from ckpt_core.types import CheckpointInfo, SavedState
 
 _logger = logger_of(__name__)
 
 _MOST_PRUNED: Final = 8
-"""Attempts, each ended by a prune of the chosen checkpoint, before the last one."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """The result of `Loader.newest`."""
-
-    info: CheckpointInfo
-    saved: SavedState
+"""How often the chosen checkpoint may be pruned before it is read."""
 
 
 @final
@@ -47,15 +45,21 @@ class Loader:
 
     Args:
         job: storage, ranks and telemetry.
+        tiers: where the checkpoints are, the nearest first; by default the job's storage alone.
         verify_manifest: judges every checkpoint before it is read; None to trust all.
     """
 
-    def __init__(self, job: Job, *, verify_manifest: VerifyManifest | None = None) -> None:
-        self._job = job
-        self._storage = job.storage
+    def __init__(
+        self, job: Job, *, tiers: Sequence[Tier] = (), verify_manifest: VerifyManifest | None = None
+    ) -> None:
+        self._tiers = tuple(tiers) or (Tier(job.storage.url, job.storage),)
         self._coordinator = job.coordinator
         self._telemetry = job.telemetry
-        self._verify_manifest = verify_manifest
+        self._copies = TieredLoader(job, self._tiers, verify_manifest)
+
+    @property
+    def _url(self) -> str:
+        return " and ".join(tier.storage.url for tier in self._tiers)
 
     def newest(
         self,
@@ -68,12 +72,14 @@ class Loader:
 
         Others are reported and passed over. A checkpoint that was marked as damaged before is tried as any
         other: a mark may be wrong. If the job that owns the root prunes one while it is being read, there is
-        a newer one, which is tried next.
+        a newer one, which is tried next. With several tiers, a checkpoint is read from the nearest that has
+        it, and what is damaged there from the next, before an older one is tried.
 
         Args:
             request: the options; its directory is ignored.
             source: the live state to load into.
-            note_damaged: called with the names of checkpoints that did not verify, and their problems.
+            note_damaged: called with the names of checkpoints of the nearest tier that did not verify, and
+                their problems; those of other tiers are marked there.
 
         Returns:
             The loaded checkpoint; None if nothing has been committed.
@@ -81,156 +87,153 @@ class Loader:
         Raises:
             CorruptCheckpointError: every committed checkpoint is damaged; nothing was touched.
             UntrustedCheckpointError: the same, and some of them are whole but not trusted.
-            LoadError: a checkpoint could not be judged; nothing was touched.
+            LoadError: a checkpoint could not be judged, or a tier not be listed that may hold a newer one;
+                nothing was touched.
             IncompatibleCheckpointError: the newest is of another state, or a possibly newer one was written
                 by a newer version; nothing was touched.
             CheckpointNotFoundError: the chosen checkpoint was pruned too often; nothing was touched.
         """
-        for _ in range(_MOST_PRUNED):
+        for often in count():
+            surveys = self._complete(self._surveys())
+            union, passed_over = unite(surveys), PassedOver([_unreadable(survey) for survey in surveys])
+            loaded: Loaded | None = None
             try:
-                return self._try_newest(request, source, note_damaged)
+                for held in self._candidates(surveys, union, passed_over):
+                    with suppress(CorruptCheckpointError, UntrustedCheckpointError):
+                        loaded = self._copies.load(held, request, source, passed_over)
+                        break
             except CheckpointNotFoundError as error:
+                if often == _MOST_PRUNED:
+                    raise
                 _logger.warning("%s; looking for a newer one", error)
-        return self._try_newest(request, source, note_damaged)
+                continue
+            if note_damaged is not None:
+                self._note(passed_over, note_damaged)
+            if loaded is None and (any(passed_over.damaged) or union.committed):
+                kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
+                raise kind(_nothing_usable(self._url, union, passed_over))
+            self._note_parts(surveys, loaded)
+            return loaded
+        raise AssertionError  # not reached: there is no end of counting
 
-    def _try_newest(
-        self,
-        request: LoadRequest,
-        source: StateSource,
-        note_damaged: Callable[[Mapping[str, str]], None] | None,
-    ) -> Loaded | None:
-        survey: Survey = self._coordinator.run_on_coordinator(self._survey, what="looking for checkpoints")
-        damaged, untrusted = _unreadable(survey), dict[str, str]()
-        for name, problem in damaged.items():
-            self._report(name, parse_step_name(name), problem)
-        for info in self._not_bad(survey):
-            _refuse_newer(survey, self._storage.url, than=info.step)
-            try:
-                saved = self.load(replace(request, directory=info.name, committed=info), source)
-            except (CorruptCheckpointError, UntrustedCheckpointError) as error:
-                self._pass_over(info, error, damaged, untrusted)
-            else:
-                if damaged and note_damaged is not None:
-                    note_damaged(damaged)
-                self._report_parts(survey, newer_than=info.step)
-                return Loaded(info=info, saved=saved)
-        _refuse_newer(survey, self._storage.url, than=-1)
-        if damaged and note_damaged is not None:
-            note_damaged(damaged)
-        if damaged or survey.committed:
-            kind = UntrustedCheckpointError if untrusted else CorruptCheckpointError
-            raise kind(_nothing_usable(self._storage.url, survey, damaged, untrusted))
-        _refuse_parts(survey, self._storage.url)
-        return None
+    def one(
+        self, request: LoadRequest, source: StateSource, *, step: int | None, name: str | None
+    ) -> tuple[SavedState, CheckpointInfo | None]:
+        """Load a checkpoint by step or name, also a directory that stock DCP wrote.
 
-    def locate(self, request: LoadRequest, *, step: int | None, name: str | None) -> LoadRequest:
-        """Set the request's directory to that of a checkpoint by step or name.
+        Returns:
+            Its content, and the checkpoint; None if stock DCP wrote it.
 
         Raises:
-            CheckpointNotFoundError: there is no such checkpoint.
+            CheckpointNotFoundError: there is no such checkpoint, or it was pruned; nothing was touched.
+            CorruptCheckpointError: no copy of it is whole; nothing was touched.
+            UntrustedCheckpointError: no copy of it is trusted; nothing was touched.
+            LoadError: it was not found, and a tier could not be listed; nothing was touched.
         """
-        found = self._coordinator.run_on_coordinator(
-            lambda: self._existing(step, name), what="looking for a checkpoint"
-        )
-        if isinstance(found, CheckpointInfo):
-            return replace(request, directory=found.name, committed=found)
-        return replace(request, directory=found)
+        found = self._find(step, name)
+        if isinstance(found, Held):
+            loaded = self._copies.load(found, request, source)
+            return loaded.saved, loaded.info
+        tier, directory = found
+        storage = self._tiers[tier].storage
+        return self._copies.load_directory(replace(request, directory=directory), source, storage), None
 
-    def load(self, request: LoadRequest, source: StateSource) -> SavedState:
-        """Load one checkpoint directory; see `Load.run`.
+    def _find(self, step: int | None, name: str | None) -> Held | tuple[int, str]:
+        """Find a checkpoint and its copies, or the tier and directory of stock DCP's."""
+        what = "looking for a checkpoint"
+        if len(self._tiers) == 1:
+            found = self._coordinator.run_on_coordinator(
+                lambda: self._existing(self._tiers[0].storage, step, name), what=what
+            )
+            return (0, found) if isinstance(found, str) else Held(found, [TierCopy(0, found)])
+        surveys = self._surveys()
+        reached = [Survey(committed=[], unreadable={}) if isinstance(s, LoadError) else s for s in surveys]
+        failures = [each for each in surveys if isinstance(each, LoadError)]
+        if held := unite(reached).find(step=step, name=name):
+            for failure in failures if self._coordinator.is_coordinator else ():
+                _logger.warning("%s is loaded without having looked there: %s", held.info.name, failure)
+            return held
+        for failure in failures:
+            raise failure
 
-        Raises:
-            CorruptCheckpointError: it does not verify; nothing was touched.
-            UntrustedCheckpointError: it is not trusted; nothing was touched.
-            CheckpointNotFoundError: it was pruned while it was being read; nothing was touched.
-        """
-        try:
-            request = replace(request, manifest_sha256=self._accepted(request.directory))
-            return Load(request, source, self._job).run()
-        except (CorruptCheckpointError, CheckpointNotFoundError) as error:
-            if request.committed is None or self._is_there(request.committed):
-                raise
-            raise CheckpointNotFoundError(
-                f"{self._storage.url}/{request.directory} was pruned or replaced while it was being read; "
-                "nothing was loaded. Load another one, or pin a checkpoint to keep it"
-            ) from error
-        except ArchivedError as error:
-            raise _archived(f"{self._storage.url}/{request.directory}", error) from error
+        def look() -> tuple[int, CheckpointInfo | str]:
+            errors: list[CheckpointNotFoundError] = []
+            for position, tier in enumerate(self._tiers):
+                try:
+                    return position, self._existing(tier.storage, step, name)
+                except CheckpointNotFoundError as error:
+                    errors.append(error)
+            raise CheckpointNotFoundError("; ".join(map(str, errors)))
 
-    def _accepted(self, name: str) -> str | None:
-        """Return the SHA-256 of the trusted manifest; None without a judge."""
-        if self._verify_manifest is None:
-            return None
-        return self._coordinator.run_on_coordinator(
-            lambda: require_trusted(self._storage, name, self._verify_manifest),
-            what="asking whether a checkpoint is trusted",
-        )
-
-    def _is_there(self, info: CheckpointInfo) -> bool:
-        """Return whether that checkpoint still has its name."""
-
-        def find() -> bool:
-            try:
-                return Catalog(self._storage).marker(info.name).created == info.created
-            except CheckpointNotFoundError:
-                return False
-            except CheckpointError:
-                return True  # damaged, as the load found it
-
-        return self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
+        position, other = self._coordinator.run_on_coordinator(look, what=what)
+        return (position, other) if isinstance(other, str) else Held(other, [TierCopy(position, other)])
 
     def log_surroundings(self, loaded: Loaded | None) -> None:
-        """Log other content of the root if nothing, or an older checkpoint, was resumed."""
+        """Log other content of the tiers if nothing, or an older checkpoint, was resumed."""
         if not self._coordinator.is_coordinator:
             return
-        url = self._storage.url
         try:
-            known = [info.name for info in Catalog(self._storage).committed(abandoned=True)] if loaded else ()
-            around = look_around(self._storage, known=known)
-        except (CheckpointError, OSError) as error:
-            _logger.warning("%s could not be listed: %s", url, error)
-            return
-        if loaded is None:
-            if advice := around.advice(url):
-                _logger.warning(
-                    "training starts afresh, because nothing is committed in %s; but %s",
-                    url,
-                    "; ".join(advice),
-                )
+            if loaded is None:
+                self._log_afresh()
             else:
-                _logger.info("training starts afresh: %s holds no checkpoint yet", url)
-            return
-        for names, why in (
-            (around.unmarked, f"without {MARKER}: torn, or it was lost"),
-            (around.links, "a symbolic link, which does not count"),
-        ):
-            newer = [name for name in names if (parse_step_name(name) or 0) > loaded.info.step]
-            if newer:
-                _logger.warning(
-                    "step %d was resumed, although %s holds %s, newer but %s",
-                    loaded.info.step, url, ", ".join(newer), why,
-                )  # fmt: skip
+                for tier in self._tiers:
+                    _log_newer(tier.storage, loaded.info.step)
+        except (CheckpointError, OSError) as error:
+            _logger.warning("%s could not be listed: %s", self._url, error)
+
+    def _log_afresh(self) -> None:
+        if advice := self._advice():
+            _logger.warning(
+                "training starts afresh, because nothing is committed in %s; but %s",
+                self._url,
+                "; ".join(advice),
+            )
+        else:
+            _logger.info("training starts afresh: %s holds no checkpoint yet", self._url)
+
+    def _advice(self) -> list[str]:
+        storages = [tier.storage for tier in self._tiers]
+        return [line for storage in storages for line in look_around(storage).advice(storage.url)]
 
     def not_found_error(self) -> CheckpointNotFoundError:
-        """Make the error of a root without checkpoints, with its content. Not collective."""
-        text = f"nothing has been committed to {self._storage.url} yet"
-        return CheckpointNotFoundError(
-            "; ".join([text, *look_around(self._storage).advice(self._storage.url)])
-        )
+        """Make the error of tiers without checkpoints, with their content. Not collective."""
+        advice = [line for tier in self._tiers for line in look_around(tier.storage).advice(tier.storage.url)]
+        return CheckpointNotFoundError("; ".join([f"nothing has been committed to {self._url} yet", *advice]))
 
-    def _survey(self) -> Survey:
-        try:
-            survey = Catalog(self._storage).survey()
-        except NotADirectoryError:
-            raise file_as_root(self._storage.url) from None
-        for error in survey.unreadable.values():
-            if isinstance(error, OSError) and not isinstance(error, ArchivedError):
-                # A failure of storage, not damage. An older checkpoint instead would lose work silently.
-                raise error
-        return survey
+    def _surveys(self) -> list[Survey | LoadError]:
+        """List every tier; an error for each but the nearest that cannot be listed."""
+        coordinator, (nearest, *others) = self._coordinator, self._tiers
+        surveys: list[Survey | LoadError] = [nearest.survey_for_all(coordinator)]
+        what = "looking for checkpoints"
+        return [
+            *surveys,
+            *(coordinator.run_on_coordinator(partial(_listed, tier), what=what) for tier in others),
+        ]
 
-    def _existing(self, step: int | None, name: str | None) -> CheckpointInfo | str:
-        storage = self._storage
+    def _complete(self, surveys: Sequence[Survey | LoadError]) -> list[Survey]:
+        """Return the surveys if none may lack what is newest.
+
+        Raises:
+            LoadError: a tier could not be listed: it may hold a newer checkpoint than the others.
+            OSError: storage failed. An older checkpoint instead would lose work silently.
+        """
+        complete = [survey for survey in surveys if isinstance(survey, Survey)]
+        for survey in surveys:
+            if isinstance(survey, LoadError):
+                there = unite(complete).committed
+                newest = f"; the newest known is step {there[-1].info.step}" if there else ""
+                raise survey.retold(
+                    f"{survey}. It may hold a newer checkpoint than the other tiers{newest}. Nothing was "
+                    "loaded, for to go on from an older one would lose work; try again when it can be "
+                    "reached, or load a checkpoint of another tier by its step or path"
+                )
+        for survey in complete:
+            for error in survey.unreadable.values():
+                if isinstance(error, OSError) and not isinstance(error, ArchivedError):
+                    self._coordinator.run_on_coordinator(partial(_fail, error))
+        return complete
+
+    def _existing(self, storage: Storage, step: int | None, name: str | None) -> CheckpointInfo | str:
         try:
             if (
                 name is not None
@@ -249,50 +252,119 @@ class Loader:
                 raise CheckpointNotFoundError(f"{storage.url}/{name} is no checkpoint: {what}") from None
             raise file_as_root(storage.url) from None
 
-    def _not_bad(self, survey: Survey) -> Iterator[CheckpointInfo]:
-        """Yield the present lineage's checkpoints, newest first, but those marked as bad."""
-        for info in reversed(survey.committed):
+    def _candidates(
+        self, surveys: Sequence[Survey], union: United, passed_over: PassedOver
+    ) -> Iterator[Held]:
+        """Yield the present lineage's checkpoints, newest first, but those marked as bad.
+
+        Raises:
+            IncompatibleCheckpointError: a possibly newer one was written by a newer version.
+            ArchivedError: a possibly newer one is in an archive.
+        """
+        for tier, damaged in enumerate(passed_over.damaged):
+            for name, problem in damaged.items():
+                self._copies.report(tier, name, problem, step=parse_step_name(name))
+        for held in reversed(union.committed):
+            info, place = held.info, f"{self._tiers[held.copies[0].tier].storage.url}/{held.info.name}"
             if info.bad is None:
-                yield info
+                self._refuse_newer(surveys, than=info.step)
+                yield held
                 continue
             self._telemetry.point("load.rejected", name=info.name, step=info.step, failures=info.bad)
             if self._coordinator.is_coordinator:
-                _logger.warning(
-                    "%s/%s is marked as bad (%s) and is passed over", self._storage.url, info.name, info.bad
+                _logger.warning("%s is marked as bad (%s) and is passed over", place, info.bad)
+        self._refuse_newer(surveys, than=-1)
+
+    def _note(self, passed_over: PassedOver, note_nearest: Callable[[Mapping[str, str]], None]) -> None:
+        """Record damage in each tier, for its later readers."""
+        if passed_over.damaged[0]:
+            note_nearest(passed_over.damaged[0])
+        if not self._coordinator.is_coordinator:
+            return
+        for tier, damaged in zip(self._tiers[1:], passed_over.damaged[1:], strict=True):
+            for name, problem in damaged.items():
+                try:
+                    Catalog(tier.storage).mark_damaged(name, problem)
+                except CorruptCheckpointError:
+                    continue  # without its marker it does not count anyway
+                except (CheckpointError, OSError) as error:
+                    _logger.warning(
+                        "%s/%s is damaged, but could not be marked so: %s", tier.storage.url, name, error
+                    )
+
+    def _note_parts(self, surveys: Sequence[Survey], loaded: Loaded | None) -> None:
+        """Refuse to start afresh where parts of checkpoints are; log those passed over."""
+        for name, part in _parts(surveys):
+            if loaded is None:
+                raise part.retold(
+                    f"{self._url}/{name} is {part}. Nothing was loaded: start on the nodes that saved it, or "
+                    "in another root"
                 )
+            newer = (parse_step_name(name) or 0) > loaded.info.step
+            if newer and self._coordinator.is_coordinator:
+                _logger.error("%s/%s is %s; it is passed over", self._url, name, part)
 
-    def _pass_over(
-        self,
-        info: CheckpointInfo,
-        error: CorruptCheckpointError | UntrustedCheckpointError,
-        damaged: dict[str, str],
-        untrusted: dict[str, str],
-    ) -> None:
-        """Report why a checkpoint is passed over, and record it as damaged or untrusted."""
-        if isinstance(error, UntrustedCheckpointError):
-            # Other jobs may trust it, so it is not marked.
-            untrusted[info.name] = error.why
-            self._report(info.name, info.step, error.why, what="not trusted")
-        else:
-            damaged[info.name] = _shorten(error.failures) or str(error)
-            self._report(info.name, info.step, damaged[info.name])
-
-    def _report_parts(self, survey: Survey, *, newer_than: int) -> None:
-        """Log newer checkpoints of which the disks of these nodes hold a part only."""
-        for name, part in _parts(survey).items():
-            if (parse_step_name(name) or 0) > newer_than and self._coordinator.is_coordinator:
-                _logger.error("%s/%s is %s; it is passed over", self._storage.url, name, part)
-
-    def _report(self, name: str, step: int | None, problem: str, *, what: str = "damaged") -> None:
-        self._telemetry.point("load.rejected", name=name, step=step, failures=problem)
-        if self._coordinator.is_coordinator:
-            _logger.error(
-                "%s/%s is committed but %s (%s) and is passed over", self._storage.url, name, what, problem
-            )
+    def _refuse_newer(self, surveys: Sequence[Survey], *, than: int) -> None:
+        """Refuse to pass over whole checkpoints of a newer version or in an archive."""
+        for tier, survey in zip(self._tiers, surveys, strict=True):
+            for name, error in survey.unreadable.items():
+                place, step = f"{tier.storage.url}/{name}", parse_step_name(name)
+                if step is not None and step <= than:
+                    continue
+                if isinstance(error, IncompatibleCheckpointError):
+                    raise IncompatibleCheckpointError(f"{place}: {error}. Nothing was loaded") from error
+                if isinstance(error, ArchivedError):
+                    raise archived(place, error) from error
 
 
-def _nothing_usable(url: str, survey: Survey, damaged: Collection[str], untrusted: Mapping[str, str]) -> str:
-    bad = [info.name for info in survey.committed if info.bad is not None]
+def _log_newer(storage: Storage, step: int) -> None:
+    """Warn of what may have been a newer checkpoint than the one of a step."""
+    known = [info.name for info in Catalog(storage).committed(abandoned=True)]
+    around = look_around(storage, known=known)
+    for names, why in (
+        (around.unmarked, f"without {MARKER}: torn, or it was lost"),
+        (around.links, "a symbolic link, which does not count"),
+    ):
+        newer = [name for name in names if (parse_step_name(name) or 0) > step]
+        if newer:
+            _logger.warning(
+                "step %d was resumed, although %s holds %s, newer but %s",
+                step, storage.url, ", ".join(newer), why,
+            )  # fmt: skip
+
+
+def _listed(tier: Tier) -> Survey | LoadError:
+    try:
+        return tier.survey()
+    except OSError as error:
+        return LoadError(f"{tier.label} could not be listed: {failure_text(error)}")
+
+
+def _fail(error: OSError) -> None:
+    raise error
+
+
+def _unreadable(survey: Survey) -> dict[str, str]:
+    """List checkpoints with damaged markers; for archived ones see `_refuse_newer`."""
+    return {
+        name: str(error)
+        for name, error in survey.unreadable.items()
+        if not isinstance(error, ArchivedError | PartialCheckpointError)
+    }
+
+
+def _parts(surveys: Sequence[Survey]) -> Iterator[tuple[str, PartialCheckpointError]]:
+    """Yield checkpoints of which a tier has a part only, newest first."""
+    for survey in surveys:
+        for name, error in sorted(survey.unreadable.items(), reverse=True):
+            if isinstance(error, PartialCheckpointError):
+                yield name, error
+
+
+def _nothing_usable(url: str, union: United, passed_over: PassedOver) -> str:
+    damaged = dict.fromkeys(name for of_tier in passed_over.damaged for name in of_tier)
+    untrusted = passed_over.untrusted
+    bad = [held.info.name for held in union.committed if held.info.bad is not None]
     groups = (("damaged", damaged), ("not trusted", untrusted), ("marked as bad", bad))
     what = " or ".join(word for word, some in groups if some)
     text = (
@@ -303,53 +375,5 @@ def _nothing_usable(url: str, survey: Survey, damaged: Collection[str], untruste
         text += f". Why it is not trusted: {next(iter(untrusted.values()))}"
     if bad:
         text += ", or remove a mark with `ckpt mark ROOT@STEP good`"
-    abandoned = ", ".join(info.name for info in survey.abandoned)
+    abandoned = ", ".join(info.name for info in union.infos if info.abandoned)
     return text + (f". An earlier run left {abandoned}, each to be loaded by its name" if abandoned else "")
-
-
-def _unreadable(survey: Survey) -> dict[str, str]:
-    """List checkpoints with damaged markers; see also `_refuse_newer`, `_parts`."""
-    return {
-        name: str(error)
-        for name, error in survey.unreadable.items()
-        if not isinstance(error, ArchivedError | PartialCheckpointError)
-    }
-
-
-def _parts(survey: Survey) -> dict[str, PartialCheckpointError]:
-    """List checkpoints of which the disks of these nodes hold a part only."""
-    return {
-        name: error for name, error in survey.unreadable.items() if isinstance(error, PartialCheckpointError)
-    }
-
-
-def _refuse_parts(survey: Survey, url: str) -> None:
-    """Refuse to start afresh where only parts of checkpoints are found."""
-    for name, part in reversed(_parts(survey).items()):
-        raise part.retold(
-            f"{url}/{name} is {part}. Nothing was loaded: start on the nodes that saved it, or in "
-            "another root"
-        )
-
-
-def _refuse_newer(survey: Survey, url: str, *, than: int) -> None:
-    """Refuse to pass over whole checkpoints of a newer version or in an archive."""
-    for name, error in survey.unreadable.items():
-        step = parse_step_name(name)
-        if step is not None and step <= than:
-            continue
-        if isinstance(error, IncompatibleCheckpointError):
-            raise IncompatibleCheckpointError(f"{url}/{name}: {error}. Nothing was loaded") from error
-        if isinstance(error, ArchivedError):
-            raise _archived(f"{url}/{name}", error) from error
-
-
-def _archived(place: str, error: ArchivedError) -> ArchivedError:
-    return error.retold(
-        f"{place}: {error}. Nothing was loaded, and nothing older was tried, because this one is whole; to "
-        "continue from an older one nevertheless, load it by step= or name="
-    )
-
-
-def _shorten(failures: Sequence[FileFailure]) -> str:
-    return "; ".join(str(failure) for failure in failures[:5])

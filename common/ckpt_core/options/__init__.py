@@ -23,6 +23,7 @@ from ckpt_core.options._options import (
 )
 from ckpt_core.options._parsing import Headroom, bytes_text
 from ckpt_core.options._policies import policy_from
+from ckpt_core.options._uploads import Upload, Uploads, WhenBusy, upload_from
 
 __all__ = [
     "SECTION",
@@ -34,10 +35,14 @@ __all__ = [
     "OnError",
     "SignManifest",
     "Staging",
+    "Upload",
+    "Uploads",
     "Verify",
     "VerifyManifest",
+    "WhenBusy",
     "bytes_text",
     "parse_yaml",
     "policy_from",
     "read_document",
+    "upload_from",
 ]

@@ -11,8 +11,16 @@ from typing import Any, Final, Literal, Self, TypeAlias, cast, final, get_args
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
 from ckpt_core.options._documents import read_document
-from ckpt_core.options._parsing import Headroom, Problems, parse_headroom, parse_size
+from ckpt_core.options._parsing import (
+    Headroom,
+    Problems,
+    bytes_option,
+    option_keys,
+    parse_headroom,
+    parse_size,
+)
 from ckpt_core.options._policies import policy_from
+from ckpt_core.options._uploads import Upload, Uploads, upload_from, uploads_problem
 from ckpt_core.retention import Abandoned, RetentionPolicy
 from ckpt_core.validation import boolean, function, imported, integer, one_of, positive, require
 
@@ -32,7 +40,7 @@ _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
         *("sign_manifest", "verify_manifest", "verify", "read_once", "deadline_seconds", "job_name"),
-        *("storage_options", "replicas"),
+        *("storage_options", "replicas", "upload"),
     }
 )
 """Options that say how saves and loads are done, not what they hold."""
@@ -49,6 +57,8 @@ class CheckpointOptions:
     Attributes:
         save: when to save; None: only explicit calls save.
         keep: which checkpoints a prune keeps; None never prunes.
+        upload: a further tier, or several, where every n-th checkpoint is copied in the background: see
+            `Upload`. None for the root alone.
         abandoned: what a prune does with abandoned checkpoints, from which the present lineage does not
             continue because training restarted or went back: `keep` them, or `prune` the unpinned ones, the
             oldest first, as checkpoints of the present lineage take the places of the `keep` policy. With
@@ -105,6 +115,7 @@ class CheckpointOptions:
 
     save: SavePolicy | None = None
     keep: RetentionPolicy | None = None
+    upload: Uploads | None = None
     abandoned: Abandoned = "keep"
     back_pressure: BackPressure = "wait"
     arenas: int = 1
@@ -132,11 +143,12 @@ class CheckpointOptions:
             "CheckpointOptions",
             _optional("save", self.save, SavePolicy),
             _optional("keep", self.keep, RetentionPolicy),
+            uploads_problem(self.upload),
             one_of("abandoned", self.abandoned, get_args(Abandoned)),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
             _one_or_two("arenas", self.arenas),
-            _size("staging_memory", self.staging_memory),
-            _size("write_bandwidth", self.write_bandwidth, rate=True),
+            bytes_option("staging_memory", self.staging_memory),
+            bytes_option("write_bandwidth", self.write_bandwidth, rate=True),
             _headroom(self.headroom),
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
@@ -151,7 +163,7 @@ class CheckpointOptions:
             boolean("allow_pickle", self.allow_pickle),
             positive("deadline_seconds", self.deadline_seconds),
             _job_name(self.job_name),
-            _string_keys("storage_options", self.storage_options),
+            option_keys("storage_options", self.storage_options),
         )
 
     @property
@@ -187,6 +199,12 @@ class CheckpointOptions:
         return parse_headroom(self.headroom)
 
     @property
+    def uploads(self) -> tuple[Upload, ...]:
+        """The further tiers, the nearest first."""
+        given = () if self.upload is None else self.upload
+        return (given,) if isinstance(given, Upload) else tuple(given)
+
+    @property
     def chosen(self) -> dict[str, Any]:
         """The options that decide what is saved and kept, if they are not the defaults."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _MANNER}
@@ -210,6 +228,8 @@ class CheckpointOptions:
             value = values.pop(kind, None)
             if value is not None:
                 values[kind] = problems.collect(policy_from, value, kind)
+        if values.get("upload") is not None:
+            values["upload"] = problems.collect(upload_from, values["upload"])
         options = problems.collect(partial(cls, **values))
         problems.raise_if_any()
         return cast("Self", options)
@@ -245,28 +265,12 @@ def _one_or_two(name: str, value: Any) -> str | None:
     return problem or (None if value in {1, 2} else f"{name} must be 1 or 2, not {value!r}")
 
 
-def _size(name: str, value: Any, *, rate: bool = False) -> str | None:
-    try:
-        parse_size(name, value, rate=rate)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 def _headroom(value: Any) -> str | None:
     try:
         parse_headroom(value)
     except ConfigError as error:
         return str(error)
     return None
-
-
-def _string_keys(name: str, value: Any) -> str | None:
-    # It may hold passwords: errors show only its names.
-    if not isinstance(value, Mapping):
-        return f"{name} must be a mapping with string keys, not {type(value).__name__}"
-    wrong = sorted({type(key).__name__ for key in value if not isinstance(key, str)})
-    return f"{name} must have string keys, not of type {', '.join(wrong)}" if wrong else None
 
 
 def _job_name(value: Any) -> str | None:

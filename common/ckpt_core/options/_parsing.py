@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -138,6 +138,24 @@ def parse_size(name: str, value: Any, *, rate: bool = False) -> int | None:
             f'{name} must be a number of {unit} above 0 or text like "{example}", not {value!r}'
         )
     return int(size)
+
+
+def bytes_option(name: str, value: Any, *, rate: bool = False) -> str | None:
+    """Return the problem of a number of bytes, or None; see `parse_size`."""
+    try:
+        parse_size(name, value, rate=rate)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def option_keys(name: str, value: Any) -> str | None:
+    """Return the problem of a mapping with text keys, or None."""
+    # It may hold passwords: errors show only its names.
+    if not isinstance(value, Mapping):
+        return f"{name} must be a mapping with string keys, not {type(value).__name__}"
+    wrong = sorted({type(key).__name__ for key in value if not isinstance(key, str)})
+    return f"{name} must have string keys, not of type {', '.join(wrong)}" if wrong else None
 
 
 def _number(value: Any, *, rate: bool) -> float | None:

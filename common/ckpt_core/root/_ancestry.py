@@ -25,20 +25,25 @@ class Ancestry:
     def __init__(self, url: str) -> None:
         self._url = url
         self._known: dict[str, CheckpointInfo] = {}
+        self._further: list[CheckpointInfo] = []
         self._origin: CheckpointInfo | None = None
         self._elsewhere: Parent | None = None
         self._root = Lineage()
         self._own: Lineage | None = None
         self._on_purpose = self._branch = False
 
-    def survey(self, infos: Sequence[CheckpointInfo], present: Lineage) -> None:
-        """Record the content of the root, which this job has taken.
+    def survey(
+        self, infos: Sequence[CheckpointInfo], present: Lineage, further: Sequence[CheckpointInfo] = ()
+    ) -> None:
+        """Record the content of the root, which this job has taken, and of further tiers.
 
         Args:
             infos: its committed checkpoints, of any lineage.
-            present: its present lineage.
+            present: the present lineage of all tiers.
+            further: checkpoints of which only further tiers have copies.
         """
         self._known, self._root = {info.name: info for info in infos}, present
+        self._further = list(further)
 
     def continue_from(self, info: CheckpointInfo, *, branch: bool = False) -> None:
         """Note that the live state is that of this checkpoint: it was loaded as a whole.
@@ -73,10 +78,10 @@ class Ancestry:
     def lineage_of(self, step: int) -> Lineage:
         """Return the lineage of a save made now; a new one unless it continues the newest."""
         if self._own is None:
-            known = list(self._known.values())
+            known = [*self._known.values(), *self._further]
             self._own, begun = next_lineage(known, self._root, self._origin, step, branch=self._branch)
-            if begun and self._known:
-                self._log(step, self._own)
+            if begun and known:
+                self._log(step, self._own, known)
         return self._own
 
     def record_commit(self, info: CheckpointInfo) -> None:
@@ -88,8 +93,7 @@ class Ancestry:
         """Return whether the checkpoint `info` is already this lineage's save of `step`."""
         return info.usable and self.lineage_of(step).includes(info.lineage, info.step)
 
-    def _log(self, step: int, lineage: Lineage) -> None:
-        known = list(self._known.values())
+    def _log(self, step: int, lineage: Lineage, known: Sequence[CheckpointInfo]) -> None:
         abandoned = [info for info in on_present_line(known, lineage) if info.abandoned]
         if self._origin is None:
             _logger.log(

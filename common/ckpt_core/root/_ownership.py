@@ -6,16 +6,18 @@ import errno
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from ckpt_core.commit import (
     Catalog,
     Inventory,
     Lease,
     Soundness,
+    Survey,
     collect_orphans,
     is_name,
     quarantine,
@@ -35,25 +37,37 @@ from ckpt_core.errors import (
     RootBusyError,
     lost,
 )
-from ckpt_core.groups import GroupedStorage, Grouping, form_groups, parts_of
+from ckpt_core.groups import parts_of
 from ckpt_core.names import run_name
 from ckpt_core.provenance import find_code_version
 from ckpt_core.root._ancestry import Ancestry
-from ckpt_core.root._holdings import (
-    TAKING,
-    hold,
-    let_go,
-    refuse_other_roots,
-    sees_claim,
-    take_from_earlier_manager,
-)
+from ckpt_core.root._disks import Disks
+from ckpt_core.root._holdings import TAKING, hold, let_go, take_from_earlier_manager
 from ckpt_core.root._settling import settle_parts
 from ckpt_core.storage import Storage
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
 
 _MOST_LISTED: Final = 5
+
+Elsewhere: TypeAlias = Callable[[Survey], tuple[Sequence[CheckpointInfo], Lineage]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnerHooks:
+    """The demands of uploads on the owner of a root.
+
+    Attributes:
+        taken: called on every rank, on the main thread, when the root has been taken.
+        held: returns the names of checkpoints that must not be removed for now.
+        spared: returns the names of torn checkpoints that will be completed.
+    """
+
+    taken: Callable[[], None] = lambda: None
+    held: Callable[[], Collection[str]] = tuple
+    spared: Callable[[], Collection[str]] = tuple
 
 
 @final
@@ -64,13 +78,15 @@ class Ownership:
         line: the lineage of the live state; valid on the coordinator only, like the following ones.
         inventory: the committed checkpoints in the root.
         soundness: those known to be whole.
-        grouping: the filesystem groups, if each node has a disk of its own; None otherwise, on every rank.
 
     Args:
         storage: the root.
         coordinator: the ranks of the job.
         job_name: name of this job in `writer.json`; None for the name of its script.
         until_idle: blocks until no save is in flight; must keep nothing large alive.
+        hooks: the demands of uploads.
+        elsewhere: returns, for a survey of the root, the checkpoints that only further tiers hold, and the
+            present lineage of all tiers.
 
     Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
@@ -83,10 +99,15 @@ class Ownership:
         *,
         job_name: str | None = None,
         until_idle: Callable[[], None] = lambda: None,
+        hooks: OwnerHooks | None = None,
+        elsewhere: Elsewhere = lambda survey: ((), survey.lineage),
     ) -> None:
+        self._hooks = hooks or OwnerHooks()
+        self._elsewhere = elsewhere
+        self._further: dict[str, CheckpointInfo] = {}
         self._job_name = job_name
         self._until_idle = until_idle
-        self.grouping: Grouping | None = None
+        self._disks = Disks(storage, coordinator)
         self._superseded = False
         self._storage = storage
         self._coordinator = coordinator
@@ -96,7 +117,7 @@ class Ownership:
         self._occupied: set[str] = set()
         self._prefix = ""
         self.line = Ancestry(storage.url)
-        self.inventory = Inventory(storage)
+        self.inventory = Inventory(storage, self._hooks.held)
         self.soundness = Soundness(storage, lambda name, problem: self.note_damaged({name: problem}))
 
     def take(self) -> None:
@@ -116,38 +137,23 @@ class Ownership:
 
         owner_id, urls = self._coordinator.gather_scatter(self._storage.url, acquire, what="taking the root")
         try:
-            self._prefix = self._survey(
-                sees_claim(self._storage, owner_id, urls, rank=self._coordinator.rank), urls
+            lease = self._lease
+            self._prefix = self._disks.find(
+                owner_id,
+                urls,
+                claim=lambda part: None if lease is None else lease.extend(part),
+                survey=self._open,
             )
+            self._hooks.taken()
         except (CheckpointError, OSError):
             self.release()
             raise
         self._taken, self._given_back = True, False
 
-    def _survey(self, owner_id: str, urls: Sequence[str]) -> str:
-        """Find the disks that make up the root, and read them; return the run's id.
-
-        On a shared filesystem one exchange.
-        """
-
-        def decide(seen: list[bool]) -> list[str]:
-            refuse_other_roots(seen, urls)
-            return [self._open() if all(seen) else ""] * len(seen)
-
-        sees = sees_claim(self._storage, owner_id, urls, rank=self._coordinator.rank)
-        run_id = self._coordinator.gather_scatter(sees, decide, what="comparing the roots")
-        if run_id:
-            return run_id
-        assert isinstance(self._storage, GroupedStorage)
-        self.grouping = form_groups(self._storage, self._coordinator)
-
-        def extend() -> str:
-            for part in parts_of(self._storage)[1:]:
-                assert self._lease is not None
-                self._lease.extend(part)
-            return self._open()
-
-        return self._coordinator.run_on_coordinator(extend, what="taking the disks of all nodes")
+    @property
+    def held(self) -> Collection[str]:
+        """The names of checkpoints that must not be removed for now."""
+        return self._hooks.held()
 
     @property
     def run_id(self) -> str:
@@ -188,7 +194,7 @@ class Ownership:
         overwrite it.
         """
         replaceable = replace and self._storage.supports_rename
-        known = self._damaged if replaceable else self._damaged | self._occupied
+        known = self._damaged if replaceable else self._damaged | self._occupied | self._further.keys()
         return self._superseded or name in known or not is_name(name)
 
     def clear_name(self, name: str, step: int, *, replace: bool) -> str:
@@ -235,7 +241,7 @@ class Ownership:
         if self._lease is None:
             return
         for name, problem in damaged.items():
-            self._mark(self._lease, name, problem)
+            _mark(self._storage, self._lease, name, problem)
 
     def note_sound(self, name: str) -> None:
         """Undo `note_damaged` for a checkpoint that verifies after all."""
@@ -280,11 +286,7 @@ class Ownership:
             lease.release()
             self._given_back = True
         self._lease, self._taken = None, False
-        if self.grouping is not None and isinstance(self._storage, GroupedStorage):
-            self._storage.leave()
-            if self.grouping.service is not None:
-                self.grouping.service.close(self._storage.patience_seconds)
-            self.grouping = None
+        self._disks.leave()
 
     def _own_name(self, name: str, step: int) -> str:
         try:
@@ -293,15 +295,23 @@ class Ownership:
             if self._is_made(name, step):
                 raise
         else:
-            self._occupied.discard(name)
-            return name
+            further = self._further.get(name)
+            if further is None:
+                self._occupied.discard(name)
+                return name
+            if self.line.is_committed(further, step):
+                raise CheckpointExistsError(
+                    f"step {step} is committed already, in a further tier of {self._storage.url}, as {name}; "
+                    "checkpoints are never overwritten"
+                )
         other = run_name(name, self.line.lineage_of(step).id)
         require_free(self._storage, other)
         _logger.warning(
-            "%s/%s is occupied by a checkpoint that this run does not continue, or by other files: "
+            "%s/%s is occupied by a checkpoint that this run does not continue, or by other files%s: "
             "step %d is saved as %s",
             self._storage.url,
             name,
+            ", here or in a further tier" if name in self._further else "",
             step,
             other,
         )
@@ -315,17 +325,6 @@ class Ownership:
             return False
         return name not in self._damaged and self.line.is_committed(info, step)
 
-    def _mark(self, lease: Lease, name: str, problem: str) -> None:
-        try:
-            lease.check()
-            Catalog(self._storage).mark_damaged(name, problem)
-        except CorruptCheckpointError:
-            return  # without its marker it is no checkpoint any more, and does not count anyway
-        except (CheckpointError, OSError) as error:
-            _logger.warning(
-                "%s/%s is damaged, but could not be marked so: %s", self._storage.url, name, error
-            )
-
     def _acquire(self) -> None:
         with _explained(self._storage.url):
             self._storage.check_root()
@@ -338,9 +337,11 @@ class Ownership:
         with _explained(self._storage.url):
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
-            self.inventory = Inventory(self._storage)
+            self.inventory = Inventory(self._storage, self._hooks.held)
             survey = self.inventory.survey()
-            self.line.survey(survey.everything, survey.lineage)
+            further, present = self._elsewhere(survey)
+            self._further = {info.name: info for info in further}
+            self.line.survey(survey.everything, present, further)
             find_code_version()
         return secrets.token_hex(4)
 
@@ -348,7 +349,7 @@ class Ownership:
         """Remove remains of crashed saves and prunes; no save or prune may be in flight."""
         try:
             settle_parts(parts_of(self._storage))
-            orphans = collect_orphans(self._storage, keep=())
+            orphans = collect_orphans(self._storage, keep=self._hooks.spared())
         except OSError as error:
             # They only take space; the next job tries again.
             _logger.warning("what crashed saves left in %s was not removed: %s", self._storage.url, error)
@@ -357,6 +358,16 @@ class Ownership:
             _logger.warning(
                 "removed what crashed saves left in %s: %s", self._storage.url, ", ".join(orphans)
             )
+
+
+def _mark(storage: Storage, lease: Lease, name: str, problem: str) -> None:
+    try:
+        lease.check()
+        Catalog(storage).mark_damaged(name, problem)
+    except CorruptCheckpointError:
+        return  # without its marker it is no checkpoint any more, and does not count anyway
+    except (CheckpointError, OSError) as error:
+        _logger.warning("%s/%s is damaged, but could not be marked so: %s", storage.url, name, error)
 
 
 def _take_lease(

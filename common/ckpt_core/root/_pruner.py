@@ -55,7 +55,9 @@ class Pruner:
             history: every committed checkpoint.
             newest: the step committed last. Timestamps are not enough: a clock may have been set back.
         """
-        history = Inventory(self._storage).history() if history is None else history
+        history = (
+            Inventory(self._storage, lambda: self._ownership.held).history() if history is None else history
+        )
         self._check_metrics(history)
         return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest)
 
@@ -104,6 +106,8 @@ class Pruner:
         info = Catalog(self._storage).find(name=name)
         if info.pinned is not None:
             raise ConfigError(f"it is pinned ({info.pinned}); unpin it first")
+        if info.name in self._ownership.held:
+            raise ConfigError("its upload has not ended; remove it afterwards")
         with self._telemetry.span("prune.remove", step=info.step, name=info.name):
             remove(self._storage, info)
         self._ownership.inventory.forget(info.name)

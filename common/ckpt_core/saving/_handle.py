@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future, InvalidStateError
-from typing import TypeVar, final
+from typing import TypeVar, cast, final
 
 from ckpt_core.coordination import require_same_process
 from ckpt_core.types import CheckpointInfo
@@ -22,7 +22,9 @@ class SaveHandle:
         created: when it was agreed on, Unix seconds on the coordinator's clock.
         staged: resolves when training may change the state.
         committed: resolves when the checkpoint exists, or raises the same `SaveError` on every rank.
-        uploaded: resolves when the checkpoint is in its last tier; with a single tier, on commit.
+        uploaded: resolves with the checkpoint when every further tier that it was due for has it; with None
+            if it was due for none, a newer one has overtaken it, or it was left to the next run; raises
+            `UploadError` if it could not be uploaded in time. Without an `Upload` it is `committed`.
 
     Concurrency: futures may be waited for on any thread of any rank; nothing here is collective.
     """
@@ -34,7 +36,7 @@ class SaveHandle:
         self._pid = os.getpid()
         self.staged: Future[None] = Future()
         self.committed: Future[CheckpointInfo] = Future()
-        self.uploaded: Future[CheckpointInfo] = self.committed
+        self.uploaded = cast("Future[CheckpointInfo | None]", self.committed)
         for future in (self.staged, self.committed):
             future.set_running_or_notify_cancel()  # a caller that waits must not cancel the save
 

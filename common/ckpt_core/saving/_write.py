@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -30,45 +28,6 @@ from ckpt_core.saving._stager import StagedParts
 from ckpt_core.saving.twins import TwinSession
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, FileEntry, Provenance
-
-
-@final
-class Throttle:
-    """Rate limiter for the pieces of files.
-
-    A token bucket of the size of one piece: after a pause of any length, one piece passes without waiting.
-
-    Concurrency: any thread; all files share the cap.
-
-    Args:
-        bytes_per_second: the cap, greater than 0.
-        clock: monotonic seconds.
-        sleep: called with seconds.
-    """
-
-    def __init__(
-        self,
-        bytes_per_second: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._bytes_per_second = bytes_per_second
-        self._clock = clock
-        self._sleep = sleep
-        self._free_at = clock()
-        self._guard = threading.Lock()
-
-    def __call__(self, pieces: Iterable[memoryview]) -> Generator[memoryview]:
-        """Yield each of `pieces` as soon as the average rate permits it."""
-        for piece in pieces:
-            # Asleep, too: a file that waits its turn is as slow as the cap demands.
-            with self._guard:
-                pause = self._free_at - self._clock()
-                if pause > 0:
-                    self._sleep(pause)
-                self._free_at = max(self._free_at, self._clock()) + len(piece) / self._bytes_per_second
-            yield piece
 
 
 def write_rank(

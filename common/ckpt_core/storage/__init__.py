@@ -1,9 +1,11 @@
 """Storage of bytes: the `Storage` contract, its backends, and `open_storage`."""
 
 from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, Storage, StorageEntry
+from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import open_storage
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_small
+from ckpt_core.storage._throttle import Throttle
 from ckpt_core.storage.local import LocalStorage, excludes_others
 from ckpt_core.storage.object import ObjectStorage
 
@@ -11,6 +13,7 @@ __all__ = [
     "ALIGNMENT",
     "BIGGEST_SMALL_FILE",
     "ForeignFileError",
+    "LayeredStorage",
     "LocalStorage",
     "Lock",
     "MemoryStorage",
@@ -18,6 +21,7 @@ __all__ = [
     "RangeReader",
     "Storage",
     "StorageEntry",
+    "Throttle",
     "excludes_others",
     "open_storage",
     "read_small",

@@ -130,6 +130,56 @@ class Storage(ABC):
             for piece in pieces:
                 stream.write(piece)
 
+    def put_file(
+        self,
+        key: str,
+        size_bytes: int,
+        read: Callable[[int, memoryview], None],
+        *,
+        identity: str,
+        pace: Callable[[Iterable[memoryview]], Iterable[memoryview]] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Create a file whose content can be read at any offset; durable on return.
+
+        A file of the same content stays. Where uploads have parts, those of an unfinished call with the same
+        identity are not sent again.
+
+        Args:
+            key: of the file.
+            size_bytes: of the file.
+            read: fills a buffer from an offset on; thread-safe. Every byte passes through it before the file
+                is complete, and its error ends the call.
+            identity: what the content is, in few characters, kept with an object.
+            pace: limits the rate of what is sent.
+            progress: called with bytes done; in all with every byte once.
+
+        Raises:
+            FileExistsError: something else is there, and storage cannot tell it from a torn file.
+        """
+        del identity
+        done = progress or (lambda _: None)
+        buffer = memoryview(bytearray(min(max(size_bytes, 1), 4 << 20)))
+
+        def pieces() -> Generator[memoryview]:
+            for offset in range(0, size_bytes, len(buffer)):
+                piece = buffer[: size_bytes - offset]
+                read(offset, piece)
+                yield piece
+
+        try:
+            same = self.size(key) == size_bytes
+        except FileNotFoundError:
+            same = False
+        if same:
+            with self.open(key) as there:
+                same = all(there.read(len(piece)) == piece for piece in pieces())
+        self.delete(key)
+        with self.create(key) as stream:
+            for piece in pieces() if pace is None or same else pace(pieces()):
+                stream.write(piece)
+                done(len(piece))
+
     @abstractmethod
     def open(self, key: str) -> AbstractContextManager[IO[bytes]]:
         """Open a file for reading; the stream is seekable.

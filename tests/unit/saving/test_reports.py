@@ -19,10 +19,10 @@ from ckpt_core.saving._prepare import Assignment, PreparedSave
 from ckpt_core.saving._prepared import SaveRequest
 from ckpt_core.saving._reports import RankReport, ReportCache
 from ckpt_core.saving._stager import Stager
-from ckpt_core.saving._write import Throttle, commit_all, write_rank
+from ckpt_core.saving._write import commit_all, write_rank
 from ckpt_core.staging import Arenas
 from ckpt_core.state._rank_buffers import RankBuffers
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
+from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, Throttle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_core.saving._write import Throttle
+from ckpt_core.storage import Throttle
 
 
 class Time:

@@ -1,0 +1,114 @@
+"""Several storages of the same files, read as one."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import IO, NoReturn, TypeVar, final
+
+from typing_extensions import override
+
+from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
+
+T = TypeVar("T")
+
+
+@final
+class LayeredStorage(Storage):
+    """Reads each file from the first storage that has it; nothing can be written.
+
+    Args:
+        first: the nearest storage, whose URL stands in messages.
+        others: the next ones.
+        passed_over: key of a file -> how many storages not to ask for it, because it is damaged there.
+    """
+
+    def __init__(
+        self, first: Storage, *others: Storage, passed_over: Mapping[str, int] | None = None
+    ) -> None:
+        self._layers = (first, *others)
+        self._passed_over = dict(passed_over or {})
+        self.supports_rename = first.supports_rename
+        self.rereads_from_memory = all(layer.rereads_from_memory for layer in self._layers)
+
+    @property
+    @override
+    def url(self) -> str:
+        return self._layers[0].url
+
+    @override
+    def open(self, key: str) -> AbstractContextManager[IO[bytes]]:
+        return self._opened(key, lambda layer: layer.open(key))
+
+    @override
+    def open_ranges(self, key: str) -> AbstractContextManager[RangeReader]:
+        return self._opened(key, lambda layer: layer.open_ranges(key))
+
+    @override
+    def size(self, key: str) -> int:
+        return self._first(key, lambda layer: layer.size(key))
+
+    @override
+    def list(self, key: str) -> list[StorageEntry]:
+        found = {entry.name: entry for layer in reversed(self._layers) for entry in layer.list(key)}
+        return sorted(found.values())
+
+    @override
+    def free_bytes(self) -> int | None:
+        return self._layers[0].free_bytes()
+
+    @override
+    def check_root(self) -> None:
+        self._refuse("")
+
+    @override
+    def create(self, key: str) -> AbstractContextManager[IO[bytes]]:
+        self._refuse(key)
+
+    @override
+    def replace(self, key: str, content: bytes) -> None:
+        self._refuse(key)
+
+    @override
+    def delete(self, key: str) -> None:
+        self._refuse(key)
+
+    @override
+    def make_directory(self, key: str) -> None:
+        self._refuse(key)
+
+    @override
+    def sync_directory(self, key: str) -> None:
+        self._refuse(key)
+
+    @override
+    def rename(self, source: str, target: str) -> None:
+        self._refuse(source)
+
+    @override
+    def exchange(self, first: str, second: str) -> None:
+        self._refuse(first)
+
+    @override
+    def try_lock(self, key: str) -> Lock | None:
+        self._refuse(key)
+
+    @contextmanager
+    def _opened(self, key: str, enter: Callable[[Storage], AbstractContextManager[T]]) -> Generator[T]:
+        with ExitStack() as stack:
+            yield self._first(key, lambda layer: stack.enter_context(enter(layer)))
+
+    def _first(self, key: str, get: Callable[[Storage], T]) -> T:
+        layers = self._layers[self._passed_over.get(key, 0) :]
+        for layer in layers[:-1]:
+            try:
+                return get(layer)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+        if layers:
+            return get(layers[-1])
+        raise FileNotFoundError(errno.ENOENT, "damaged or missing in every tier", f"{self.url}/{key}")
+
+    def _refuse(self, key: str) -> NoReturn:
+        raise OSError(errno.EROFS, "several storages read as one cannot be written", f"{self.url}/{key}")

@@ -1,0 +1,150 @@
+"""The checkpoints that are due for one further tier: running, waiting, overtaken."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import TypeAlias, final
+
+from ckpt_core.errors import UploadError
+from ckpt_core.options import WhenBusy
+from ckpt_core.types import CheckpointInfo
+
+Outcome: TypeAlias = CheckpointInfo | UploadError | None
+"""A checkpoint that is in the tier; why it is not; or None if it was overtaken, or left."""
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class DueCheckpoint:
+    """A checkpoint that is due for a tier.
+
+    Attributes:
+        info: of the checkpoint, in the root.
+        report: called with the outcome.
+        last: whether it is tried at the end of the run once more, whatever became of it before.
+    """
+
+    info: CheckpointInfo
+    report: Callable[[Outcome], None] = field(default=lambda _: None)
+    last: bool = False
+
+
+@final
+class UploadLine:
+    """The line of due checkpoints, first come, first served.
+
+    Concurrency: `next` and `done` on the thread that uploads, the others on any.
+
+    Args:
+        when_busy: what happens to those that wait when another becomes due.
+    """
+
+    def __init__(self, when_busy: WhenBusy) -> None:
+        self._when_busy = when_busy
+        self._waiting: deque[DueCheckpoint] = deque()
+        self._running: DueCheckpoint | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def add(self, due: DueCheckpoint) -> None:
+        """Add a checkpoint, unless it is there already."""
+        with self._changed:
+            present = (*self._waiting, *filter(None, (self._running,)))
+            if any(each.info.save_id == due.info.save_id for each in present):
+                return
+            self._waiting.append(due)
+            self._changed.notify_all()
+
+    def next(self) -> DueCheckpoint | None:
+        """Wait for the next checkpoint; None once the line is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._running = self._waiting.popleft() if self._waiting else None
+            self._changed.notify_all()
+            return self._running
+
+    def done(self) -> None:
+        """Note that the running one has ended."""
+        with self._changed:
+            self._running = None
+            self._changed.notify_all()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether another one waits for its turn."""
+        return bool(self._waiting)
+
+    @property
+    def overtakes(self) -> bool:
+        """Whether the running one must give way, if it has not begun."""
+        return self._when_busy == "overtake" and bool(self._waiting)
+
+    @property
+    def held(self) -> Collection[str]:
+        """The names of checkpoints that are still needed in the root."""
+        with self._changed:
+            waiting = list(self._waiting)
+            if self._when_busy == "overtake":
+                waiting = waiting[-1:]
+            return {each.info.name for each in (*waiting, *filter(None, (self._running,)))}
+
+    @property
+    def unfinished(self) -> list[CheckpointInfo]:
+        """The checkpoints that run or wait, the next first."""
+        with self._changed:
+            return [each.info for each in (*filter(None, (self._running,)), *self._waiting)]
+
+    def wait_for_turn(self) -> None:
+        """Block until none waits, where a save must wait for that."""
+        if self._when_busy == "wait":
+            with self._changed:
+                self._changed.wait_for(lambda: not self._waiting or self._closed)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until nothing runs or waits; False if `seconds` pass before."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and self._running is None, seconds)
+
+    def close(self) -> None:
+        """Take no more checkpoints; those in the line are still served."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class AllTiers:
+    """The outcome of one save in all tiers that it is due for."""
+
+    def __init__(self, future: Future[CheckpointInfo | None], tiers: int) -> None:
+        self._future = future
+        self._awaited = tiers
+        self._guard = threading.Lock()
+        self._there: CheckpointInfo | None = None
+        self._missing = False
+
+    def report(self, outcome: Outcome) -> None:
+        """Note the outcome in one tier; the last, or the first error, resolves the future."""
+        with self._guard:
+            self._awaited -= 1
+            if isinstance(outcome, UploadError):
+                settle(self._future, outcome)
+                return
+            self._missing |= outcome is None
+            self._there = self._there or outcome
+            if self._awaited <= 0:
+                settle(self._future, None if self._missing else self._there)
+
+
+def settle(future: Future[CheckpointInfo | None], outcome: CheckpointInfo | BaseException | None) -> None:
+    """Resolve a future, unless it is resolved."""
+    try:
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        pass

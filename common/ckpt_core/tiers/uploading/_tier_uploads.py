@@ -1,0 +1,271 @@
+"""The uploads of a manager: what is due for which tier, and the end."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final, Protocol, final
+
+from ckpt_core.commit import working_name
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import UploadError
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.root import Job, OwnerHooks
+from ckpt_core.tiers import Tier
+from ckpt_core.tiers.uploading._backlog import Backlog
+from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
+from ckpt_core.tiers.uploading._durable import DurableRoot
+from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
+from ckpt_core.tiers.uploading._places import refuse_one_place
+from ckpt_core.tiers.uploading._tiers_record import SAID_EVERY, TiersRecord
+from ckpt_core.tiers.uploading._upload_context import UploadContext
+from ckpt_core.tiers.uploading._uploader import Uploader
+from ckpt_core.types import CheckpointInfo
+
+_logger = logger_of(__name__)
+
+_GRACE_SECONDS: Final = 15.0
+"""Time for ranks to meet once more after they have been stopped."""
+
+
+class FollowedSave(Protocol):
+    """A save in flight: see `SaveHandle`."""
+
+    step: int
+    committed: Future[CheckpointInfo]
+    uploaded: Future[CheckpointInfo | None]
+
+
+@final
+class TierUploads:
+    """The uploads of one manager; without an `Upload` every method returns at once.
+
+    Concurrency: the main thread of every rank; `hooks.taken`, `before_save` and `close` are collective.
+
+    Attributes:
+        hooks: what the owner of the root must know.
+
+    Args:
+        job: storage, ranks and telemetry.
+        options: of the manager.
+        tiers: of the run, its root first.
+
+    Raises:
+        ConfigError: two tiers are one place.
+    """
+
+    def __init__(self, job: Job, options: CheckpointOptions, tiers: Sequence[Tier]) -> None:
+        refuse_one_place([tier.storage for tier in tiers], options)
+        self._job = job
+        self._options = options
+        self._tiers = tiers[1:]
+        self.hooks = OwnerHooks(taken=self._begin, held=self._held) if self._tiers else OwnerHooks()
+        self._rule = DueRule.of(options.save)
+        self._count = self._step = 0
+        self._uploaders: list[Uploader] = []
+        self._durable: list[DurableRoot] = []
+        self._record = TiersRecord(job.storage, options.uploads, self._due)
+        self._newest: CheckpointInfo | None = None
+        self._there: dict[int, str] = {}
+
+    def count_from(self, number: SaveNumber | None, step: int) -> None:
+        """Continue counting saves after the checkpoint of `step`, whose state is live."""
+        self._count, self._step = 0 if number is None else number.number, step
+
+    def number(self, *, extra: bool) -> SaveNumber:
+        """Return the number of the save that is about to begin.
+
+        Args:
+            extra: whether only a preemption asks for it.
+        """
+        return SaveNumber(number=self._count + (not extra), after=self._step, extra=extra)
+
+    def annotations(self, number: SaveNumber) -> dict[str, Any]:
+        """Return what the manifest of a save notes for the next run."""
+        return number.annotations if self._tiers else {}
+
+    def before_save(self) -> None:
+        """Wait for uploads that a save must wait for, and raise failures. Collective.
+
+        Only an upload with `on_error="raise"` makes ranks communicate.
+
+        Raises:
+            UploadError: an upload has failed that is to stop training, here or on another rank.
+        """
+        for uploader in self._uploaders:
+            uploader.line.wait_for_turn()
+        if all(upload.on_error == "warn" for upload in self._options.uploads):
+            return
+        own = _take_failure(self._uploaders)
+        if any(self._job.coordinator.all_reduce_max([int(own is not None)], what="looking for lost uploads")):
+            raise own or UploadError("an upload has failed; the log of another rank has the reason")
+
+    def follow(self, save: FollowedSave, number: SaveNumber) -> None:
+        """Upload a save once it is committed, if it is due."""
+        if not self._uploaders or save.uploaded is not save.committed:
+            return
+        save.uploaded = Future()
+        save.uploaded.set_running_or_notify_cancel()
+        self._count, self._step = number.number, save.step
+        due = [each for each in self._uploaders if self._rule.is_due(save.step, number, each.upload.every)]
+        save.committed.add_done_callback(partial(self._committed, save.uploaded, due))
+
+    def close(self, *, leave: bool, preempted: bool) -> None:
+        """Wait for uploads, each up to its deadline, and give the tiers back.
+
+        Args:
+            leave: whether to leave what is not there to the next run.
+            preempted: whether this job is being stopped.
+
+        Raises:
+            UploadError: one has failed, and is to stop training.
+        """
+        began, uploaders = time.monotonic(), self._uploaders
+        for index, uploader in enumerate(uploaders):
+            if leave or (preempted and uploader.upload.on_preemption == "leave"):
+                self._leave(uploader)
+            else:
+                self._add_newest(index, uploader)
+                uploader.line.close()
+        ended = True
+        for uploader in uploaders:
+            self._wait(uploader, began + uploader.upload.deadline_seconds)
+            ended &= uploader.join(_GRACE_SECONDS)
+        self._uploaders = []
+        if ended:
+            # Otherwise a thread hangs in storage, and the tier is its own until the process ends.
+            for durable in self._durable:
+                durable.release()
+        if (failure := _take_failure(uploaders)) is not None:
+            raise failure
+
+    def _begin(self) -> None:
+        """Claim the tiers and begin to upload what an earlier run has left. Collective."""
+        if self._uploaders:
+            return
+        session, backlog = self._job.coordinator.run_on_coordinator(
+            self._claim, what="taking the further tiers"
+        )
+        coordinator = self._job.coordinator
+        for index, (upload, tier) in enumerate(zip(self._options.uploads, self._tiers, strict=True)):
+            context = UploadContext(
+                source=self._job.storage,
+                rank=coordinator.rank,
+                world_size=coordinator.world_size,
+                deadline_seconds=self._options.deadline_seconds,
+                open_channel=partial(coordinator.background_channel, f"upload/{session}/{index}"),
+                telemetry=self._job.telemetry,
+                note=partial(self._record.note, index) if coordinator.is_coordinator else _ignore,
+            )
+            durable = self._durable[index] if coordinator.is_coordinator else None
+            uploader = Uploader(upload, tier.storage, context, durable)
+            self._uploaders.append(uploader)
+            for info in backlog[index]:
+                uploader.line.add(DueCheckpoint(info, partial(self._note, index, info)))
+            uploader.start()
+
+    def _claim(self) -> tuple[str, list[list[CheckpointInfo]]]:
+        """Take every tier; return an id, and what is due for each. Coordinator only."""
+        backlog, found = Backlog(self._job.storage, self._rule), list[list[CheckpointInfo]]()
+        try:
+            for upload, tier in zip(self._options.uploads, self._tiers, strict=True):
+                durable = DurableRoot(
+                    upload,
+                    tier.storage,
+                    self._options,
+                    telemetry=self._job.telemetry,
+                    until_idle=partial(_stop_all, self._uploaders),
+                    spared={working_name(tier.storage, *each) for each in backlog.names},
+                )
+                self._durable.append(durable)
+                found.append(backlog.due(upload, durable.content()))
+        except BaseException:
+            for durable in self._durable:
+                durable.release()
+            self._durable = []
+            raise
+        self._record.write()
+        return secrets.token_hex(4), found
+
+    def _committed(
+        self, uploaded: Future[CheckpointInfo | None], due: Sequence[Uploader], done: Future[CheckpointInfo]
+    ) -> None:
+        """Put a committed save in the lines that it is due for. On the save thread."""
+        error = done.exception()
+        if error is not None:
+            settle(uploaded, error)
+            return
+        info = self._newest = done.result()
+        if not due:
+            settle(uploaded, None)
+            return
+        outcomes = AllTiers(uploaded, len(due))
+        for uploader in due:
+            index = self._uploaders.index(uploader)
+            uploader.line.add(DueCheckpoint(info, partial(self._note, index, info, outcomes)))
+
+    def _note(
+        self, index: int, info: CheckpointInfo, outcomes: AllTiers | None, outcome: Outcome = None
+    ) -> None:
+        if isinstance(outcome, CheckpointInfo):
+            self._there[index] = info.save_id
+        if outcomes is not None:
+            outcomes.report(outcome)
+
+    def _held(self) -> Collection[str]:
+        return {name for uploader in self._uploaders for name in uploader.line.held}
+
+    def _due(self, index: int) -> list[str]:
+        """Return the names that are due for a tier and not there."""
+        if index >= len(self._uploaders):
+            return []
+        return [info.name for info in self._uploaders[index].line.unfinished]
+
+    def _add_newest(self, index: int, uploader: Uploader) -> None:
+        """Let the last checkpoint of the run be due whatever its number is."""
+        newest = self._newest
+        if newest is not None and self._there.get(index) != newest.save_id:
+            uploader.line.add(DueCheckpoint(newest, partial(self._note, index, newest, None), last=True))
+
+    def _wait(self, uploader: Uploader, deadline: float) -> None:
+        while not uploader.line.wait(max(0.0, min(SAID_EVERY, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                self._leave(uploader)
+                return
+            self._record.say()
+
+    def _leave(self, uploader: Uploader) -> None:
+        """Stop an upload, and say what is not there and how it gets there."""
+        left = uploader.line.unfinished
+        uploader.stop()
+        if left and self._job.coordinator.is_coordinator:
+            _logger.warning(
+                "not yet in %s: step(s) %s; the next run uploads the rest, and so does `ckpt upload %s`",
+                uploader.upload.url,
+                ", ".join(str(info.step) for info in left),
+                self._job.storage.url,
+            )
+
+
+def _take_failure(uploaders: Sequence[Uploader]) -> UploadError | None:
+    """Return a failure that is to stop training, once."""
+    for uploader in uploaders:
+        if uploader.upload.on_error == "raise" and uploader.failure is not None:
+            failure, uploader.failure = uploader.failure, None
+            return failure
+    return None
+
+
+def _stop_all(uploaders: Sequence[Uploader]) -> None:
+    """Stop the uploads of a manager whose root another one of this process takes."""
+    for uploader in uploaders:
+        uploader.stop()
+    for uploader in uploaders:
+        uploader.join(_GRACE_SECONDS)
+
+
+def _ignore(_: object) -> None:
+    """Ignore progress: the coordinator records that of all."""
