@@ -17,6 +17,7 @@ CheckpointError(Exception)
 ├─ LoadError                                       a load failed for a reason that is none of the above
 │  ├─ ArchivedError(…, PermissionError)            it is in an archive, and must be restored before it is read
 │  └─ PartialCheckpointError                       some of its files are on disks of other nodes
+├─ HalfRenamedError(…, OSError)                    done on the disks of some nodes, and not on others
 └─ CoordinationError                               ranks could not agree
    └─ DeadlineError(…, TimeoutError)               some ranks did not arrive in time; names them
 """
@@ -289,7 +290,7 @@ class PartialCheckpointError(LoadError):
     lacking: Sequence[int] = ()
 
 
-class HalfRenamedError(OSError):
+class HalfRenamedError(CheckpointError, OSError):
     """A name was changed on the disks of some nodes, and not on those of others."""
 
 

@@ -9,11 +9,11 @@ from typing import Final, final
 
 from ckpt_core.commit._lineage import by_step, on_present_line, present_lineage
 from ckpt_core.commit._manifest import (
-    MAX_MANIFEST_BYTES,
     MAX_MARKER_BYTES,
     Manifest,
     Marker,
     corrupt_file,
+    lineage_in_manifest,
     read_committed,
     whole_info,
 )
@@ -403,7 +403,7 @@ def arrange(storage: Storage, infos: Sequence[CheckpointInfo], unreadable: Itera
         infos: every committed checkpoint.
         unreadable: directories whose marker cannot be read.
     """
-    others = [lineage for name in unreadable if (lineage := _lineage_in_manifest(storage, name)) is not None]
+    others = [lineage for name in unreadable if (lineage := lineage_in_manifest(storage, name)) is not None]
     present = present_lineage(infos, others)
     return Arranged(infos=on_present_line(_without_replaced(infos), present), lineage=present)
 
@@ -434,14 +434,6 @@ def _remarked(info: CheckpointInfo, pins: Mapping[int, str] | None, marks: Marks
     damaged, bad = (problem_of(kind, info.name, info.save_id) for kind in (marks.damaged, marks.bad))
     plain = pinned is None and damaged is None and bad is None
     return info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad)
-
-
-def _lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
-    """Return the lineage in the manifest of a checkpoint with an unreadable marker."""
-    try:
-        return Manifest.from_bytes(read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)).lineage
-    except (CheckpointError, OSError):
-        return None
 
 
 def _without_replaced(committed: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:

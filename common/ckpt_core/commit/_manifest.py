@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
 from ckpt_core.commit import _lineage
 from ckpt_core.errors import (
+    CheckpointError,
     ConfigError,
     CorruptCheckpointError,
     FileFailure,
@@ -423,6 +424,14 @@ def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
         problem = f"not the file that was committed: its digest differs from {MARKER}'s"
         raise corrupt_file(f"{storage.url}/{name}", path, problem)
     return content
+
+
+def lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
+    """Return the lineage in the manifest of a checkpoint with an unreadable marker."""
+    try:
+        return Manifest.from_bytes(read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)).lineage
+    except (CheckpointError, OSError):
+        return None
 
 
 def corrupt_file(place: str, path: str, problem: str) -> CorruptCheckpointError:

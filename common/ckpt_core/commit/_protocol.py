@@ -205,7 +205,7 @@ def commit(
 
 @contextmanager
 def _name_outcomes(storage: Storage, name: str, step: int) -> Generator[None]:
-    """Say what it means that the name was taken meanwhile, or given on some disks only."""
+    """Say what it means that the name was taken meanwhile, or is on some disks."""
     try:
         yield
     except CheckpointExistsError:

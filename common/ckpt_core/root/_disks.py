@@ -38,7 +38,9 @@ class Disks:
         claim: Callable[[Storage], None],
         survey: Callable[[], str],
     ) -> str:
-        """Find the disks, and claim those of other nodes. Collective; on a shared disk one exchange.
+        """Find the disks, and claim those of other nodes. Collective.
+
+        With one shared disk that is one exchange.
 
         Args:
             owner_id: of the claim that the coordinator has just written to its root.
@@ -76,7 +78,7 @@ class Disks:
         return coordinator.run_on_coordinator(claim_all, what="taking the disks of all nodes")
 
     def leave(self) -> None:
-        """End the connections between the disks, once the coordinator has let go of the root."""
+        """End the connections between the disks; the coordinator has released the root."""
         grouping, self._grouping = self._grouping, None
         if grouping is None or not isinstance(self._storage, GroupedStorage):
             return

@@ -121,7 +121,7 @@ def unite(surveys: Sequence[Survey]) -> United:
 
 
 def _add_part(groups: Sequence[list[TierCopy]], part: TierCopy) -> None:
-    """Add a part of a checkpoint to its whole copies in further tiers, if there are such."""
+    """Add a part of a checkpoint to its whole copies in further tiers, if any."""
     for copies in groups:
         whole = copies[0].info
         same = (whole.name, whole.manifest_sha256) == (part.info.name, part.info.manifest_sha256)
