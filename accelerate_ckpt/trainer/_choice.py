@@ -24,8 +24,9 @@ from ckpt_core import (
 from ckpt_core.commit import Catalog, require_trusted, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
+from ckpt_core.groups import local_part
 from ckpt_core.hosting import Kind, kind_of
-from ckpt_core.storage import LocalStorage, Storage
+from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
 
@@ -169,6 +170,7 @@ def _whole_stock(storage: Storage) -> list[_Stock]:
 
 
 def _written(storage: Storage, name: str) -> float:
-    if not isinstance(storage, LocalStorage):
+    local = local_part(storage)
+    if local is None:
         return 0.0
-    return storage.local_path(f"{name}/{TRAINER_STATE_NAME}").stat().st_mtime
+    return local.local_path(f"{name}/{TRAINER_STATE_NAME}").stat().st_mtime

@@ -37,10 +37,11 @@ from ckpt_core.commit import Catalog, require_trusted
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
+from ckpt_core.groups import local_part
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
 from ckpt_core.state import StateSource, load_item
-from ckpt_core.storage import LocalStorage, Storage
+from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
 
@@ -246,8 +247,8 @@ class TrainerLoading:
             view = directory / place.name
             view.mkdir()
             write_files(small, view)
-            if isinstance(storage, LocalStorage):
-                link_files(others, storage.local_path(place.name), view)
+            if (local := local_part(storage)) is not None:
+                link_files(others, local.local_path(place.name), view)
             self._lent = _Lent(
                 view=str(view),
                 checkpoint=os.fspath(checkpoint),

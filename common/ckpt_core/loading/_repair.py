@@ -68,6 +68,8 @@ class Repairer:
             self._ownership.note_sound(loaded.info.name)
         if not (self._job.coordinator.is_coordinator and self._nearest.shared):
             return
+        if self._job.storage.num_disks > 1:
+            return  # it would write all files to the disk of each node
         missing = not loaded.nearest_name
         if not (missing or 0 in loaded.damaged) or self._thread is not None:
             return
