@@ -105,11 +105,11 @@ class UploadLine:
             waiting = waiting[-1:]
         return [each.info for each in (*filter(None, (self._running,)), *waiting)]
 
-    def wait_for_turn(self) -> None:
-        """Block until none waits, where a save must wait for that."""
+    def wait_for_turn(self, seconds: float) -> None:
+        """Block until none waits, where a save must wait for that, at most `seconds`."""
         if self._when_busy == "wait":
             with self._changed:
-                self._changed.wait_for(lambda: not self._waiting or self._closed)
+                self._changed.wait_for(lambda: not self._waiting or self._closed, seconds)
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing runs or waits; False if `seconds` pass before."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, Protocol, final
 
 from ckpt_core.commit import working_name
+from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import UploadError
 from ckpt_core.options import CheckpointOptions
@@ -96,7 +97,7 @@ class TierUploads:
             UploadError: an upload has failed that is to stop training, here or on another rank.
         """
         for uploader in self._uploaders:
-            uploader.line.wait_for_turn()
+            uploader.line.wait_for_turn(uploader.upload.deadline_seconds)
         if all(upload.on_error == "warn" for upload in self._options.uploads):
             return
         own = _take_failure(self._uploaders)
@@ -130,15 +131,13 @@ class TierUploads:
             else:
                 self._add_newest(index, uploader)
                 uploader.line.close()
-        ended = True
-        for uploader in uploaders:
+        for index, uploader in enumerate(uploaders):
             self._wait(uploader, began + uploader.upload.deadline_seconds)
-            ended &= uploader.join(_GRACE_SECONDS)
+            ended = uploader.join(_GRACE_SECONDS)
+            # If the thread hangs in storage, the tier is its own until the process ends.
+            if self._durable and ended:
+                _release(self._durable[index], hangs=uploader.hangs)
         self._uploaders = []
-        if ended:
-            # Otherwise a thread hangs in storage, and the tier is its own until the process ends.
-            for durable in self._durable:
-                durable.release()
         if (failure := _take_failure(uploaders)) is not None:
             raise failure
 
@@ -249,6 +248,13 @@ class TierUploads:
                 ", ".join(str(info.step) for info in left),
                 self._job.storage.url,
             )
+
+
+def _release(durable: DurableRoot, *, hangs: bool) -> None:
+    if hangs:
+        run_with_timeout(_GRACE_SECONDS, durable.release)
+    else:
+        durable.release()
 
 
 def _take_failure(uploaders: Sequence[Uploader]) -> UploadError | None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final, final
 
 from ckpt_core import messages
+from ckpt_core.commit import Catalog
 from ckpt_core.coordination import CommitChannel
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, UploadError, failure_text
@@ -123,6 +124,11 @@ class Uploader:
             self._running.stop()
         self.line.close()
 
+    @property
+    def hangs(self) -> bool:
+        """Whether an upload that was given up still hangs in storage."""
+        return self._hanging is not None and not self._hanging.end(0)
+
     def join(self, seconds: float) -> bool:
         """Wait until the thread has ended; False if `seconds` pass before."""
         self._thread.join(seconds)
@@ -160,7 +166,8 @@ class Uploader:
         if word.overdue:
             self._report(turn, word.overdue)
         if word.name:
-            self._refuse_while_hanging()
+            if not self.hangs:
+                self._hanging = None
             attributes = {"step": info.step, "rank": self._context.rank, "to": self.upload.url}
             with self._context.telemetry.span("upload", **attributes):
                 end = self._copy_with_all(turn, word.name)
@@ -205,6 +212,8 @@ class Uploader:
                 durable.drop(turn.working)
             return _Verdict(overdue=overdue)
         with described(info, self.upload.url, self._context.rank):
+            if Catalog(self._context.source).find(name=info.name).bad is not None:
+                return _Verdict(overdue=overdue)  # a user has marked it since
             durable.take()
             name = durable.begin(partial(self._copy, info), info)
             if name is None:
@@ -231,10 +240,6 @@ class Uploader:
 
     def _copy(self, info: CheckpointInfo, as_name: str) -> CheckpointCopy:
         return CheckpointCopy.of(self._context.source, self._target, info.name, as_name=as_name)
-
-    def _refuse_while_hanging(self) -> None:
-        if self._hanging is not None and self._hanging.end(0):
-            self._hanging = None
 
     def _require_durable(self) -> DurableRoot:
         if self._durable is None:
