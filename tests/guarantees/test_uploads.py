@@ -301,8 +301,8 @@ def test_a_bucket_is_a_tier_whose_secrets_are_nowhere_and_a_missing_one_is_refus
     client.create_bucket(Bucket="tiers-of-uploads")
     options = {"key": "testing", "secret": "hushhush", "endpoint_url": s3_endpoint}
     upload = {"to": "s3://tiers-of-uploads/run", "keep": {"latest": 1}, "storage_options": options}
-    with CheckpointManager(tmp_path / "run", upload=upload, keep=KeepLatest(2)) as manager:
-        saved(manager, 1, 2, wait=True)
+    with CheckpointManager(tmp_path / "run", upload=upload) as manager:
+        saved(manager, 2)
     shutil.rmtree(tmp_path / "run")
     with CheckpointManager(upload["to"], storage_options=options) as alone:
         assert [info.step for info in alone.checkpoints()] == [2]

@@ -52,10 +52,13 @@ class UploadLine:
         self._changed = threading.Condition()
 
     def add(self, due: DueCheckpoint) -> None:
-        """Add a checkpoint, unless it is there already."""
+        """Add a checkpoint, unless it is there; once the line is closed, it is left."""
         with self._changed:
             present = (*self._waiting, *filter(None, (self._running,)))
             if any(each.info.save_id == due.info.save_id for each in present):
+                return
+            if self._closed:
+                self._left.append(due.info)
                 return
             self._waiting.append(due)
             self._changed.notify_all()
@@ -96,7 +99,7 @@ class UploadLine:
     def unfinished(self) -> list[CheckpointInfo]:
         """The checkpoints that run, wait, or were left to the next run."""
         with self._changed:
-            return [*self._left, *self._needed()]
+            return list({info.save_id: info for info in (*self._left, *self._needed())}.values())
 
     def _needed(self) -> list[CheckpointInfo]:
         """Return what runs, and what waits and is not overtaken."""

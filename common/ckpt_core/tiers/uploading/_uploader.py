@@ -88,6 +88,7 @@ class Uploader:
         upload: the option.
         line: the due checkpoints.
         failure: why the last one was not uploaded, until that is raised.
+        ending: whether the run is about to end.
 
     Args:
         upload: the option.
@@ -102,6 +103,7 @@ class Uploader:
         self.upload = upload
         self.line = UploadLine(upload.when_busy)
         self.failure: UploadError | None = None
+        self.ending = False
         self._target = target
         self._context = context
         self._durable = durable
@@ -123,6 +125,11 @@ class Uploader:
         if self._running is not None:
             self._running.stop()
         self.line.close()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rest is left to the next run."""
+        return self._stopped.is_set()
 
     @property
     def hangs(self) -> bool:
@@ -155,6 +162,8 @@ class Uploader:
                 return self._attempt(turn)
             except CheckpointError as error:
                 self._note_failure(turn, error)
+                if self.ending and _is_lost(error):
+                    self.stop()  # at the end of a process nobody brings the Store back
                 if _is_lasting(error):
                     return self._report(turn, turn.problem)
 
@@ -272,6 +281,12 @@ class Uploader:
         _logger.error("%s", error)
         turn.due.report(error)
         return error
+
+
+def _is_lost(error: CheckpointError) -> bool:
+    """Return whether the Store is gone."""
+    awaited = error.awaited if isinstance(error, DeadlineError) else ()
+    return isinstance(error, CoordinationError) and not (error.failures or awaited)
 
 
 def _is_lasting(error: CheckpointError) -> bool:
