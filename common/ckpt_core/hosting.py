@@ -218,8 +218,11 @@ class ManagersByRoot:
         for manager in self._managers.values():
             manager.wait()
 
-    def close_managers(self) -> None:
+    def close_managers(self, *, wait_for_uploads: bool = True) -> None:
         """Close every manager, even if one fails.
+
+        Args:
+            wait_for_uploads: see `CheckpointManager.close`.
 
         Raises:
             SaveError: a save in flight failed.
@@ -227,13 +230,14 @@ class ManagersByRoot:
         managers, self._managers, self._origin = self._managers, {}, None
         with ExitStack() as closing:
             for manager in managers.values():
-                closing.callback(manager.close)
+                closing.callback(manager.close, wait_for_uploads=wait_for_uploads)
 
     def close(self, *, farewell: bool = True) -> None:
         """Close every manager and the coordinator; harmless when repeated.
 
         Args:
-            farewell: whether the other ranks close, too, so that the coordinator may wait for them.
+            farewell: whether the other ranks close, too, so that the coordinator, and uploads, may be waited
+                for.
 
         Raises:
             SaveError: a save in flight failed; everything is closed all the same.
@@ -242,7 +246,7 @@ class ManagersByRoot:
         with ExitStack() as closing:
             if coordinator is not None and farewell:
                 closing.callback(coordinator.close)
-            self.close_managers()
+            self.close_managers(wait_for_uploads=farewell)
 
 
 class Closable(Protocol):

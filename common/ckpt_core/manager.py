@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack, final
@@ -12,7 +13,8 @@ from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
-from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
+from ckpt_core.groups import open_root
+from ckpt_core.loading import Fetcher, Loader, LoadRequest, Repairer, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
@@ -20,9 +22,10 @@ from ckpt_core.retention import PrunePlan
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
 from ckpt_core.state import Override, State, as_source, checked_override, takes_all
-from ckpt_core.storage import Storage, open_storage
+from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.tiers import RunCatalog, open_tiers
+from ckpt_core.tiers.uploading import SaveNumber, TierUploads
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 
 COALESCED = "coalesced"  # the reason of a save that replaces those postponed by back-pressure
@@ -71,24 +74,28 @@ class CheckpointManager:
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
         deadline = self.options.deadline_seconds
-        self.storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
+        self.storage = open_root(root, self.options.storage_options, deadline_seconds=deadline)
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         self._owns_coordinator = coordinator is None
         tiers = open_tiers(self.storage, self.options)
         self._catalog = RunCatalog(tiers)
         self._cadence = CadenceKeeper(self.options.save, self._coordinator, listen=listen)
         job = Job(storage=self.storage, coordinator=self._coordinator, telemetry=Telemetry(*sinks))
+        self._uploads = TierUploads(job, self.options, tiers)
         thread = SaveThread(deadline)
         self._root = Ownership(
             self.storage,
             self._coordinator,
             job_name=self.options.job_name,
             until_idle=thread.until_idle,
+            hooks=self._uploads.hooks,
             elsewhere=self._catalog.elsewhere,
         )
         self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
         self._loader = Loader(job, tiers=tiers, verify_manifest=self.options.manifest_verifier)
+        self._repairer = Repairer(job, tiers[0], self.options, ownership=self._root, pruner=self._pruner)
+        self.fetcher = Fetcher(job, tiers, self.options, self._root)
         self._in_force = Override()
         self._closed = False
 
@@ -158,14 +165,17 @@ class CheckpointManager:
 
         Raises:
             SaveError: this save could not start, or the save before has failed; the same on every rank.
+            UploadError: an upload has failed, and its `on_error` is `raise`; the same on every rank.
             CheckpointExistsError: the step is committed already, or, on an object store, the name.
             RootBusyError: another job writes to this root.
             ConfigError: the root cannot be written, or an argument is invalid.
         """
         self._bind()
+        number = self._uploads.number(extra=self._cadence.extra)
         try:
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
             own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
+            own |= self._uploads.annotations(number)
             request = replace(request, annotations=own)
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
@@ -176,8 +186,10 @@ class CheckpointManager:
             request = SaveRequest(step=0, name=step_name(0), refusal=error)
         if self._cadence.pending:
             self._saver.in_flight.settle()  # back-pressure must not leave out the last save
+        self._uploads.before_save()
         handle = self._saver.save(request, state)
         if handle is not None:
+            self._uploads.follow(handle, number)
             self._cadence.saved(request.step)
         return handle
 
@@ -229,11 +241,9 @@ class CheckpointManager:
         if loaded is None:
             request.override.require_origin(self.storage.url)
             return None
-        every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
-        if loaded.wrongly_marked and every_byte:
-            self._root.note_sound(loaded.info.name)
         self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
+        self._repairer.begin(loaded)
         return loaded.info.step
 
     # Every way to narrow a load is a separate keyword, as users would guess it.
@@ -306,6 +316,7 @@ class CheckpointManager:
         if info is not None:  # else stock DCP wrote it
             self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
             self._cadence.count_from(lambda: saved.annotations)
+            self._uploads.count_from(SaveNumber.read(saved.annotations), info.step)
         self._in_force = change or Override.in_force(saved.annotations)
 
     def continue_from(self, step: int | None = None, *, name: str | None = None) -> CheckpointInfo:
@@ -324,12 +335,14 @@ class CheckpointManager:
         self._rewind()
         step, name = agreed_place(self._coordinator, "continue_from", step, name)
 
-        def find() -> tuple[CheckpointInfo, list[list[Any]]]:
+        def find() -> tuple[CheckpointInfo, list[list[Any]], SaveNumber | None]:
             held = self._catalog.find(step, name)
-            return held.info, Override.in_force(self._catalog.annotations(held)).items
+            annotations = self._catalog.annotations(held)
+            return held.info, Override.in_force(annotations).items, SaveNumber.read(annotations)
 
-        info, changed = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
+        info, changed, number = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
         self._root.line.continue_from(info)
+        self._uploads.count_from(number, info.step)
         self._in_force = Override(dict(changed))
         return info
 
@@ -430,21 +443,28 @@ class CheckpointManager:
         step = agreed_step(self._coordinator, "unmark", step)
         self._coordinator.run_on_coordinator(lambda: self._catalog.unmark_bad(step))
 
-    def close(self) -> None:
-        """Wait for the save in flight and release the root; not in a forked child.
+    def close(self, *, wait_for_uploads: bool = True) -> None:
+        """Wait for saves and uploads and release the root; not in a forked child.
+
+        Args:
+            wait_for_uploads: whether to wait for uploads, up to the deadline of each; else the next run
+                uploads the rest.
 
         Raises:
             SaveError: the save in flight failed.
+            UploadError: an upload failed, and its `on_error` is `raise`.
         """
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        try:
-            self._saver.close()
-        finally:
-            self._cadence.close()
+        self._repairer.close()
+        with ExitStack() as ending:
             if self._owns_coordinator:
-                self._coordinator.close()
+                ending.callback(self._coordinator.close)
+            ending.callback(self._cadence.close)
+            ending.callback(self._saver.release)
+            ending.callback(self._uploads.close, leave=not wait_for_uploads, preempted=self.preempted)
+            self._saver.close()
 
     def _own_root(self) -> None:
         """Wait for the saves in flight and claim the root; see `Ownership.take`."""
@@ -464,7 +484,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self.close(wait_for_uploads=error is None)
         except CheckpointError as failure:
             if error is None:
                 raise

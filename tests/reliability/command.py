@@ -32,6 +32,7 @@ PARTS: Final = {
     "first": "tests.reliability.disk.first_save",
     "power": "tests.reliability.disk.power",
     "ambush": "tests.reliability.disk.ambush",
+    "nodes": "tests.reliability.nodes.node_kills",
     "s3": "tests.reliability.objects.kills",
     "copies": "tests.reliability.copies.on_disk",
     "s3-copies": "tests.reliability.copies.in_bucket",

@@ -22,6 +22,7 @@ from ckpt_core.commit._catalog import (
     with_remarks,
 )
 from ckpt_core.commit._lineage import by_step, is_same
+from ckpt_core.commit._manifest import whole_info
 from ckpt_core.commit._verify import share, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -33,7 +34,6 @@ from ckpt_core.errors import (
 )
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
-
 
 HELD: Final = "its upload has not ended"
 
@@ -86,7 +86,9 @@ class Inventory:
         """
         infos, held = self.survey().everything, self._held()
         if held:
-            infos = [replace(info, pinned=info.pinned or HELD) if info.name in held else info for info in infos]
+            infos = [
+                replace(info, pinned=info.pinned or HELD) if info.name in held else info for info in infos
+            ]
         if self._storage.supports_rename:
             return infos
         return [info if info.name in self._size_checked else self._with_size_checked(info) for info in infos]
@@ -142,7 +144,7 @@ class Inventory:
 
     def _read(self, name: str) -> CheckpointInfo:
         try:
-            return self._catalog.marker(name).info(name)
+            return whole_info(self._storage, name, self._catalog.marker(name))
         except CheckpointNotFoundError:
             with self._guard:
                 self._foreign.add(name)

@@ -23,7 +23,7 @@ from ckpt_core.options._options import (
 )
 from ckpt_core.options._parsing import Headroom, bytes_text, parse_size
 from ckpt_core.options._policies import policy_from
-from ckpt_core.options._uploads import Upload, Uploads, upload_from
+from ckpt_core.options._uploads import Upload, Uploads, WhenBusy, upload_from
 
 __all__ = [
     "SECTION",
@@ -39,6 +39,7 @@ __all__ = [
     "Uploads",
     "Verify",
     "VerifyManifest",
+    "WhenBusy",
     "bytes_text",
     "parse_size",
     "parse_yaml",

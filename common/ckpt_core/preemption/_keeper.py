@@ -38,6 +38,7 @@ class CadenceKeeper:
     Attributes:
         preempted: whether training must stop, as of the last check.
         pending: whether a preemption still needs its save.
+        extra: whether the last decision was to save for a preemption alone.
     """
 
     def __init__(
@@ -64,8 +65,7 @@ class CadenceKeeper:
         self._sources = self._listening() if listen else None
         self._known = 0
         self._now = self._announced_at = -math.inf
-        self.pending = False
-        self.preempted = False
+        self.pending = self.preempted = self.extra = False
 
     def check_preemption(self, **counts: Unpack[Counts]) -> str | None:
         """Return "preemption" if a save or stop is due. Collective if the policy has any.
@@ -105,6 +105,7 @@ class CadenceKeeper:
         self._previous_step = step
         if found:
             self._counts = {**self._counts, **found}
+        self.extra = self.pending and decide(self._policy, context._replace(signals=_NONE)) is None
         return decide(self._policy, context)
 
     def saved(self, step: int) -> None:
@@ -113,7 +114,7 @@ class CadenceKeeper:
         self._timed = step == self._previous_step
         self._last_save_time = self._now if self._timed else None
         self._last_save_step = self._previous_step = step
-        self.pending = False  # this was the requested save
+        self.pending = self.extra = False  # this was the requested save
 
     @property
     def annotations(self) -> dict[str, Any]:

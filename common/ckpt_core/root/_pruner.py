@@ -55,7 +55,9 @@ class Pruner:
             history: every committed checkpoint.
             newest: the step committed last. Timestamps are not enough: a clock may have been set back.
         """
-        history = Inventory(self._storage, lambda: self._ownership.held).history() if history is None else history
+        history = (
+            Inventory(self._storage, lambda: self._ownership.held).history() if history is None else history
+        )
         self._check_metrics(history)
         return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest)
 

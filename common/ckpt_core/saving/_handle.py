@@ -22,9 +22,9 @@ class SaveHandle:
         created: when it was agreed on, Unix seconds on the coordinator's clock.
         staged: resolves when training may change the state.
         committed: resolves when the checkpoint exists, or raises the same `SaveError` on every rank.
-        uploaded: resolves with the checkpoint when every further tier that it was due for has it; with None if
-            it was due for none, or a newer one has overtaken it; raises `UploadError` if it could not be
-            uploaded in time. Without an `Upload` it is `committed`.
+        uploaded: resolves with the checkpoint when every further tier that it was due for has it; with None
+            if it was due for none, a newer one has overtaken it, or it was left to the next run; raises
+            `UploadError` if it could not be uploaded in time. Without an `Upload` it is `committed`.
 
     Concurrency: futures may be waited for on any thread of any rank; nothing here is collective.
     """

@@ -145,7 +145,7 @@ class Saver:
         return self._preparer.stager.arenas.size_bytes
 
     def close(self) -> None:
-        """Wait for the saves in flight, free the arenas and release the root.
+        """Wait for the saves in flight, and free the arenas; `release` follows.
 
         Raises:
             SaveError: see `InFlightSaves.wait`.
@@ -157,11 +157,14 @@ class Saver:
             self._preparer.stager.close()
             if self._partners is not None:
                 self._partners.close()
-            if self.in_flight.stuck():
-                # Storage may hang on this thread, too; at the latest, the lock ends with the process.
-                run_with_timeout(self._options.deadline_seconds, self._ownership.release)
-            else:
-                self._ownership.release()
+
+    def release(self) -> None:
+        """Release the root, after `close`."""
+        if self.in_flight.stuck():
+            # Storage may hang on this thread, too; at the latest, the lock ends with the process.
+            run_with_timeout(self._options.deadline_seconds, self._ownership.release)
+        else:
+            self._ownership.release()
 
     def _checked(self, request: SaveRequest) -> SaveRequest:
         """Return the request, with this rank's refusal, if any, which every rank learns."""

@@ -109,7 +109,7 @@ class S3Client(PartClient):
         """Read a range; what has arrived is not asked for again."""
         done = 0
         for attempt in range(_READ_TRIES):
-            with self._limit(), translated_errors(self.url, self.redaction):
+            with translated_errors(self.url, self.redaction), self._limit():
                 last = offset + len(buffer) - 1
                 answer = self._ask("get_object", Key=path, Range=f"bytes={offset + done}-{last}")
                 wanted = done + int(answer["ContentLength"])
@@ -151,12 +151,12 @@ class S3Client(PartClient):
         Raises:
             OSError: see `translated_errors`.
         """
-        with self._limit(_CLEANING_SHARE if cleaning else 1), translated_errors(self.url, self.redaction):
+        with translated_errors(self.url, self.redaction), self._limit(_CLEANING_SHARE if cleaning else 1):
             return self._ask(operation, **arguments)
 
     def _put(self, path: str, content: Sequence[memoryview], **more: Any) -> None:
         checksum = _header(mark(content))
-        self.call("put_object", Key=path, Body=Body(content), ChecksumCRC32=checksum, **more)
+        self.call("put_object", Key=path, Body=_Body(content), ChecksumCRC32=checksum, **more)
 
     def _marked(self, token: str) -> dict[str, Any]:
         known = self._settings.additional.get("Metadata", {})
@@ -172,7 +172,7 @@ class S3Client(PartClient):
         with translated_errors(self.url, self.redaction):
             names = client.get_paginator(operation)
         arguments = self._settings.known(client, operation, {"Bucket": self.bucket, **arguments})
-        with self._limit(), translated_errors(self.url, self.redaction):
+        with translated_errors(self.url, self.redaction), self._limit():
             yield from names.paginate(**arguments)
 
     def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
@@ -207,13 +207,18 @@ class S3Client(PartClient):
     def _before_send(self, request: Any, **_: Any) -> None:
         """Let the memory itself be sent, and begin no try too late."""
         self._check_deadline()
-        if isinstance(request.body, Body):
-            request.body = request.body.slices()
+        if isinstance(request.body, _Body):
+            request.body = _Slices(request.body.content, self._check_deadline)
 
     @contextmanager
     def _limit(self, share: float = 1) -> Generator[None]:
+        from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
+
         self._deadline.at = time.monotonic() + self._seconds * share
-        yield
+        try:
+            yield
+        except (ConnectTimeoutError, ReadTimeoutError) as error:
+            raise late(self.url, self._seconds) from error
 
     def _check_deadline(self) -> None:
         if time.monotonic() > self._deadline.at:
@@ -260,7 +265,7 @@ class S3Parts:
         answer = self._client.call(
             "upload_part",
             PartNumber=int(number),
-            Body=Body(content),
+            Body=_Body(content),
             ChecksumCRC32=_header(checksum),
             **self._place,
         )
@@ -301,24 +306,36 @@ class S3Parts:
 
 
 @final
-class Body:
+class _Body:
     """The body of a request, which botocore takes for a file."""
 
     def __init__(self, content: Sequence[memoryview]) -> None:
-        self._content = content
+        self.content = content
 
     def __len__(self) -> int:
-        return sum(map(len, self._content))
+        return sum(map(len, self.content))
 
     def read(self, count: int = -1) -> bytes:
-        """Be a file; `slices` are sent instead."""
+        """Be a file; `_Slices` are sent instead."""
         raise NotImplementedError(count)
 
-    def slices(self) -> Generator[memoryview]:
-        """Yield the memory in slices: a time limit of the socket is one of each."""
+
+@final
+class _Slices:
+    """The memory of a body in slices: a time limit of the socket is one of each."""
+
+    def __init__(self, content: Sequence[memoryview], check: Callable[[], None]) -> None:
+        self._content = content
+        self._check = check
+
+    def __iter__(self) -> Generator[memoryview]:
         for piece in self._content:
             for start in range(0, len(piece), _SLICE_BYTES):
+                self._check()
                 yield piece[start : start + _SLICE_BYTES]
+
+    def seek(self, position: int) -> None:
+        """Do nothing, before another try: every iteration begins anew."""
 
 
 def _header(checksum: str) -> str:

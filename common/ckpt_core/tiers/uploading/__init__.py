@@ -1,5 +1,6 @@
-"""Uploads of a running job: every n-th checkpoint goes to further tiers, in the background."""
+"""Uploads of a running job to further tiers, in the background."""
 
-from ckpt_core.tiers.uploading._tiers import Tiers
+from ckpt_core.tiers.uploading._due import SaveNumber
+from ckpt_core.tiers.uploading._tier_uploads import TierUploads
 
-__all__ = ["Tiers"]
+__all__ = ["SaveNumber", "TierUploads"]

@@ -19,7 +19,7 @@ _logger = logger_of(__name__)
 
 @final
 class Backlog:
-    """The checkpoints of a root that may still be due for further tiers. Coordinator only.
+    """The checkpoints of a root that may still be due. Coordinator only.
 
     Args:
         storage: the root.
@@ -77,4 +77,4 @@ def _begun(storage: Storage) -> set[tuple[str, str]]:
     except (OSError, CorruptCheckpointError, IncompatibleCheckpointError) as error:
         _logger.warning("%s: which uploads were left is not known: %s", storage.url, error)
         return set()
-    return {(each.url, each.uploading.name) for each in records if each.uploading is not None}
+    return {(each.url, name) for each in records for name in each.due}

@@ -1,4 +1,4 @@
-"""Which checkpoints are due for a further tier: a pure function of what a save notes.
+"""The rule by which checkpoints are due for a further tier, without I/O.
 
 With `save=EverySteps(100)` and `every=10`, due is the first save at or after each multiple of 1,000 steps,
 whatever was saved, skipped or lost in between. With any other policy, due is every tenth save, counted over
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
 from ckpt_core.cadence import AnyOf, EverySteps, SavePolicy
+from ckpt_core.messages import message
 from ckpt_core.validation import integer
 
 UPLOAD: Final = "upload"
 """The annotation that holds the number of a checkpoint."""
 
 
+@message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveNumber:
@@ -35,7 +37,7 @@ class SaveNumber:
 
     @classmethod
     def read(cls, annotations: Mapping[str, Any]) -> Self | None:
-        """Read the number from annotations, which users may have written; None if there is none."""
+        """Read the number from annotations, which users may have written; else None."""
         found = annotations.get(UPLOAD)
         if not isinstance(found, Mapping):
             return None

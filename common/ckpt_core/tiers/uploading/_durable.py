@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Final, final
 
-from ckpt_core.commit import Survey, abandon
+from ckpt_core.commit import abandon
 from ckpt_core.coordination import Solo
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CheckpointExistsError, ConfigError
@@ -38,6 +38,7 @@ class DurableRoot:
         options: of the manager.
         telemetry: receives spans of removals.
         until_idle: stops the upload, for a later manager of this process that takes the tier over.
+        spared: names of unfinished uploads that may be continued.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class DurableRoot:
         *,
         telemetry: Telemetry,
         until_idle: Callable[[], None],
+        spared: Collection[str],
     ) -> None:
         self._storage = storage
         self._upload = upload
-        self._spared: Collection[str] = ()
         self._reads_back = storage.supports_rename and options.verification != "off"
         self._patience_seconds = options.deadline_seconds / 2
         self._ownership = Ownership(
@@ -59,41 +60,55 @@ class DurableRoot:
             Solo(),
             job_name=options.job_name,
             until_idle=until_idle,
-            hooks=OwnerHooks(spared=lambda: self._spared),
+            hooks=OwnerHooks(spared=lambda: spared),
         )
         kept = replace(options, keep=upload.keep, upload=None)
         self._pruner = Pruner(storage, kept, ownership=self._ownership, telemetry=telemetry)
 
-    def take(self, spared: Collection[str]) -> None:
+    def take(self) -> None:
         """Claim the tier, unless claimed already, and remove what nobody will continue.
 
-        Args:
-            spared: names of uploads that will be continued.
-
         Raises:
-            ConfigError: it cannot be written; `is_passing` tells whether that may change.
+            ConfigError: it cannot be written.
+            OSError: it cannot be reached, and may be later.
             RootBusyError: another job uploads there.
         """
-        self._spared = spared
-        self._ownership.take()
+        try:
+            self._ownership.take()
+        except ConfigError as error:
+            if isinstance(error.__cause__, OSError) and _is_passing(error.__cause__):
+                raise error.__cause__ from None
+            raise
 
     def check(self) -> None:
         """Refuse to continue after another job has taken the tier; see `Ownership.check`."""
         self._ownership.check()
 
-    def survey(self) -> Survey:
-        """Return the checkpoints that are there."""
-        return self._ownership.inventory.survey()
+    def content(self) -> Sequence[CheckpointInfo]:
+        """Claim the tier, return its checkpoints; none while it cannot be reached.
 
-    def begin(self, copy_as: Callable[[str | None], CheckpointCopy], info: CheckpointInfo) -> str | None:
-        """Prepare the copy of a checkpoint; return its name there, None if it is there already.
+        Raises:
+            ConfigError: see `take`.
+            RootBusyError: see `take`.
+        """
+        try:
+            self.take()
+            return self._ownership.inventory.survey().everything
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            _logger.warning("%s cannot be reached, uploads are tried later: %s", self._upload.url, error)
+            return ()
+
+    def begin(self, copy_as: Callable[[str], CheckpointCopy], info: CheckpointInfo) -> str | None:
+        """Prepare a copy; return its name, or None if the checkpoint is there already.
 
         Where its own name belongs to another checkpoint, as after training went back, it gets one of its
         lineage.
         """
         self.check()
         try:
-            return info.name if copy_as(None).begin() else None
+            return info.name if copy_as(info.name).begin() else None
         except CheckpointExistsError:
             other = run_name(info.name, info.lineage.id)
             if not info.lineage.id or other == info.name:
@@ -126,15 +141,14 @@ class DurableRoot:
             abandon(self._storage, working)
             self._storage.abandon_uploads(lambda key: key.partition("/")[0] == working)
         except (OSError, CheckpointError) as error:
-            _logger.warning("what is left of %s/%s was not removed: %s", self._storage.url, working, error)
+            _logger.warning("the unfinished %s/%s was not removed: %s", self._storage.url, working, error)
 
     def release(self) -> None:
         """Give the tier back."""
         self._ownership.release()
 
 
-def is_passing(error: ConfigError) -> bool:
+def _is_passing(error: OSError) -> bool:
     """Return whether a tier that could not be claimed may be there later."""
-    cause = error.__cause__
-    wrong = isinstance(cause, FileNotFoundError | PermissionError | NotADirectoryError)
-    return isinstance(cause, OSError) and not wrong and cause.errno not in _WRONG
+    wrong = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | CheckpointError)
+    return not wrong and error.errno not in _WRONG

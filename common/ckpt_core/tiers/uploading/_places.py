@@ -1,4 +1,4 @@
-"""The further tiers of a root, opened, and refused where two of them are one place."""
+"""Tiers are refused where two of them are one place."""
 
 from __future__ import annotations
 
@@ -10,32 +10,29 @@ from typing import Any
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.storage import LocalStorage, ObjectStorage, Storage, open_storage
+from ckpt_core.storage import LocalStorage, ObjectStorage, Storage
 
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
 
 
-def open_tiers(root: Storage, options: CheckpointOptions) -> tuple[Storage, ...]:
-    """Open the storage of every `Upload`, the nearest first.
+def refuse_one_place(tiers: Sequence[Storage], options: CheckpointOptions) -> None:
+    """Refuse tiers of which one is in another.
+
+    Args:
+        tiers: of the run, its root first.
+        options: of the manager.
 
     Raises:
-        ConfigError: one of them cannot be opened, or is in another one or in the root, or the reverse.
+        ConfigError: there are such.
     """
-    found: list[Storage] = []
-    for upload in options.uploads:
-        to: Any = upload.to
-        found.append(
-            open_storage(to, upload.storage_options, deadline_seconds=options.deadline_seconds)
-        )
-    places = [(root, options.storage_options)]
-    places += [(storage, upload.storage_options) for storage, upload in zip(found, options.uploads, strict=True)]
+    given = [options.storage_options, *(upload.storage_options for upload in options.uploads)]
+    places = list(zip(tiers, given, strict=True))
     for (one, its_options), (other, others_options) in combinations(places, 2):
         if _is_one_place(one, its_options, other, others_options):
             raise ConfigError(
                 f"upload: {public_url(other.url)} and {public_url(one.url)} are the same place, or one is in "
                 "the other; a further tier needs a place of its own"
             )
-    return tuple(found)
 
 
 def _is_one_place(

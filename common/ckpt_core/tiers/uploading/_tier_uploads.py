@@ -1,11 +1,10 @@
-"""The further tiers of a manager: what is due for them, their uploads, and the end."""
+"""The uploads of a manager: what is due for which tier, and the end."""
 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Protocol, final
@@ -13,22 +12,21 @@ from typing import Any, Final, Protocol, final
 from ckpt_core.commit import working_name
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import UploadError
-from ckpt_core.options import CheckpointOptions, Upload
+from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job, OwnerHooks
-from ckpt_core.storage import Storage
-from ckpt_core.tiers import TierRecord, Uploading, write_tiers
+from ckpt_core.tiers import Tier
 from ckpt_core.tiers.uploading._backlog import Backlog
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
 from ckpt_core.tiers.uploading._durable import DurableRoot
 from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
-from ckpt_core.tiers.uploading._places import open_tiers
-from ckpt_core.tiers.uploading._uploader import Progress, UploadContext, Uploader
+from ckpt_core.tiers.uploading._places import refuse_one_place
+from ckpt_core.tiers.uploading._tiers_record import SAID_EVERY, TiersRecord
+from ckpt_core.tiers.uploading._upload_context import UploadContext
+from ckpt_core.tiers.uploading._uploader import Uploader
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
-_SAID_EVERY: Final = 5.0
-"""Seconds between two lines of progress, and between two records of it in the root."""
 _GRACE_SECONDS: Final = 15.0
 """Time for ranks to meet once more after they have been stopped."""
 
@@ -42,36 +40,40 @@ class FollowedSave(Protocol):
 
 
 @final
-class Tiers:
-    """The further tiers of one manager; without an `Upload` every method returns at once.
+class TierUploads:
+    """The uploads of one manager; without an `Upload` every method returns at once.
 
-    Concurrency: the main thread of every rank; `hooks.taken`, `raise_failed` and `close` are collective.
+    Concurrency: the main thread of every rank; `hooks.taken`, `before_save` and `close` are collective.
 
     Attributes:
-        storages: of the tiers, the nearest first.
         hooks: what the owner of the root must know.
 
+    Args:
+        job: storage, ranks and telemetry.
+        options: of the manager.
+        tiers: of the run, its root first.
+
     Raises:
-        ConfigError: a tier cannot be opened, or two are one place.
+        ConfigError: two tiers are one place.
     """
 
-    def __init__(self, job: Job, options: CheckpointOptions) -> None:
+    def __init__(self, job: Job, options: CheckpointOptions, tiers: Sequence[Tier]) -> None:
+        refuse_one_place([tier.storage for tier in tiers], options)
         self._job = job
         self._options = options
-        self.storages: Sequence[Storage] = open_tiers(job.storage, options)
-        self.hooks = OwnerHooks(taken=self._begin, held=self._held) if self.storages else OwnerHooks()
+        self._tiers = tiers[1:]
+        self.hooks = OwnerHooks(taken=self._begin, held=self._held) if self._tiers else OwnerHooks()
         self._rule = DueRule.of(options.save)
         self._count = self._step = 0
         self._uploaders: list[Uploader] = []
         self._durable: list[DurableRoot] = []
-        self._record = _Record(job.storage, options.uploads)
+        self._record = TiersRecord(job.storage, options.uploads, self._due)
         self._newest: CheckpointInfo | None = None
         self._there: dict[int, str] = {}
 
-    def count_from(self, annotations: Mapping[str, Any], step: int) -> None:
-        """Continue counting saves after the checkpoint of `step`, which was loaded."""
-        found = SaveNumber.read(annotations)
-        self._count, self._step = 0 if found is None else found.number, step
+    def count_from(self, number: SaveNumber | None, step: int) -> None:
+        """Continue counting saves after the checkpoint of `step`, whose state is live."""
+        self._count, self._step = 0 if number is None else number.number, step
 
     def number(self, *, extra: bool) -> SaveNumber:
         """Return the number of the save that is about to begin.
@@ -83,22 +85,21 @@ class Tiers:
 
     def annotations(self, number: SaveNumber) -> dict[str, Any]:
         """Return what the manifest of a save notes for the next run."""
-        return number.annotations if self.storages else {}
+        return number.annotations if self._tiers else {}
 
-    def wait_for_turn(self) -> None:
-        """Wait, ahead of a save, until no checkpoint waits for its upload, where it must."""
-        for uploader in self._uploaders:
-            uploader.line.wait_for_turn()
+    def before_save(self) -> None:
+        """Wait for uploads that a save must wait for, and raise failures. Collective.
 
-    def raise_failed(self) -> None:
-        """Raise the failure of an upload that is to stop training, on every rank. Collective.
+        Only an upload with `on_error="raise"` makes ranks communicate.
 
         Raises:
-            UploadError: there is one, here or on another rank.
+            UploadError: an upload has failed that is to stop training, here or on another rank.
         """
+        for uploader in self._uploaders:
+            uploader.line.wait_for_turn()
         if all(upload.on_error == "warn" for upload in self._options.uploads):
             return
-        own = self._take_failure()
+        own = _take_failure(self._uploaders)
         if any(self._job.coordinator.all_reduce_max([int(own is not None)], what="looking for lost uploads")):
             raise own or UploadError("an upload has failed; the log of another rank has the reason")
 
@@ -109,9 +110,7 @@ class Tiers:
         save.uploaded = Future()
         save.uploaded.set_running_or_notify_cancel()
         self._count, self._step = number.number, save.step
-        due = [
-            each for each in self._uploaders if self._rule.is_due(save.step, number, each.upload.every)
-        ]
+        due = [each for each in self._uploaders if self._rule.is_due(save.step, number, each.upload.every)]
         save.committed.add_done_callback(partial(self._committed, save.uploaded, due))
 
     def close(self, *, leave: bool, preempted: bool) -> None:
@@ -140,9 +139,8 @@ class Tiers:
             # Otherwise a thread hangs in storage, and the tier is its own until the process ends.
             for durable in self._durable:
                 durable.release()
-        failures = [each.failure for each in uploaders if each.upload.on_error == "raise" and each.failure]
-        if failures:
-            raise failures[0]
+        if (failure := _take_failure(uploaders)) is not None:
+            raise failure
 
     def _begin(self) -> None:
         """Claim the tiers and begin to upload what an earlier run has left. Collective."""
@@ -152,7 +150,7 @@ class Tiers:
             self._claim, what="taking the further tiers"
         )
         coordinator = self._job.coordinator
-        for index, (upload, storage) in enumerate(zip(self._options.uploads, self.storages, strict=True)):
+        for index, (upload, tier) in enumerate(zip(self._options.uploads, self._tiers, strict=True)):
             context = UploadContext(
                 source=self._job.storage,
                 rank=coordinator.rank,
@@ -163,29 +161,24 @@ class Tiers:
                 note=partial(self._record.note, index) if coordinator.is_coordinator else _ignore,
             )
             durable = self._durable[index] if coordinator.is_coordinator else None
-            uploader = Uploader(upload, storage, context, durable)
+            uploader = Uploader(upload, tier.storage, context, durable)
             self._uploaders.append(uploader)
             for info in backlog[index]:
-                uploader.line.add(DueCheckpoint(info, partial(self._note, index, info)))
+                uploader.line.add(DueCheckpoint(info, partial(self._note, index, info, None)))
             uploader.start()
 
     def _claim(self) -> tuple[str, list[list[CheckpointInfo]]]:
         """Take every tier; return an id, and what is due for each. Coordinator only."""
         backlog, found = Backlog(self._job.storage, self._rule), list[list[CheckpointInfo]]()
         try:
-            for upload, storage in zip(self._options.uploads, self.storages, strict=True):
-                spared = [
-                    name
-                    for own, save_id in backlog.names
-                    for name in (own, working_name(storage, own, save_id))
-                ]
+            for upload, tier in zip(self._options.uploads, self._tiers, strict=True):
                 durable = DurableRoot(
                     upload,
-                    storage,
+                    tier.storage,
                     self._options,
                     telemetry=self._job.telemetry,
                     until_idle=partial(_stop_all, self._uploaders),
-                    spared=spared,
+                    spared={working_name(tier.storage, *each) for each in backlog.names},
                 )
                 self._durable.append(durable)
                 found.append(backlog.due(upload, durable.content()))
@@ -213,10 +206,10 @@ class Tiers:
         for uploader in due:
             index = self._uploaders.index(uploader)
             uploader.line.add(DueCheckpoint(info, partial(self._note, index, info, outcomes)))
+        if self._job.coordinator.is_coordinator:
+            self._record.write()
 
-    def _note(
-        self, index: int, info: CheckpointInfo, outcomes: AllTiers | None, outcome: Outcome = None
-    ) -> None:
+    def _note(self, index: int, info: CheckpointInfo, outcomes: AllTiers | None, outcome: Outcome) -> None:
         if isinstance(outcome, CheckpointInfo):
             self._there[index] = info.save_id
         if outcomes is not None:
@@ -225,12 +218,11 @@ class Tiers:
     def _held(self) -> Collection[str]:
         return {name for uploader in self._uploaders for name in uploader.line.held}
 
-    def _take_failure(self) -> UploadError | None:
-        for uploader in self._uploaders:
-            if uploader.upload.on_error == "raise" and uploader.failure is not None:
-                failure, uploader.failure = uploader.failure, None
-                return failure
-        return None
+    def _due(self, index: int) -> list[str]:
+        """Return the names that are due for a tier and not there."""
+        if index >= len(self._uploaders):
+            return []
+        return [info.name for info in self._uploaders[index].line.unfinished]
 
     def _add_newest(self, index: int, uploader: Uploader) -> None:
         """Let the last checkpoint of the run be due whatever its number is."""
@@ -239,11 +231,12 @@ class Tiers:
             uploader.line.add(DueCheckpoint(newest, partial(self._note, index, newest, None), last=True))
 
     def _wait(self, uploader: Uploader, deadline: float) -> None:
-        while not uploader.line.wait(max(0.0, min(_SAID_EVERY, deadline - time.monotonic()))):
+        while not uploader.line.wait(max(0.0, min(SAID_EVERY, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 self._leave(uploader)
                 return
-            self._record.say()
+            if self._job.coordinator.is_coordinator:
+                self._record.say(uploader.upload, uploader.line.unfinished)
 
     def _leave(self, uploader: Uploader) -> None:
         """Stop an upload, and say what is not there and how it gets there."""
@@ -258,56 +251,13 @@ class Tiers:
             )
 
 
-@final
-class _Record:
-    """The progress of uploads, in `tiers.json` and in the log. Coordinator only."""
-
-    def __init__(self, storage: Storage, uploads: Sequence[Upload]) -> None:
-        self._storage = storage
-        self._uploads = uploads
-        self._guard = threading.Lock()
-        self._running: dict[int, Progress] = {}
-        self._written_at = 0.0
-        self._told = False
-
-    def note(self, index: int, progress: Progress | None) -> None:
-        """Note the progress of one upload, or its end."""
-        with self._guard:
-            begins = progress is not None and index not in self._running
-            if progress is None:
-                self._running.pop(index, None)
-            else:
-                self._running[index] = progress
-        if begins or progress is None or time.monotonic() - self._written_at > _SAID_EVERY:
-            self.write()
-
-    def say(self) -> None:
-        """Log how far the uploads are."""
-        with self._guard:
-            running = dict(self._running)
-        for index, progress in running.items():
-            _logger.info("uploading %s to %s: %s", progress.name, self._uploads[index].url, progress.text)
-
-    def write(self) -> None:
-        """Write the record; a failure is a warning, once."""
-        with self._guard:
-            self._written_at = time.monotonic()
-            records = [
-                TierRecord(url=upload.url, every=upload.every, uploading=_uploading(self._running.get(index)))
-                for index, upload in enumerate(self._uploads)
-            ]
-            try:
-                write_tiers(self._storage, records)
-            except OSError as error:
-                if not self._told:
-                    _logger.warning("the progress of uploads is not recorded: %s", error)
-                self._told = True
-
-
-def _uploading(progress: Progress | None) -> Uploading | None:
-    if progress is None:
-        return None
-    return Uploading(name=progress.name, done_bytes=progress.done_bytes, size_bytes=progress.size_bytes)
+def _take_failure(uploaders: Sequence[Uploader]) -> UploadError | None:
+    """Return a failure that is to stop training, once."""
+    for uploader in uploaders:
+        if uploader.upload.on_error == "raise" and uploader.failure is not None:
+            failure, uploader.failure = uploader.failure, None
+            return failure
+    return None
 
 
 def _stop_all(uploaders: Sequence[Uploader]) -> None:
