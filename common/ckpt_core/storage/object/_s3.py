@@ -11,16 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, Parts, mark
 from ckpt_core.storage.object._s3_options import S3Settings
 from ckpt_core.storage.object._translation import answer_ended, late, translated_errors
-
-if TYPE_CHECKING:
-    from botocore.client import BaseClient
 
 _METADATA: Final = "ckpt-upload"
 _SLICE_BYTES: Final = 2**20
@@ -60,11 +57,11 @@ class S3Client(PartClient):
         super().__init__(block_bytes=block_bytes or BLOCK_BYTES, connections=settings.connections)
         self.bucket, _, base = url.partition("://")[2].partition("/")
         self.base = base.strip("/")
-        self._condition = {"IfNoneMatch": "*"} if conditional_writes else {}
+        self._condition: dict[str, Any] = {"IfNoneMatch": "*"} if conditional_writes else {}
         self._settings = settings
         self._seconds = request_seconds
         self._guard = threading.Lock()
-        self._made: BaseClient | None = None
+        self._made: Any = None
         self._deadline = threading.local()
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
@@ -112,7 +109,7 @@ class S3Client(PartClient):
         """Read a range; what has arrived is not asked for again."""
         done = 0
         for attempt in range(_READ_TRIES):
-            with self._limit(), translated_errors(self.url, self.redaction):
+            with translated_errors(self.url, self.redaction), self._limit():
                 last = offset + len(buffer) - 1
                 answer = self._ask("get_object", Key=path, Range=f"bytes={offset + done}-{last}")
                 wanted = done + int(answer["ContentLength"])
@@ -154,12 +151,12 @@ class S3Client(PartClient):
         Raises:
             OSError: see `translated_errors`.
         """
-        with self._limit(_CLEANING_SHARE if cleaning else 1), translated_errors(self.url, self.redaction):
+        with translated_errors(self.url, self.redaction), self._limit(_CLEANING_SHARE if cleaning else 1):
             return self._ask(operation, **arguments)
 
     def _put(self, path: str, content: Sequence[memoryview], **more: Any) -> None:
         checksum = _header(mark(content))
-        self.call("put_object", Key=path, Body=Body(content), ChecksumCRC32=checksum, **more)
+        self.call("put_object", Key=path, Body=_Body(content), ChecksumCRC32=checksum, **more)
 
     def _marked(self, token: str) -> dict[str, Any]:
         known = self._settings.additional.get("Metadata", {})
@@ -175,7 +172,7 @@ class S3Client(PartClient):
         with translated_errors(self.url, self.redaction):
             names = client.get_paginator(operation)
         arguments = self._settings.known(client, operation, {"Bucket": self.bucket, **arguments})
-        with self._limit(), translated_errors(self.url, self.redaction):
+        with translated_errors(self.url, self.redaction), self._limit():
             yield from names.paginate(**arguments)
 
     def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
@@ -199,7 +196,7 @@ class S3Client(PartClient):
                 done += len(content)
         return done
 
-    def _client(self) -> BaseClient:
+    def _client(self) -> Any:
         with self._guard:
             if self._made is None:
                 with translated_errors(self.url, self.redaction):
@@ -210,13 +207,18 @@ class S3Client(PartClient):
     def _before_send(self, request: Any, **_: Any) -> None:
         """Let the memory itself be sent, and begin no try too late."""
         self._check_deadline()
-        if isinstance(request.body, Body):
-            request.body = request.body.slices()
+        if isinstance(request.body, _Body):
+            request.body = _Slices(request.body.content, self._check_deadline)
 
     @contextmanager
     def _limit(self, share: float = 1) -> Generator[None]:
+        from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
+
         self._deadline.at = time.monotonic() + self._seconds * share
-        yield
+        try:
+            yield
+        except (ConnectTimeoutError, ReadTimeoutError) as error:
+            raise late(self.url, self._seconds) from error
 
     def _check_deadline(self) -> None:
         if time.monotonic() > self._deadline.at:
@@ -228,11 +230,11 @@ class S3Parts:
     """A new object of S3 that arrives in parts; S3 compares each with its checksum."""
 
     def __init__(
-        self, client: S3Client, path: str, upload: dict[str, Any], condition: dict[str, str]
+        self, client: S3Client, path: str, upload: dict[str, Any], condition: dict[str, Any]
     ) -> None:
         self._client = client
         self._condition = condition
-        self._place = {"Key": path, "UploadId": str(upload["UploadId"])}
+        self._place: dict[str, Any] = {"Key": path, "UploadId": str(upload["UploadId"])}
         self._tags: dict[str, str] = {}
         self._complete = False
 
@@ -263,7 +265,7 @@ class S3Parts:
         answer = self._client.call(
             "upload_part",
             PartNumber=int(number),
-            Body=Body(content),
+            Body=_Body(content),
             ChecksumCRC32=_header(checksum),
             **self._place,
         )
@@ -304,24 +306,36 @@ class S3Parts:
 
 
 @final
-class Body:
+class _Body:
     """The body of a request, which botocore takes for a file."""
 
     def __init__(self, content: Sequence[memoryview]) -> None:
-        self._content = content
+        self.content = content
 
     def __len__(self) -> int:
-        return sum(map(len, self._content))
+        return sum(map(len, self.content))
 
     def read(self, count: int = -1) -> bytes:
-        """Be a file; `slices` are sent instead."""
+        """Be a file; `_Slices` are sent instead."""
         raise NotImplementedError(count)
 
-    def slices(self) -> Generator[memoryview]:
-        """Yield the memory in slices: a time limit of the socket is one of each."""
+
+@final
+class _Slices:
+    """The memory of a body in slices: a time limit of the socket is one of each."""
+
+    def __init__(self, content: Sequence[memoryview], check: Callable[[], None]) -> None:
+        self._content = content
+        self._check = check
+
+    def __iter__(self) -> Generator[memoryview]:
         for piece in self._content:
             for start in range(0, len(piece), _SLICE_BYTES):
+                self._check()
                 yield piece[start : start + _SLICE_BYTES]
+
+    def seek(self, position: int) -> None:
+        """Do nothing, before another try: every iteration begins anew."""
 
 
 def _header(checksum: str) -> str:

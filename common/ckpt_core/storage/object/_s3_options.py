@@ -12,7 +12,6 @@ from ckpt_core.storage.object._parts import CONNECTIONS
 from ckpt_core.storage.object._words import refuse_others, refused
 
 if TYPE_CHECKING:
-    from botocore.client import BaseClient
     from botocore.config import Config
 
 _MOST_ATTEMPTS: Final = 6
@@ -109,7 +108,7 @@ class S3Settings:
             config["signature_version"] = UNSIGNED
         payer = {"RequestPayer": "requester"} if options.get("requester_pays") else {}
         try:
-            made = Config(**config)
+            made = Config(**config)  # type: ignore[no-untyped-call]
         except (ValueError, TypeError, BotoCoreError) as error:
             raise refused(url, "botocore", options, error=error, redaction=redaction) from None
         return cls(
@@ -120,7 +119,7 @@ class S3Settings:
             connections=connections,
         )
 
-    def connect(self, url: str, redaction: Redaction) -> BaseClient:
+    def connect(self, url: str, redaction: Redaction) -> Any:
         """Make botocore's client, which asks for credentials when it first needs them.
 
         Raises:
@@ -129,11 +128,12 @@ class S3Settings:
         from botocore.session import Session
 
         try:
-            return Session(**self.session).create_client("s3", config=self.config, **self.client)
+            session: Any = Session(**self.session)  # type: ignore[no-untyped-call]
+            return session.create_client("s3", config=self.config, **self.client)
         except (ValueError, TypeError) as error:
             raise refused(url, "botocore", self.client, error=error, redaction=redaction) from None
 
-    def known(self, client: BaseClient, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def known(self, client: Any, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Add the additional arguments that an operation takes."""
         name = client.meta.method_to_api_mapping[operation]
         shape = client.meta.service_model.operation_model(name).input_shape
