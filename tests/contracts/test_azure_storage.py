@@ -52,3 +52,16 @@ def test_a_url_may_name_container_and_account(azure_endpoint: str) -> None:
     cloud.storage("run").write_bytes("a", b"x")
     for url in (f"abfs://{cloud.bucket}/run", f"abfss://{cloud.bucket}@account.dfs.core.windows.net/run"):
         assert cloud.storage("", url=url).read_bytes("a") == b"x"
+
+
+def test_blocks_of_an_upload_that_never_ended_are_in_nobodys_way(azure_endpoint: str) -> None:
+    cloud = Cloud.fresh("azure", azure_endpoint)
+    storage = cloud.storage("run", write_block_bytes=MIB // 4)
+    cloud.fault("error", "PUT", "*comp=blocklist", code="AccessDenied")
+    with pytest.raises(PermissionError):
+        storage.write_bytes("a", bytes(MIB))
+    cloud.control.clear()
+    storage.write_bytes("a", b"small")
+    assert cloud.read("run/a") == b"small"
+    with pytest.raises(FileExistsError):
+        storage.write_bytes("a", b"again")

@@ -84,7 +84,7 @@ class ObstoreClient(PartClient):
         self.bucket, self.base = place.partition("@")[0], base.strip("/")
         if not conditional_writes:
             raise ConfigError(
-                f"{self.url}: storage_options conditional_writes=False is for stores that speak S3; leave it out"
+                f"{self.url}: leave out storage_options conditional_writes=False, which is for stores like S3"
             )
         kind, extra = (GcsBucket, "gcs") if protocol in {"gs", "gcs"} else (AzureContainer, "azure")
         limits = _limits(request_seconds)
@@ -133,18 +133,22 @@ class ObstoreClient(PartClient):
             obstore.put(self._place.store, path, content, use_multipart=False)
 
     def put_new(self, path: str, content: Sequence[memoryview], token: str) -> None:
-        """Create an object in one request."""
-        import obstore
+        """Create an object in one request.
 
-        with self._asking(path):
-            obstore.put(
-                self._place.store,
-                path,
-                list(content),
-                attributes={self._place.token_name: token},
-                mode="create",
-                use_multipart=False,
-            )
+        Blocks that an upload to Azure has left are taken for an object there; they stop no other blocks.
+        """
+        try:
+            self._put(path, content, token)
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                self.size(path)
+                raise
+            parts = self.begin(path, token, again=False)
+            names = [parts.name_of(0, "")]
+            with self._asking(path):
+                parts.send(names[0], content)
+                parts.complete(names)
+                parts.abandon()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Read a range."""
@@ -171,6 +175,19 @@ class ObstoreClient(PartClient):
                 self.remove(entry.name)
                 abandoned.add(key)
         return sorted(abandoned)
+
+    def _put(self, path: str, content: Sequence[memoryview], token: str) -> None:
+        import obstore
+
+        with self._asking(path):
+            obstore.put(
+                self._place.store,
+                path,
+                list(content),
+                attributes={self._place.token_name: token},
+                mode="create",
+                use_multipart=False,
+            )
 
     def _listed(self, prefix: str, delimiter: str) -> list[Found]:
         try:

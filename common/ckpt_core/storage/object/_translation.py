@@ -235,8 +235,14 @@ def _expired(text: str, url: str) -> PermissionError:
     )
 
 
-# Of Azure's library, of obstore.
+def _no_answer(text: str, url: str) -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, f"no answer from the object store in time ({text})", url)
+
+
+# Of botocore, of Azure's library, of obstore.
 _AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
+    "ReadTimeoutError": _no_answer,
+    "ConnectTimeoutError": _no_answer,
     "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
     "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
     "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
