@@ -10,7 +10,7 @@ from typing import Any, ClassVar, final
 
 from typing_extensions import override
 
-from benchmarks.buckets.clients import BucketTask, ByteClient, Bytes
+from benchmarks.buckets.clients import BucketTask, ByteClient
 from benchmarks.contenders import Kind
 from benchmarks.others import imported
 from benchmarks.s3 import Server
@@ -41,30 +41,31 @@ class _Obstore(ByteClient):
         self._store = obstore_of(task.server)
 
     @override
-    def put(self, key: str, content: Bytes) -> None:
-        self._obstore.put(self._store, key, content.data)
+    def put(self, key: str, content: memoryview) -> None:
+        self._obstore.put(self._store, key, content)
 
 
 @final
 class BareObstore(_Obstore):
-    """`obstore.put`, and `obstore.get_range` on threads, copied to where the bytes belong."""
+    """`obstore.put`, and `obstore.get_range` on threads, copied into the live tensors."""
 
     key = "obstore"
     name = "obstore put / get_range x 8"
 
     @override
-    def get(self, key: str, landing: Bytes) -> None:
+    def get(self, key: str) -> None:
         def fetch(start: int) -> None:
-            stop = min(start + _RANGE_BYTES, landing.nbytes)
-            landing[start:stop].data[:] = self._obstore.get_range(self._store, key, start=start, end=stop)
+            stop = min(start + _RANGE_BYTES, self.task.size_bytes)
+            content = self._obstore.get_range(self._store, key, start=start, end=stop)
+            self.task.deliver(start, memoryview(content))
 
         with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(fetch, range(0, landing.nbytes, _RANGE_BYTES)))
+            list(threads.map(fetch, range(0, self.task.size_bytes, _RANGE_BYTES)))
 
 
 @final
 class BareObstoreWhole(_Obstore):
-    """`obstore.get` of the whole object, in one stream, then copied to where the bytes belong."""
+    """`obstore.get` of the whole object, in one stream, then copied into the live tensors."""
 
     key = "obstore-get"
     name = "obstore get, one stream"
@@ -72,8 +73,8 @@ class BareObstoreWhole(_Obstore):
     passing_copies = 1
 
     @override
-    def get(self, key: str, landing: Bytes) -> None:
-        landing.data[:] = memoryview(self._obstore.get(self._store, key).bytes())
+    def get(self, key: str) -> None:
+        self.task.deliver(0, memoryview(self._obstore.get(self._store, key).bytes()))
 
 
 @final
@@ -90,13 +91,13 @@ class S3fsFile(ByteClient):
         self._files = imported("s3fs").S3FileSystem(**task.server.storage_options)
 
     @override
-    def put(self, key: str, content: Bytes) -> None:
+    def put(self, key: str, content: memoryview) -> None:
         with self._files.open(f"{self.task.server.bucket}/{key}", "wb") as file:
-            file.write(content.data)
+            file.write(content)
 
     @override
-    def get(self, key: str, landing: Bytes) -> None:
-        landing.data[:] = self._files.cat_file(f"{self.task.server.bucket}/{key}")
+    def get(self, key: str) -> None:
+        self.task.deliver(0, memoryview(self._files.cat_file(f"{self.task.server.bucket}/{key}")))
 
 
 @final
@@ -118,19 +119,19 @@ class S5cmd(ByteClient):
     @override
     def prepare(self) -> None:
         super().prepare()
-        self._file.write_bytes(self.task.content.data)
+        self._file.write_bytes(self.task.content)
 
     @override
-    def put(self, key: str, content: Bytes) -> None:
+    def put(self, key: str, content: memoryview) -> None:
         self._copy(self._file, f"s3://{self.task.server.bucket}/{key}")
 
     @override
-    def get(self, key: str, landing: Bytes) -> None:
+    def get(self, key: str) -> None:
         self._copy(f"s3://{self.task.server.bucket}/{key}", self._back)
 
     @override
     def check(self) -> None:
-        self.task.landing[:] = memoryview(self._back.read_bytes())
+        self.task.deliver(0, memoryview(self._back.read_bytes()))
         self._back.unlink()
         super().check()
 

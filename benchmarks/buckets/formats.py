@@ -22,7 +22,7 @@ class _Ours(BucketClient):
 
     kind: ClassVar[Kind] = "ours"
     copies: ClassVar[int] = 1
-    client: ClassVar[str]
+    client: ClassVar[str | None] = None
     verify: ClassVar[str] = "read"
 
     def __init__(self, task: BucketTask) -> None:
@@ -30,10 +30,10 @@ class _Ours(BucketClient):
         tensors = task.live.tensors
         self._captured = CapturedState(sharded={"": {"model": tensors}}, stable=list(tensors.values()))
         root = f"s3://{task.server.bucket}/{self.key}"
-        options = {
-            "storage_options": {**task.server.storage_options, "client": self.client},
-            "verify": self.verify,
-        }
+        storage_options = dict(task.server.storage_options)
+        if self.client is not None:
+            storage_options["client"] = self.client
+        options = {"storage_options": storage_options, "verify": self.verify}
         try:
             self._manager = CheckpointManager(root, options=CheckpointOptions.from_mapping(options))
         except ConfigError as error:
@@ -54,17 +54,21 @@ class _Ours(BucketClient):
         self._manager.load({"model": dict(self.task.live.tensors)}, step=number)
 
     @override
+    def is_content(self, key: str) -> bool:
+        # The root's lease and lineage stay.
+        return "/step-" in key
+
+    @override
     def close(self) -> None:
         self._manager.close()
 
 
 @final
-class OursObstore(_Ours):
-    """Through obstore, as it comes."""
+class OursDefault(_Ours):
+    """As it comes."""
 
     key = "ours"
-    name = "ckpt-suite, obstore"
-    client = "obstore"
+    name = "ckpt-suite"
 
 
 @final
@@ -78,11 +82,10 @@ class OursFsspec(_Ours):
 
 @final
 class OursOnArrival(_Ours):
-    """Through obstore; what is loaded is verified when it arrives."""
+    """What is loaded is verified when it arrives."""
 
     key = "ours-arrival"
     name = 'ckpt-suite, verify="arrival"'
-    client = "obstore"
     verify = "arrival"
     ways = ("load",)
 

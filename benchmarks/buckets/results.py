@@ -43,7 +43,7 @@ def report_objects(
     ways: tuple[Way, ...] = ("save", "load")
     for way in ways:
         taking = [each for each in types if way in each.ways]
-        costs = {key: [turn[way] for turn in found] for key, found in turns.items()}
+        costs = {key: [turn[way] for turn in found if way in turn] for key, found in turns.items()}
         rows = compare(taking, costs, not_run)
         table += [way, *_table(rows, way, peaks), ""]
         results[way] = {

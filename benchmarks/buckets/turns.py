@@ -60,11 +60,11 @@ def measured(client: BucketClient, work: Callable[[], None]) -> Cost:
 
 
 def empty(client: BucketClient) -> None:
-    """Delete everything of a client."""
+    """Delete the contents of a client's saves."""
     library: Any = imported("obstore")
     store = obstore_of(client.task.server)
     for page in library.list(store, f"{client.key}/"):
-        library.delete(store, [found["path"] for found in page])
+        library.delete(store, [path for found in page if client.is_content(path := found["path"])])
 
 
 def _cpu_seconds() -> float:

@@ -27,7 +27,7 @@ from ckpt_core.reading._requests import (
 from ckpt_core.storage import Storage
 
 _LOCAL_THREADS: Final = 4
-_REMOTE_THREADS: Final = 16
+_REMOTE_THREADS: Final = 12
 _KEEP_BYTES: Final = 256 << 20
 
 
@@ -40,8 +40,8 @@ class Engine:
     the limit of open files, on any storage. A `fetch` without a `verify` delivers bytes unverified, one after
     a `verify` with `on_arrival` compares them where they belong.
 
-    Extra memory: 4 MiB for each thread, up to 160 MiB while longer ranges with `take` are read, and
-    `keep_bytes` where the storage does not reread from memory.
+    Extra memory: 4 MiB for each thread, up to 160 MiB while longer ranges with `take` are read, and where the
+    storage does not reread from memory 8 MiB for each thread and `keep_bytes`.
 
     Concurrency: one pass at a time; a pass reads on its own threads, which have ended when it returns.
     """
@@ -55,14 +55,14 @@ class Engine:
             storage: the root.
             directory: the checkpoint's directory in it; "" for the root itself.
             threads: how many read in parallel; None for the fastest number: up to 4 where bytes come from a
-                page cache, 16 where every request waits for a network.
+                page cache, 12 where every request waits for a network.
             keep_bytes: how many bytes of the first pass may be kept in memory for the second.
         """
         self._rereads = storage.rereads_from_memory
         self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if self._rereads else _REMOTE_THREADS)
         self._limits = MEMORY_LIMITS if self._rereads else NETWORK_LIMITS
         self._files = OpenFiles(storage, directory, keep_bytes)
-        self._buffers = Buffers()
+        self._buffers = Buffers(self._limits.verified_bytes)
         # Checksums from pass 1 of the steps of pieces that are too large for a buffer.
         self._steps: dict[tuple[str, int, int], int] = {}
         self._has_verified = False

@@ -7,6 +7,9 @@ import errno
 import random
 import threading
 from array import array
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +20,26 @@ from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.reading.payloads import MIB, STORAGES, DataFile, TensorTarget, descriptors, make_storage
 
 SIZES = [1, 300, 16_384, 70_000, 3 * MIB, 70_000, 5, 19 * MIB + 3, 9]
+
+
+class Network(MemoryStorage):
+    """Like an object store: nothing is read again from memory, and something may happen on the way."""
+
+    rereads_from_memory = False
+
+    def __init__(self, on_the_way: Callable[[int, memoryview], object]) -> None:
+        super().__init__()
+        self._on_the_way = on_the_way
+
+    @contextmanager
+    def open_ranges(self, key):
+        with super().open_ranges(key) as inner:
+
+            def read_into(offset: int, buffer: memoryview) -> None:
+                inner.read_into(offset, buffer)
+                self._on_the_way(offset, buffer)
+
+            yield SimpleNamespace(size_bytes=inner.size_bytes, read_into=read_into)
 
 
 def engine_threads() -> list[str]:
@@ -206,22 +229,18 @@ def test_what_is_compared_on_arrival_crosses_the_network_once(file):
 def test_what_differs_on_arrival_is_asked_for_once_more(place, lasting):
     file = DataFile("0.distcp", SIZES, block_bytes=MIB)
     payload = file.payloads[place]
-    file.put(storage := ObjectStorage("memory://differs"))
-    service, failed = storage._service.filesystem, []
-    real = service.cat_file
+    failed = []
 
-    def cat_file(*arguments, start, end):
-        content = bytearray(real(*arguments, start=start, end=end))
+    def alter(start: int, buffer: memoryview) -> None:
         if lasting or not failed:
             failed.append(start)
-            content[payload.offset + 50 - start] ^= 1
-        return bytes(content)
+            buffer[payload.offset + 50 - start] ^= 1
 
+    file.put(storage := Network(alter))
     landing = TensorTarget()
     with Engine(storage, "step", threads=1) as engine:
         assert engine.verify([landing.whole(payload)], on_arrival=True) == []
         assert engine.bytes_read == 0
-        service.cat_file = cat_file
         if lasting:
             with pytest.raises(CorruptCheckpointError, match="read 2 times"):
                 engine.fetch([landing.whole(payload)])
@@ -295,15 +314,9 @@ def test_block_checksums_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("verified", [False, True])
 def test_an_object_store_is_asked_by_all_threads_at_once(verified):
-    file = DataFile("0.distcp", [2 * MIB] * 8, block_bytes=MIB)
-    file.put(storage := ObjectStorage("memory://at-once"))
-    meeting, real = threading.Barrier(4, timeout=60), storage._service.filesystem.cat_file
-
-    def cat_file(*arguments, **options):
-        meeting.wait()
-        return real(*arguments, **options)
-
-    storage._service.filesystem.cat_file = cat_file
+    file = DataFile("0.distcp", [2 * MIB] * 8, block_bytes=MIB, gap=100_000)
+    meeting = threading.Barrier(4, timeout=60)
+    file.put(storage := Network(lambda start, buffer: meeting.wait()))
     landing = TensorTarget()
     wanted = [landing.whole(payload) for payload in file.payloads]
     with Engine(storage, "step", threads=4) as engine:

@@ -140,7 +140,9 @@ class Transfer:
     def end(self, seconds: float) -> bool:
         """Stop, and return whether the thread has ended within `seconds`."""
         self.stop()
-        return self._ended.wait(seconds)
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
