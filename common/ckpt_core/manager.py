@@ -13,7 +13,7 @@ from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
-from ckpt_core.loading import Loader, LoadRequest, Selection, narrowed
+from ckpt_core.loading import Loader, LoadRequest, Repairer, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
@@ -93,6 +93,7 @@ class CheckpointManager:
         self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
         self._loader = Loader(job, tiers=tiers, verify_manifest=self.options.manifest_verifier)
+        self._repairer = Repairer(job, tiers[0], self.options, ownership=self._root, pruner=self._pruner)
         self._in_force = Override()
         self._closed = False
 
@@ -243,6 +244,7 @@ class CheckpointManager:
             self._root.note_sound(loaded.info.name)
         self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
+        self._repairer.begin(loaded)
         return loaded.info.step
 
     # Every way to narrow a load is a separate keyword, as users would guess it.
@@ -456,6 +458,7 @@ class CheckpointManager:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self._repairer.close()
         with ExitStack() as ending:
             if self._owns_coordinator:
                 ending.callback(self._coordinator.close)

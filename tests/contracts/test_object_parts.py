@@ -9,8 +9,8 @@ import obstore
 import pytest
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage.object._azure import AZURE_METADATA, AzureContainer, AzureParts
-from ckpt_core.storage.object._gcs import GCS_METADATA, GcsBucket, GcsParts
+from ckpt_core.storage.object._azure import AZURE_METADATA, AzureContainer
+from ckpt_core.storage.object._gcs import GCS_METADATA, GcsBucket
 from tests.support.clouds import Cloud
 
 pytestmark = pytest.mark.emulator
@@ -20,11 +20,7 @@ PATH = "run/step-000000001/__0_0.distcp"
 
 @pytest.fixture(params=["gcs", "azure"])
 def cloud(request):
-    if request.param == "azure":
-        endpoint = request.getfixturevalue("azure_endpoint").rpartition("/")[0]
-    else:
-        endpoint = request.getfixturevalue("gcs_endpoint")
-    cloud = Cloud.fresh(request.param, endpoint)
+    cloud = Cloud.fresh(request.param, request.getfixturevalue(f"{request.param}_endpoint"))
     yield cloud
     cloud.control.clear()
     cloud.control.release()
@@ -38,8 +34,7 @@ def place(cloud):
 
 @pytest.fixture
 def begin(place, cloud):
-    kind = GcsParts if cloud.kind == "gcs" else AzureParts
-    return lambda token: kind(place, PATH, token)
+    return lambda token: place.begin(PATH, token, f"run/.parts/{token}/{PATH}")
 
 
 def send(upload, contents):

@@ -8,7 +8,9 @@ import uuid
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
+from urllib.parse import quote
 
+from ckpt_core.storage import ObjectStorage
 from tests.support.emulators import AZURE_ACCOUNT, AZURE_KEY
 from tests.support.service_faults import ServiceControl, ServiceFault
 
@@ -62,22 +64,32 @@ class Cloud:
             return {"connection_string": ";".join(f"{key}={value}" for key, value in told.items())}
         return {"key": "testing", "secret": "testing", "endpoint_url": self.endpoint}
 
+    def storage(self, root: str, *, url: str = "", **options: Any) -> ObjectStorage:
+        """A root in the bucket, as a user opens it."""
+        return ObjectStorage(url or f"{self.scheme}://{self.bucket}/{root}", **self.options, **options)
+
     def read(self, name: str) -> bytes:
-        """The content of an object, past our storage."""
-        if self.kind == "gcs":
-            url = f"{self.endpoint}/storage/v1/b/{self.bucket}/o/{name}?alt=media"
-            with urllib.request.urlopen(url) as answer:
-                content: bytes = answer.read()
-            return content
-        if self.kind == "azure":
-            return self._azure.get_blob_client(self.bucket, name).download_blob().readall()
-        found: bytes = self._s3.get_object(Bucket=self.bucket, Key=name)["Body"].read()
-        return found
+        """The content of an object, past our storage.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        try:
+            if self.kind == "gcs":
+                url = f"{self.endpoint}/storage/v1/b/{self.bucket}/o/{quote(name)}?alt=media"
+                return bytes(urllib.request.urlopen(url).read())
+            if self.kind == "azure":
+                return bytes(self._azure.get_blob_client(self.bucket, name).download_blob().readall())
+            return bytes(self._s3.get_object(Bucket=self.bucket, Key=name)["Body"].read())
+        except Exception as error:
+            if type(error).__name__ in {"HTTPError", "ResourceNotFoundError", "NoSuchKey"}:
+                raise FileNotFoundError(name) from None
+            raise
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, whatever is there, past our storage."""
         if self.kind == "gcs":
-            url = f"{self.endpoint}/upload/storage/v1/b/{self.bucket}/o?uploadType=media&name={name}"
+            url = f"{self.endpoint}/upload/storage/v1/b/{self.bucket}/o?uploadType=media&name={quote(name)}"
             urllib.request.urlopen(urllib.request.Request(url, content)).close()
         elif self.kind == "azure":
             self._azure.get_blob_client(self.bucket, name).upload_blob(content, overwrite=True)

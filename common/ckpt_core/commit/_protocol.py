@@ -215,11 +215,18 @@ def _created_by_others(storage: Storage, name: str) -> Generator[None]:
 
 
 def commit_copy(
-    storage: Storage, working: str, name: str, manifest: Manifest, *, check: Callable[[], None]
+    storage: Storage,
+    working: str,
+    name: str,
+    manifest: Manifest,
+    *,
+    check: Callable[[], None],
+    repair: bool = False,
 ) -> CheckpointInfo:
     """Turn the copied files in `working`, manifest included, into checkpoint `name`.
 
-    All of them were compared with the manifest. Arguments and errors as by `commit`.
+    All of them were compared with the manifest. With `repair`, a damaged copy of the same save that has the
+    name is replaced, as by a save that replaces. Other arguments and errors as by `commit`.
     """
     marker = Marker.of(manifest, read_small(storage, f"{working}/{MANIFEST}", MAX_MANIFEST_BYTES))
     _check_files(storage, working, manifest)
@@ -228,10 +235,35 @@ def commit_copy(
         if storage.supports_rename:
             storage.delete(f"{working}/{MARKER}")
             storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
-            _move_into_place(storage, working, name, manifest, replace=False)
+            if repair and _holds_save(storage, name, manifest.save_id):
+                _exchange_damaged(storage, working, name, manifest)
+            else:
+                _move_into_place(storage, working, name, manifest, replace=False)
         else:
             _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
     return marker.info(name)
+
+
+def _exchange_damaged(storage: Storage, working: str, name: str, manifest: Manifest) -> None:
+    """Exchange a whole copy with the damaged one of the same save, then remove that."""
+    for directory in directories_of(manifest):
+        storage.sync_directory(join(working, directory))
+    storage.exchange(working, name)
+    if not _holds_save(storage, working, manifest.save_id):
+        # Another save has taken the name since it was looked at.
+        storage.exchange(working, name)
+        _refuse(storage, name)
+    _make_name_durable(storage, name, manifest, "")
+    abandon(storage, working)
+
+
+def _holds_save(storage: Storage, name: str, save_id: str) -> bool:
+    """Return whether a directory, also one in flight, has that save's marker."""
+    try:
+        marker = Marker.from_bytes(read_small(storage, f"{name}/{MARKER}", MAX_MARKER_BYTES))
+    except (FileNotFoundError, CheckpointError):
+        return False
+    return marker.save_id == save_id and not is_link(storage, name)
 
 
 def _commit_in_place(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Final, final
 
 from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around
@@ -33,7 +35,7 @@ from ckpt_core.types import CheckpointInfo, SavedState
 _logger = logger_of(__name__)
 
 _MOST_PRUNED: Final = 8
-"""Attempts, each ended by a prune of the chosen checkpoint, before the last one."""
+"""How often the chosen checkpoint may be pruned before it is read."""
 
 
 @final
@@ -90,41 +92,27 @@ class Loader:
                 by a newer version; nothing was touched.
             CheckpointNotFoundError: the chosen checkpoint was pruned too often; nothing was touched.
         """
-        for _ in range(_MOST_PRUNED):
+        for often in count():
+            surveys = self._complete(self._surveys())
+            union, passed_over = unite(surveys), PassedOver([_unreadable(survey) for survey in surveys])
+            loaded: Loaded | None = None
             try:
-                return self._try_newest(request, source, note_damaged)
+                for held in self._candidates(surveys, union, passed_over):
+                    with suppress(CorruptCheckpointError, UntrustedCheckpointError):
+                        loaded = self._copies.load(held, request, source, passed_over)
+                        break
             except CheckpointNotFoundError as error:
+                if often == _MOST_PRUNED:
+                    raise
                 _logger.warning("%s; looking for a newer one", error)
-        return self._try_newest(request, source, note_damaged)
-
-    def _try_newest(
-        self,
-        request: LoadRequest,
-        source: StateSource,
-        note_damaged: Callable[[Mapping[str, str]], None] | None,
-    ) -> Loaded | None:
-        surveys = self._complete(self._surveys())
-        union = unite(surveys)
-        passed_over = PassedOver([_unreadable(survey) for survey in surveys])
-        for tier, damaged in enumerate(passed_over.damaged):
-            for name, problem in damaged.items():
-                self._copies.report(tier, name, problem, step=parse_step_name(name))
-        loaded: Loaded | None = None
-        for held in self._not_bad(union):
-            self._refuse_newer(surveys, than=held.info.step)
-            try:
-                loaded = self._copies.load(held, request, source, passed_over)
-            except (CorruptCheckpointError, UntrustedCheckpointError):
                 continue
-            break
-        else:
-            self._refuse_newer(surveys, than=-1)
-        if note_damaged is not None:
-            self._note(passed_over, note_damaged)
-        if loaded is None and (any(passed_over.damaged) or union.committed):
-            kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
-            raise kind(_nothing_usable(self._url, union, passed_over))
-        return loaded
+            if note_damaged is not None:
+                self._note(passed_over, note_damaged)
+            if loaded is None and (any(passed_over.damaged) or union.committed):
+                kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
+                raise kind(_nothing_usable(self._url, union, passed_over))
+            return loaded
+        raise AssertionError  # not reached: there is no end of counting
 
     def one(
         self, request: LoadRequest, source: StateSource, *, step: int | None, name: str | None
@@ -262,16 +250,28 @@ class Loader:
                 raise CheckpointNotFoundError(f"{storage.url}/{name} is no checkpoint: {what}") from None
             raise file_as_root(storage.url) from None
 
-    def _not_bad(self, union: United) -> Iterator[Held]:
-        """Yield the present lineage's checkpoints, newest first, but those marked as bad."""
+    def _candidates(
+        self, surveys: Sequence[Survey], union: United, passed_over: PassedOver
+    ) -> Iterator[Held]:
+        """Yield the present lineage's checkpoints, newest first, but those marked as bad.
+
+        Raises:
+            IncompatibleCheckpointError: a possibly newer one was written by a newer version.
+            ArchivedError: a possibly newer one is in an archive.
+        """
+        for tier, damaged in enumerate(passed_over.damaged):
+            for name, problem in damaged.items():
+                self._copies.report(tier, name, problem, step=parse_step_name(name))
         for held in reversed(union.committed):
             info, place = held.info, f"{self._tiers[held.copies[0].tier].storage.url}/{held.info.name}"
             if info.bad is None:
+                self._refuse_newer(surveys, than=info.step)
                 yield held
                 continue
             self._telemetry.point("load.rejected", name=info.name, step=info.step, failures=info.bad)
             if self._coordinator.is_coordinator:
                 _logger.warning("%s is marked as bad (%s) and is passed over", place, info.bad)
+        self._refuse_newer(surveys, than=-1)
 
     def _note(self, passed_over: PassedOver, note_nearest: Callable[[Mapping[str, str]], None]) -> None:
         """Record damage in each tier, for its later readers."""

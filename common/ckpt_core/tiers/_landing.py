@@ -56,7 +56,9 @@ def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: by
     )
 
 
-def begin_copy(storage: Storage, name: str, manifest: Manifest, beside: Mapping[str, bytes]) -> str:
+def begin_copy(
+    storage: Storage, name: str, manifest: Manifest, beside: Mapping[str, bytes], *, repair: bool = False
+) -> str:
     """Prepare the directory of a copy at the target; return its name.
 
     Files that an earlier copy of the same save has left there stay.
@@ -66,12 +68,13 @@ def begin_copy(storage: Storage, name: str, manifest: Manifest, beside: Mapping[
         name: of the checkpoint.
         manifest: of the checkpoint.
         beside: path -> content of the manifest, which comes first, and of files that it does not list.
+        repair: whether a damaged copy of it may have the name.
 
     Raises:
         CheckpointExistsError: the name is taken, or on an object store belongs to another torn save.
         ConfigError: it cannot be the name of a checkpoint.
     """
-    found = require_free(storage, name)
+    found = require_free(storage, name, replace=repair)
     working = working_name(storage, name, manifest.save_id)
     if storage.supports_rename:
         if not is_incomplete(working):

@@ -21,7 +21,10 @@ class Tier:
     Attributes:
         label: for messages: a path, or a URL without secrets.
         storage: the root, as this process sees it.
+        shared: whether every process of the job sees the same files.
     """
+
+    shared = True
 
     def __init__(self, label: str, storage: Storage) -> None:
         self.label = label

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, cast, final
 from urllib.parse import urlsplit
 
 from ckpt_core.errors import ConfigError
+from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._words import refuse_others
 
 if TYPE_CHECKING:
@@ -74,7 +75,32 @@ class AzureContainer:
         account = _Account.of(url, {**given, **options})
         self.store = account.store(container, **arguments)
         self.service = account.service(seconds)
+        self.token_name = AZURE_METADATA
         self._container = container
+
+    def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
+        """List the blobs with a prefix, by their whole names, and what is before the next delimiter."""
+        from azure.storage.blob import BlobPrefix
+
+        container = self.service.get_container_client(self._container)
+        if delimiter:
+            found = container.walk_blobs(name_starts_with=prefix, delimiter=delimiter)
+        else:
+            found = container.list_blobs(name_starts_with=prefix)
+        for entry in found:
+            if isinstance(entry, BlobPrefix):
+                yield Found(entry.name[:-1], is_directory=True, size_bytes=0)
+            else:
+                yield Found(entry.name, is_directory=False, size_bytes=entry.size)
+
+    def remove(self, path: str) -> None:
+        """Delete a blob."""
+        self.blob(path).delete_blob()
+
+    def begin(self, path: str, token: str, scratch: str) -> AzureParts:
+        """Begin an upload in blocks, or continue it."""
+        del scratch
+        return AzureParts(self, path, token)
 
     def blob(self, path: str) -> BlobClient:
         """Return the client of Azure's own library for one blob."""
@@ -191,19 +217,22 @@ class _Account:
 
     def service(self, seconds: float) -> BlobServiceClient:
         from azure.core.credentials import AzureNamedKeyCredential, AzureSasCredential
-        from azure.storage.blob import BlobServiceClient, ExponentialRetry
+        from azure.storage.blob import BlobServiceClient, LinearRetry
 
         credential = self.credential
         if credential is None and self.key:
             credential = AzureNamedKeyCredential(self.name, self.key)
         elif credential is None and self.sas:
             credential = AzureSasCredential(self.sas.lstrip("?"))
+        # All tries and the waits between them fit into the limit.
+        share, wait = seconds / (_TRIES + 2), min(5.0, seconds / 12)
+        retry = LinearRetry(backoff=wait, retry_total=_TRIES - 1, random_jitter_range=wait / 2)
         return BlobServiceClient(
             self.endpoint,
             credential,
-            retry_policy=ExponentialRetry(initial_backoff=1, increment_base=2, retry_total=_TRIES - 1),
-            connection_timeout=max(1.0, min(10.0, seconds / _TRIES)),
-            read_timeout=max(1.0, seconds / _TRIES),
+            retry_policy=retry,
+            connection_timeout=min(10.0, share),
+            read_timeout=share,
         )
 
     def _bearer(self) -> dict[str, Any]:

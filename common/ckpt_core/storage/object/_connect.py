@@ -10,10 +10,16 @@ from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage.object._client import ObjectClient
 
-_FASTEST: Final = {"s3": "botocore", "s3a": "botocore"}
-
-
-_EXTRAS: Final = {"botocore": "s3"}
+_FASTEST: Final = {
+    "s3": "botocore",
+    "s3a": "botocore",
+    "gs": "obstore",
+    "gcs": "obstore",
+    "az": "obstore",
+    "abfs": "obstore",
+    "abfss": "obstore",
+}
+_EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 def connect(url: str, client: str | None, storage_options: dict[str, Any], **arguments: Any) -> ObjectClient:
@@ -30,17 +36,20 @@ def connect(url: str, client: str | None, storage_options: dict[str, Any], **arg
             f"{public_url(url)}: storage_options client={client!r}: for {protocol}:// it is {known}; "
             "leave it out for the fastest"
         )
-    if client in _EXTRAS and not _is_installed(client):
-        raise ConfigError(
-            f'{public_url(url)}: {client} is not installed; pip install "ckpt-suite[{_EXTRAS[client]}]"'
-        )
-    if client == "botocore" or (client is None and fastest == "botocore" and _is_installed("botocore")):
+    if "fsspec" in {client, fastest} or (client is None and not _is_installed(fastest)):
+        from ckpt_core.storage.object._service import ObjectService
+
+        return ObjectService(url, storage_options, **arguments)
+    if not _is_installed(fastest):
+        extra = _EXTRAS.get(protocol, "azure")
+        raise ConfigError(f'{public_url(url)}: {fastest} is not installed; pip install "ckpt-suite[{extra}]"')
+    if fastest == "botocore":
         from ckpt_core.storage.object._s3 import S3Client
 
         return S3Client(url, storage_options, **arguments)
-    from ckpt_core.storage.object._service import ObjectService
+    from ckpt_core.storage.object._obstore import ObstoreClient
 
-    return ObjectService(url, storage_options, **arguments)
+    return ObstoreClient(url, storage_options, **arguments)
 
 
 def _is_installed(library: str) -> bool:

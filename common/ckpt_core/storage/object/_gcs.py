@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import quote
 
+from ckpt_core.crew import run_all
+from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._words import refuse_others
 
 if TYPE_CHECKING:
     from obstore.store import GCSStore
-    from requests import Session
+    from requests import Response, Session
 
 GCS_METADATA: Final = "ckpt-upload"
 """The name of an upload's token in the metadata of its object."""
@@ -22,8 +24,10 @@ _SERVICE: Final = "https://storage.googleapis.com"
 # Google composes no more at a time.
 _COMPONENTS: Final = 32
 _TRIES: Final = 4
+_DELETE_THREADS: Final = 8
 _RETRIED: Final = (408, 429, 500, 502, 503, 504)
-_CONDITION_FAILED: Final = 412
+_LISTED: Final = "nextPageToken,prefixes,items(name,size)"
+_AS_OS_ERRORS: Final = {404: FileNotFoundError, 412: FileExistsError}
 
 
 @final
@@ -48,6 +52,7 @@ class GcsBucket:
         from gcsfs.credentials import GoogleCredentials
 
         refuse_others(url, options, _OPTIONS)
+        self.token_name = GCS_METADATA
         self._bucket = bucket
         self._seconds = seconds
         self._endpoint = str(options.get("endpoint_url") or _SERVICE).rstrip("/")
@@ -58,6 +63,25 @@ class GcsBucket:
         )
         self.store = self._open(**arguments)
 
+    def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
+        """List the objects with a prefix, by their whole names, and what is before the next delimiter."""
+        wanted = {"prefix": prefix, "delimiter": delimiter, "fields": _LISTED}
+        page: dict[str, Any] = {"nextPageToken": ""}
+        while "nextPageToken" in page:
+            page = self._ask("GET", "o", params={**wanted, "pageToken": page["nextPageToken"]}).json()
+            for name in page.get("prefixes", []):
+                yield Found(name[:-1], is_directory=True, size_bytes=0)
+            for item in page.get("items", []):
+                yield Found(item["name"], is_directory=False, size_bytes=int(item["size"]))
+
+    def remove(self, path: str) -> None:
+        """Delete an object."""
+        self._ask("DELETE", f"o/{quote(path, safe='')}")
+
+    def begin(self, path: str, token: str, scratch: str) -> GcsParts:
+        """Begin an upload in parts, or continue it."""
+        return GcsParts(self, path, token, scratch)
+
     def compose(self, target: str, sources: Sequence[str], token: str, *, create: bool) -> None:
         """Make one object of at most 32 others, in one step.
 
@@ -65,16 +89,25 @@ class GcsBucket:
             FileExistsError: `create`, and there is such an object.
         """
         resource = {"contentType": "application/octet-stream", "metadata": {GCS_METADATA: token}}
-        answer = self._session.post(
-            f"{self._endpoint}/storage/v1/b/{self._bucket}/o/{quote(target, safe='')}/compose",
+        self._ask(
+            "POST",
+            f"o/{quote(target, safe='')}/compose",
             params={"ifGenerationMatch": "0"} if create else {},
             json={"sourceObjects": [{"name": name} for name in sources], "destination": resource},
-            headers={**self._headers, "Authorization": f"Bearer {self._credential()['token']}"},
-            timeout=self._seconds,
         )
-        if answer.status_code == _CONDITION_FAILED:
-            raise FileExistsError(target)
+
+    def _ask(self, method: str, place: str, **arguments: Any) -> Response:
+        answer = self._session.request(
+            method,
+            f"{self._endpoint}/storage/v1/b/{self._bucket}/{place}",
+            headers={**self._headers, "Authorization": f"Bearer {self._credential()['token']}"},
+            timeout=self._seconds / (_TRIES + 2),
+            **arguments,
+        )
+        if answer.status_code in _AS_OS_ERRORS:
+            raise _AS_OS_ERRORS[answer.status_code](place)
         answer.raise_for_status()
+        return answer
 
     def _open(self, **arguments: Any) -> GCSStore:
         from obstore.store import GCSStore
@@ -109,7 +142,7 @@ class GcsBucket:
 
         retry = Retry(
             total=_TRIES - 1,
-            backoff_factor=0.5,
+            backoff_factor=min(0.5, self._seconds / 40),
             status_forcelist=_RETRIED,
             allowed_methods=None,
             raise_on_status=False,
@@ -124,19 +157,18 @@ class GcsBucket:
 class GcsParts:
     """A new object of GCS that arrives as several and is composed of them.
 
-    Multipart uploads of GCS know no conditions; compositions do. Until it is complete, the parts lie beside
-    the object, under names of their own.
+    Multipart uploads of GCS know no conditions; compositions do. Until it is complete, the parts are objects
+    below a prefix of their own.
 
     Concurrency: `send` may be called from several threads.
     """
 
-    def __init__(self, bucket: GcsBucket, path: str, token: str) -> None:
-        """Begin, or continue what was begun with the same token, without a request."""
+    def __init__(self, bucket: GcsBucket, path: str, token: str, prefix: str) -> None:
+        """Begin, or continue what was begun with the same token and prefix, without a request."""
         self._bucket = bucket
         self._path = path
         self._token = token
-        directory, slash, name = path.rpartition("/")
-        self._prefix = f"{directory}{slash}.parts-{token}/{name}"
+        self._prefix = prefix
 
     def name_of(self, number: int, mark: str) -> str:
         """Name a part by its place and a mark of its content."""
@@ -170,13 +202,7 @@ class GcsParts:
 
     def abandon(self) -> None:
         """Delete the parts; to be called after `complete`, too."""
-        import obstore
-
-        found = self._found()
-        if found:
-            obstore.delete(self._bucket.store, found)
+        run_all(self._bucket.remove, self._found(), _DELETE_THREADS, name="ckpt-delete")
 
     def _found(self) -> list[str]:
-        import obstore
-
-        return [entry["path"] for page in obstore.list(self._bucket.store, self._prefix) for entry in page]
+        return [entry.name for entry in self._bucket.listed(f"{self._prefix}/", "")]

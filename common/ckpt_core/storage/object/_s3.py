@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from typing import Any, Final, final
 
 from ckpt_core.disclosure import Redaction, public_url
@@ -106,22 +107,23 @@ class S3Client(PartClient):
         self._put(path, content, **self._marked(token), **self._condition)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Read a range; what has arrived is not asked for again."""
+        """Read a range."""
         return self.read_spread(path, offset, [buffer])
 
     def read_spread(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
         """Read a range into several buffers, by one request: each takes milliseconds."""
         done = 0
         last = offset + sum(map(len, buffers)) - 1
-        for attempt in range(_READ_TRIES):
-            with self._limit(), translated_errors(self.url, self.redaction):
+        with translated_errors(self.url, self.redaction), self._limit():
+            for attempt in range(_READ_TRIES):
+                # What has arrived is not asked for again.
                 answer = self._ask("get_object", Key=path, Range=f"bytes={offset + done}-{last}")
                 wanted = done + int(answer["ContentLength"])
                 with answer["Body"] as body:
                     done += self._receive(body, _part(buffers, done, wanted))
-            if done >= wanted:
-                return done
-            time.sleep(0.1 * 2**attempt)
+                if done >= wanted:
+                    return done
+                time.sleep(0.1 * 2**attempt)
         raise answer_ended(self.url)
 
     def begin(self, path: str, token: str, *, again: bool) -> Parts:
@@ -155,12 +157,12 @@ class S3Client(PartClient):
         Raises:
             OSError: see `translated_errors`.
         """
-        with self._limit(_CLEANING_SHARE if cleaning else 1), translated_errors(self.url, self.redaction):
+        with translated_errors(self.url, self.redaction), self._limit(_CLEANING_SHARE if cleaning else 1):
             return self._ask(operation, **arguments)
 
     def _put(self, path: str, content: Sequence[memoryview], **more: Any) -> None:
         checksum = _header(mark(content))
-        self.call("put_object", Key=path, Body=Body(content), ChecksumCRC32=checksum, **more)
+        self.call("put_object", Key=path, Body=_Body(content), ChecksumCRC32=checksum, **more)
 
     def _marked(self, token: str) -> dict[str, Any]:
         known = self._settings.additional.get("Metadata", {})
@@ -176,7 +178,7 @@ class S3Client(PartClient):
         with translated_errors(self.url, self.redaction):
             names = client.get_paginator(operation)
         arguments = self._settings.known(client, operation, {"Bucket": self.bucket, **arguments})
-        with self._limit(), translated_errors(self.url, self.redaction):
+        with translated_errors(self.url, self.redaction), self._limit():
             yield from names.paginate(**arguments)
 
     def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
@@ -192,16 +194,18 @@ class S3Client(PartClient):
         # urllib3 copies twice; the answer of `http.client` in it receives straight into place.
         receive = getattr(body, "_fp", body).readinto
         done = 0
-        with suppress(HTTPError, ConnectionError, TimeoutError):
-            for buffer in buffers:
-                start = 0
-                while start < len(buffer):
-                    self._check_deadline()
+        for buffer in buffers:
+            start = 0
+            while start < len(buffer):
+                self._check_deadline()
+                count = 0
+                with suppress(HTTPError, HTTPException, OSError):
                     count = receive(buffer[start : start + _SLICE_BYTES])
-                    if not count:
-                        return done
-                    start, done = start + count, done + count
-            body.release_conn()  # for the next request; else it is closed
+                if not count:
+                    return done
+                start, done = start + count, done + count
+        if body.closed:
+            body.release_conn()  # for the next request; an answer that is not over is closed with it
         return done
 
     def _client(self) -> Any:
@@ -215,13 +219,18 @@ class S3Client(PartClient):
     def _before_send(self, request: Any, **_: Any) -> None:
         """Let the memory itself be sent, and begin no try too late."""
         self._check_deadline()
-        if isinstance(request.body, Body):
-            request.body = request.body.slices()
+        if isinstance(request.body, _Body):
+            request.body = _Slices(request.body.content, self._check_deadline)
 
     @contextmanager
     def _limit(self, share: float = 1) -> Generator[None]:
+        from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
+
         self._deadline.at = time.monotonic() + self._seconds * share
-        yield
+        try:
+            yield
+        except (ConnectTimeoutError, ReadTimeoutError) as error:
+            raise late(self.url, self._seconds) from error
 
     def _check_deadline(self) -> None:
         if time.monotonic() > self._deadline.at:
@@ -277,7 +286,7 @@ class S3Parts:
         answer = self._client.call(
             "upload_part",
             PartNumber=int(number),
-            Body=Body(content),
+            Body=_Body(content),
             ChecksumCRC32=_header(checksum),
             **self._place,
         )
@@ -318,24 +327,36 @@ class S3Parts:
 
 
 @final
-class Body:
+class _Body:
     """The body of a request, which botocore takes for a file."""
 
     def __init__(self, content: Sequence[memoryview]) -> None:
-        self._content = content
+        self.content = content
 
     def __len__(self) -> int:
-        return sum(map(len, self._content))
+        return sum(map(len, self.content))
 
     def read(self, count: int = -1) -> bytes:
-        """Be a file; `slices` are sent instead."""
+        """Be a file; `_Slices` are sent instead."""
         raise NotImplementedError(count)
 
-    def slices(self) -> Generator[memoryview]:
-        """Yield the memory in slices: a time limit of the socket is one of each."""
+
+@final
+class _Slices:
+    """The memory of a body in slices: a time limit of the socket is one of each."""
+
+    def __init__(self, content: Sequence[memoryview], check: Callable[[], None]) -> None:
+        self._content = content
+        self._check = check
+
+    def __iter__(self) -> Generator[memoryview]:
         for piece in self._content:
             for start in range(0, len(piece), _SLICE_BYTES):
+                self._check()
                 yield piece[start : start + _SLICE_BYTES]
+
+    def seek(self, position: int) -> None:
+        """Do nothing, before another try: every iteration begins anew."""
 
 
 def _header(checksum: str) -> str:

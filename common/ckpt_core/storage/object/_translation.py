@@ -6,6 +6,7 @@ Those libraries are optional, so their errors are recognised by name, without im
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -22,6 +23,7 @@ _LIBRARIES = {
     "ftplib",
     "gcsfs",
     "google",
+    "obstore",
     "requests",
     "s3fs",
     "urllib3",
@@ -39,16 +41,10 @@ _NO_CREDENTIALS = {
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 _ARCHIVED = {"InvalidObjectState"}
 _CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict"}
-_LATE = {"ReadTimeoutError", "ConnectTimeoutError"}
 _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
-# Of Azure's library.
-_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
-    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
-    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
-}
 _IN_OUR_WORDS = "_in_our_words"
 """Attribute of translated errors: a short secret, such as "job", may be a word of ours."""
 # Errors named in the contract of `Storage` stay as they are.
@@ -80,8 +76,8 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
         if translation is None:
             raise
         setattr(translation, _IN_OUR_WORDS, True)
-        if secret:
-            raise translation from None
+        if secret or _library(error) == "obstore":
+            raise translation from None  # obstore shows whole requests
         raise translation from error
 
 
@@ -98,8 +94,8 @@ def _plain(error: Exception, redaction: Redaction) -> OSError | None:
 
 def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | None:
     """Translate an error, with the library's text; None if it needs no translation."""
-    text = redaction.text(f"{type(error).__name__}: {error}")
-    if isinstance(error, OSError):
+    text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
+    if isinstance(error, OSError) and type(error).__module__ != "requests.exceptions":
         if type(error).__name__ == "FSTimeoutError":
             return TimeoutError(errno.ETIMEDOUT, "no answer from the object store in time", url)
         # gcsfs reports 403 as a plain OSError, s3fs answers of all kinds as the nearest OSError.
@@ -114,6 +110,13 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
     if _library(origin) not in _LIBRARIES or not isinstance(origin, Exception):
         return None
     return _of_library(origin, text, url)
+
+
+def _brief(error: Exception) -> str:
+    """Return the text of an error; of obstore the first line, without queries, which may hold a signature."""
+    if _library(error) != "obstore":
+        return str(error)
+    return re.sub(r"\?\S*", "", str(error).partition("\n")[0])
 
 
 def late(url: str, seconds: float) -> TimeoutError:
@@ -152,15 +155,21 @@ def _library(error: object) -> str:
 def _of_library(error: Exception, text: str, url: str) -> OSError:
     if _library(error) == "botocore" and (found := _of_status(error, text, url)):
         return found
-    if type(error).__name__ in _LATE:
-        return TimeoutError(errno.ETIMEDOUT, f"no answer from the object store in time ({text})", url)
     if type(error).__name__ in _AS_OS_ERRORS:
         return _AS_OS_ERRORS[type(error).__name__](text, url)
     if _code(error) in _ARCHIVED:
         return _archived(text, url)
+    if _status(error) == HTTPStatus.UNAUTHORIZED:
+        return _expired(text, url)
     if _is_denied(error):
         return _denied(text, url)
     return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
+
+
+def _status(error: Exception) -> int | None:
+    """Return the status of the answer behind an error of Azure's library or of requests."""
+    answer = error if hasattr(error, "status_code") else getattr(error, "response", None)
+    return getattr(answer, "status_code", None)
 
 
 def _answer_behind(error: OSError) -> Exception | None:
@@ -207,7 +216,7 @@ def _is_denied(error: Exception) -> bool:
         type(error).__name__ in _NO_CREDENTIALS
         or type(error).__module__ == "google.auth.exceptions"
         or getattr(error, "code", None) in _DENIED
-        or getattr(error, "status_code", None) in _DENIED
+        or _status(error) in _DENIED
     )
 
 
@@ -224,3 +233,20 @@ def _expired(text: str, url: str) -> PermissionError:
         f"itself instead of a fixed session token ({text})",
         url,
     )
+
+
+def _no_answer(text: str, url: str) -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, f"no answer from the object store in time ({text})", url)
+
+
+# Of botocore, of Azure's library, of obstore.
+_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
+    "ReadTimeoutError": _no_answer,
+    "ConnectTimeoutError": _no_answer,
+    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
+    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PreconditionError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PermissionDeniedError": _denied,
+    "UnauthenticatedError": _expired,
+}
