@@ -111,7 +111,7 @@ class S3Client(PartClient):
         return self.read_spread(path, offset, [buffer])
 
     def read_spread(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Read a range into several buffers: a request takes milliseconds of CPU, whatever its length."""
+        """Read a range into several buffers, by one request: each takes milliseconds."""
         done = 0
         last = offset + sum(map(len, buffers)) - 1
         with translated_errors(self.url, self.redaction), self._limit():
