@@ -218,7 +218,7 @@ def _list_parts(call: Call) -> Answer:
     parts = [(number, part) for number, part in every if number > after]
     rows = "".join(
         f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(part.etag)}</ETag>"
-        f"<Size>{part.block.size_bytes}</Size></Part>"
+        f"<Size>{part.block.size_bytes}</Size>{_listed(part.checksums)}</Part>"
         for number, part in parts[:count]
     )
     cut = len(parts) > count
@@ -226,6 +226,13 @@ def _list_parts(call: Call) -> Answer:
     if cut:
         tail += f"<NextPartNumberMarker>{parts[count - 1][0]}</NextPartNumberMarker>"
     return Answer(text=_upload_text("ListPartsResult", call, upload_id, tail + rows))
+
+
+def _listed(checksums: Mapping[str, str]) -> str:
+    names = {name: name.removeprefix(_CHECKSUM).upper() for name in checksums}
+    return "".join(
+        f"<Checksum{names[name]}>{escape(checksums[name])}</Checksum{names[name]}>" for name in names
+    )
 
 
 def _list_uploads(call: Call) -> Answer:

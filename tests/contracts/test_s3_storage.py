@@ -1,14 +1,24 @@
 from __future__ import annotations
 
+import base64
 import gc
+import random
+import tracemalloc
 import uuid
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
 
+from benchmarks.s3 import Server, serving
+from ckpt_core.errors import ConfigError
 from ckpt_core.storage import ObjectStorage, Storage
+from ckpt_core.storage.object import _s3
 from ckpt_core.testing import StorageTests
+from tests.support.service_faults import ServiceControl, ServiceFault
 
 pytestmark = pytest.mark.emulator
 
@@ -16,6 +26,8 @@ MIB = 2**20
 
 
 class TestS3Storage(StorageTests):
+    options: ClassVar = {"client": "botocore"}
+
     @pytest.fixture
     def client(self, s3_endpoint: str) -> Any:
         boto3 = pytest.importorskip("boto3")
@@ -27,7 +39,10 @@ class TestS3Storage(StorageTests):
         self.client = client
         bucket = f"bucket-{uuid.uuid4().hex}"
         client.create_bucket(Bucket=bucket)
-        return _storage(f"s3://{bucket}/runs/llama", s3_endpoint)
+        return self.open(f"s3://{bucket}/runs/llama", s3_endpoint)
+
+    def open(self, url: str, endpoint: str) -> ObjectStorage:
+        return _storage(url, endpoint, **self.options)
 
     def raw_read(self, storage: Storage, key: str) -> bytes:
         try:
@@ -68,7 +83,7 @@ class TestS3Storage(StorageTests):
         assert "Versions" not in self.client.list_object_versions(Bucket=bucket)
 
     def test_a_bucket_that_does_not_exist_is_named(self, s3_endpoint: str) -> None:
-        storage = _storage("s3://no-such-bucket/runs", s3_endpoint)
+        storage = self.open("s3://no-such-bucket/runs", s3_endpoint)
         with pytest.raises(FileNotFoundError, match="'no-such-bucket' does not exist"):
             storage.check_root()
 
@@ -77,7 +92,7 @@ class TestS3Storage(StorageTests):
     ) -> None:
         bucket = f"bucket-{uuid.uuid4().hex}"
         client.create_bucket(Bucket=bucket)
-        storage = _storage(f"s3://{bucket}", s3_endpoint)
+        storage = self.open(f"s3://{bucket}", s3_endpoint)
         storage.check_root()
         storage.write_bytes("step/a", b"x")
         storage.delete("step")
@@ -89,12 +104,170 @@ class TestS3Storage(StorageTests):
         return self.client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
 
 
-def _storage(url: str, endpoint: str) -> ObjectStorage:
+class TestS3StorageThroughFsspec(TestS3Storage):
+    options: ClassVar = {"client": "fsspec"}
+
+
+class _File:
+    """A file to put: notes what is read, and fails when a test wants it to."""
+
+    def __init__(self, content: bytes, fails_at: int | None = None) -> None:
+        self.content, self.fails_at = content, fails_at
+
+    def __call__(self, offset: int, buffer: memoryview) -> None:
+        if offset == self.fails_at:
+            raise ZeroDivisionError
+        buffer[:] = self.content[offset : offset + len(buffer)]
+
+
+class _Bucket:
+    """A bucket, its storage, and the faults and the log of its service."""
+
+    def __init__(self, endpoint: str, **options: Any) -> None:
+        boto3 = pytest.importorskip("boto3")
+        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
+        self.client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **keys)
+        self.name = f"bucket-{uuid.uuid4().hex}"
+        self.client.create_bucket(Bucket=self.name)
+        self.control = ServiceControl(endpoint)
+        self.storage = _storage(f"s3://{self.name}/run", endpoint, **options)
+
+    @property
+    def uploads(self) -> list[Any]:
+        return self.client.list_multipart_uploads(Bucket=self.name).get("Uploads", [])
+
+
+@pytest.fixture
+def bucket(s3_endpoint: str) -> Generator[_Bucket]:
+    bucket = _Bucket(s3_endpoint, max_concurrency=1)
+    yield bucket
+    bucket.control.clear()
+
+
+@pytest.fixture(scope="module")
+def server() -> Generator[Server]:
+    """A service that compares checksums and lists those of parts, which moto does not."""
+    with serving(verifies=True) as server:
+        yield server
+
+
+@pytest.fixture
+def verified(server: Server) -> ObjectStorage:
+    url = f"s3://{server.bucket}/{uuid.uuid4().hex}"
+    more = {"write_block_bytes": 5 * MIB, "max_concurrency": 1}
+    return ObjectStorage(url, **server.storage_options, **more)
+
+
+def test_a_file_that_is_put_again_sends_only_parts_that_have_not_arrived(
+    server: Server, verified: ObjectStorage
+) -> None:
+    content = random.Random(1).randbytes(17 * MIB)
+    put = partial(verified.put_file, "step/a", len(content), identity="save:crc32")
+    with pytest.raises(ZeroDivisionError):
+        put(_File(content, fails_at=10 * MIB))
+    assert not verified.exists("step/a")
+    # Another file of this name has left parts, too; and the first part was read from a damaged source.
+    with pytest.raises(ZeroDivisionError):
+        verified.put_file("step/a", len(content), _File(content, fails_at=10 * MIB), identity="save:other")
+    content = b"!" + content[1:]
+    before, done = server.counters(), list[int]()
+    put(_File(content), progress=done.append)
+    after = server.counters()
+    assert verified.read_bytes("step/a") == content
+    assert after["requests"]["upload_part"] - before["requests"]["upload_part"] == 3
+    assert after["bytes_in"] - before["bytes_in"] < 13 * MIB
+    assert sum(done) == len(content)
+    put(_File(content, fails_at=0))
+    with pytest.raises(FileExistsError):
+        verified.put_file("step/a", len(content), _File(content), identity="save:other")
+    assert verified.abandon_uploads(lambda key: key == "step/a") == ["step/a"]
+
+
+def test_a_file_whose_parts_were_aborted_meanwhile_makes_no_object(verified: ObjectStorage) -> None:
+    def read(offset: int, buffer: memoryview) -> None:
+        if offset == 10 * MIB:
+            verified.abandon_uploads(lambda key: key == "step/a")
+
+    with pytest.raises(FileNotFoundError):
+        verified.put_file("step/a", 12 * MIB, read, identity="save:crc32")
+    assert not verified.exists("step/a")
+    verified.put_file("step/a", 12 * MIB, _File(bytes(12 * MIB)), identity="save:crc32")
+    assert verified.size("step/a") == 12 * MIB
+
+
+@pytest.mark.parametrize("size", [4, 6 * MIB], ids=["one request", "parts"])
+def test_what_changes_on_its_way_is_refused_by_the_service(
+    verified: ObjectStorage, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_s3, "_header", lambda checksum: base64.b64encode(b"else").decode())
+    with pytest.raises(OSError, match="the object store failed"):
+        verified.write_pieces("step/a", [memoryview(bytes(size))])
+    assert not verified.exists("step/a")
+
+
+def test_an_upload_in_parts_takes_no_place_that_was_taken_meanwhile(bucket: _Bucket) -> None:
+    def pieces() -> Generator[memoryview]:
+        yield memoryview(bytes(6 * MIB))
+        bucket.client.put_object(Bucket=bucket.name, Key="run/a", Body=b"newer")
+
+    with pytest.raises(FileExistsError):
+        bucket.storage.write_pieces("a", pieces())
+    assert bucket.storage.read_bytes("a") == b"newer"
+    assert bucket.uploads == []
+
+
+def test_pieces_are_sent_from_where_they_lie_and_a_failed_one_leaves_nothing(bucket: _Bucket) -> None:
+    content = random.Random(2).randbytes(16 * MIB)
+    pieces = [memoryview(content)[start : start + 3 * MIB] for start in range(0, len(content), 3 * MIB)]
+    with memory_of_python() as most:
+        bucket.storage.write_pieces("a", iter(pieces))
+        assert most() < 4 * MIB
+    assert bucket.storage.read_bytes("a") == content
+    bucket.control.set(ServiceFault(action="error", target="*partNumber=2*", code="AccessDenied"))
+    with pytest.raises(PermissionError, match="check the credentials"):
+        bucket.storage.write_pieces("b", iter(pieces))
+    bucket.control.clear()
+    assert bucket.uploads == []
+    assert not bucket.storage.exists("b")
+
+
+def test_an_answer_that_ends_early_is_asked_for_again_from_there(bucket: _Bucket) -> None:
+    content = random.Random(3).randbytes(3 * MIB)
+    bucket.storage.write_bytes("a", content)
+    bucket.control.set(ServiceFault(action="truncate", method="GET", target="*/run/a", count=1))
+    assert bucket.storage.read_bytes("a") == content
+    bucket.control.set(ServiceFault(action="truncate", method="GET", target="*/run/a"))
+    with pytest.raises(OSError, match="end too early") as caught:
+        bucket.storage.read_bytes("a")
+    assert not isinstance(caught.value, EOFError)
+
+
+def test_options_without_a_translation_are_refused_by_name(s3_endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"version_aware; leave them out, or choose .*'client': 'fsspec'"):
+        ObjectStorage("s3://bucket/run", version_aware=True)
+    with pytest.raises(ConfigError, match=r"botocore cannot open this .*no_such_thing.*config_kwargs"):
+        ObjectStorage("s3://bucket/run", config_kwargs={"no_such_thing": 1}, secret="hidden-away")
+    with pytest.raises(ConfigError, match=r"client='obstore': for s3:// it is 'botocore' or 'fsspec'"):
+        ObjectStorage("s3://bucket/run", client="obstore")
+    ObjectStorage("s3://bucket/run", version_aware=True, client="fsspec")
+
+
+def _storage(url: str, endpoint: str, **options: Any) -> ObjectStorage:
     return ObjectStorage(
-        url, key="testing", secret="testing", endpoint_url=endpoint, write_block_bytes=5 * MIB
+        url, key="testing", secret="testing", endpoint_url=endpoint, write_block_bytes=5 * MIB, **options
     )
 
 
 def _address(storage: Storage, key: str) -> dict[str, str]:
     url = urlsplit(storage.url)
     return {"Bucket": url.netloc, "Key": f"{url.path}/{key}".strip("/")}
+
+
+@contextmanager
+def memory_of_python() -> Generator[Callable[[], int]]:
+    """The most bytes that Python had at once beyond those at the start."""
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_right, insort
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Final, final
 
 from ckpt_core.reading._buffers import allocate
-from ckpt_core.storage import RangeReader, Storage
+from ckpt_core.storage import RangeReader, SpreadReader, Storage
 
 _SLAB_BYTES: Final = 64 << 20
 
@@ -46,7 +46,7 @@ class KeptFile:
     Concurrency: all methods may be called from several threads.
     """
 
-    def __init__(self, inner: RangeReader, memory: KeptMemory) -> None:
+    def __init__(self, inner: SpreadReader, memory: KeptMemory) -> None:
         self._inner = inner
         self._memory = memory
         self._guard = threading.Lock()
@@ -91,6 +91,15 @@ class KeptFile:
                 count = len(piece)
                 buffer[:count] = piece
             offset, buffer = offset + count, buffer[count:]
+
+    def read_spread(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, from memory where bytes are kept."""
+        if self._kept:
+            for buffer in buffers:
+                self.read_into(offset, buffer)
+                offset += len(buffer)
+        else:
+            self._inner.read_spread(offset, buffers)
 
     def _at(self, offset: int) -> tuple[int, memoryview] | None:
         """Return the kept range that contains `offset`, and its start."""
@@ -149,7 +158,7 @@ class OpenFiles:
                 if self._memory is not None:
                     self._kept[path] = KeptFile(self._sources[path], self._memory)
 
-    def at(self, path: str) -> RangeReader:
+    def at(self, path: str) -> SpreadReader:
         """Return the file of a path that was given to `begin`."""
         return self._kept.get(path) or self._sources[path]
 
@@ -191,18 +200,34 @@ class _SourceFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill the buffer from `offset` on."""
-        try:
-            reader = self._open(asked_bytes=len(buffer))
-            reader.read_into(offset, buffer)
-        except OSError as error:
-            error.filename = error.filename or f"{self._storage.url}/{self._key}"
-            raise
+        with self._named():
+            self._open(asked_bytes=len(buffer)).read_into(offset, buffer)
+
+    def read_spread(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, by one request where requests are dear."""
+        with self._named():
+            reader = self._open(asked_bytes=sum(map(len, buffers)))
+            if isinstance(reader, SpreadReader):
+                reader.read_spread(offset, buffers)
+                return
+            for buffer in buffers:
+                reader.read_into(offset, buffer)
+                offset += len(buffer)
 
     def close(self) -> None:
         """Close the file; no thread is reading it."""
         with self._guard:
             self._reader = None
             self._closing.close()
+
+    @contextmanager
+    def _named(self) -> Generator[None]:
+        """Name the file in errors that name none."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = error.filename or f"{self._storage.url}/{self._key}"
+            raise
 
     def _open(self, asked_bytes: int = 0) -> RangeReader:
         with self._guard:

@@ -14,7 +14,7 @@ from ckpt_core.reading._findings import VerifyReport
 from ckpt_core.reading._open_files import OpenFiles
 from ckpt_core.reading._payloads import RangeRead
 from ckpt_core.reading._requests import Limits, Order, Piece, Request, plan_verify, steps_of
-from ckpt_core.storage import ForeignFileError, RangeReader
+from ckpt_core.storage import ForeignFileError, SpreadReader
 
 _TRIES: Final = 2
 
@@ -28,22 +28,33 @@ def deliver(request: Request, files: OpenFiles, buffers: Lender) -> None:
     """
     file = files.at(request.path)
     if request.direct:
-        (order,) = request.orders
-        assert order.into is not None
-        _read_intact(request, file, order.into)
+        _read_intact(request, file, _places(request))
         return
     with buffers.lend(request.start, request.stop - request.start) as buffer:
-        _read_intact(request, file, buffer)
+        _read_intact(request, file, [buffer])
         for order in request.orders:
             _deliver(order, buffer[order.first - request.start : order.last - request.start])
 
 
-def _read_intact(request: Request, file: RangeReader, buffer: memoryview) -> None:
+def _places(request: Request) -> list[memoryview]:
+    """Return the places of a direct request, and memory for the bytes between them."""
+    found: list[memoryview] = []
+    position = request.start
+    for order in request.orders:
+        assert order.into is not None
+        if order.first > position:
+            found.append(memoryview(bytearray(order.first - position)))
+        found.append(order.into)
+        position = order.last
+    return found
+
+
+def _read_intact(request: Request, file: SpreadReader, buffers: Sequence[memoryview]) -> None:
     """Read a request, and once more if the bytes differ: a transfer may have failed."""
     failures: list[FileFailure] = []
     for _ in range(_TRIES):
-        file.read_into(request.start, buffer)
-        failures = _compare(request, buffer)
+        file.read_spread(request.start, buffers)
+        failures = _compare(request, buffers)
         if not failures:
             return
     raise CorruptCheckpointError(
@@ -53,12 +64,14 @@ def _read_intact(request: Request, file: RangeReader, buffer: memoryview) -> Non
     )
 
 
-def _compare(request: Request, buffer: memoryview) -> list[FileFailure]:
+def _compare(request: Request, buffers: Sequence[memoryview]) -> list[FileFailure]:
     report = VerifyReport()
     for order in request.orders:
+        memory, at = (order.into, order.start) if request.direct else (buffers[0], request.start)
+        assert memory is not None
         for piece in order.pieces:
-            start = piece.file_start - request.start
-            found = crc32(buffer[start : start + piece.stop - piece.start])
+            start = piece.file_start - at
+            found = crc32(memory[start : start + piece.stop - piece.start])
             if piece.crc32 not in {None, found}:
                 report.add_changed(piece, found)
     return report.report()

@@ -29,12 +29,17 @@ def plan_unverified(ranges: Sequence[RangeRead], limits: Limits) -> list[Request
     requests: list[Request] = []
     for path, in_file in by_path(ranges):
         orders: list[Order] = []
+        placed: list[Order] = []
         for each in in_file:
-            if each.into is not None and each.size_bytes > limits.copied_bytes:
+            if each.into is not None and limits.spread_bytes:
+                parts = _directly(path, _order(each), limits.direct_bytes)
+                placed.extend(order for part in parts for order in part.orders)
+            elif each.into is not None and each.size_bytes > limits.copied_bytes:
                 requests.extend(_directly(path, _order(each), limits.direct_bytes))
             else:
                 orders.append(_order(each))
         requests.extend(map(_direct_if_alone, joined(path, orders, limits.gap_bytes)))
+        requests.extend(_spread(path, placed, limits))
     # Both kinds in file order, which is fastest on disks.
     return sorted(requests, key=lambda request: request[:2])
 
@@ -57,15 +62,17 @@ class VerifiedPlan:
         requests: list[Request] = []
         for path, in_file in by_path(ranges):
             orders: list[Order] = []
+            placed: list[Order] = []
             for order in (order for each in in_file for order in self._orders(each)):
                 if self._is_held(path, order):
                     alone = order._replace(start=order.first, stop=order.last, pieces=())
                     requests.append(_direct_if_alone(Request(path, alone.start, alone.stop, [alone])))
                 elif self._fits_in_place(order):
-                    requests.append(Request(path, order.start, order.stop, [order], direct=True))
+                    placed.append(order)
                 else:
                     orders.append(order)
             requests.extend(joined(path, orders, self.limits.gap_bytes))
+            requests.extend(_spread(path, placed, self.limits))
         return requests
 
     def _is_held(self, path: str, order: Order) -> bool:
@@ -100,7 +107,7 @@ class VerifiedPlan:
 
     def _fits_in_place(self, order: Order) -> bool:
         is_whole = order.into is not None and (order.first, order.last) == (order.start, order.stop)
-        return self.in_place and is_whole and order.stop - order.start >= self.limits.copied_bytes
+        return self.in_place and is_whole
 
     def _pieces(self, read: RangeRead) -> Iterator[Piece]:
         """Yield the pieces that a range touches, with their checksums where known."""
@@ -151,6 +158,19 @@ def _directly(path: str, order: Order, most_bytes: int) -> Iterator[Request]:
         stop = min(start + most_bytes, order.stop)
         into = order.into[start - order.start : stop - order.start]
         yield Request(path, start, stop, [Order(start, stop, (), start, stop, into)], direct=True)
+
+
+def _spread(path: str, orders: Sequence[Order], limits: Limits) -> Iterator[Request]:
+    """Yield requests that read neighbours directly into place, each into its own."""
+    run: list[Order] = []
+    for order in sorted(orders, key=lambda order: order.start):
+        gap = order.start - run[-1].stop if run else 0
+        if run and not (0 <= gap <= limits.gap_bytes and order.stop - run[0].start <= limits.spread_bytes):
+            yield Request(path, run[0].start, run[-1].stop, run, direct=True)
+            run = []
+        run.append(order)
+    if run:
+        yield Request(path, run[0].start, run[-1].stop, run, direct=True)
 
 
 def _direct_if_alone(request: Request) -> Request:

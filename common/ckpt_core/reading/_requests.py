@@ -80,11 +80,17 @@ class Limits(NamedTuple):
     verified_bytes: int
     """Largest request of the verify pass."""
     direct_bytes: int
-    """Largest request that is read directly into place."""
+    """Longest range that is read directly into place by one request."""
+    spread_bytes: int
+    """Largest request that is read directly into several places; 0 for none."""
 
 
 MEMORY_LIMITS: Final = Limits(
-    gap_bytes=16 << 10, copied_bytes=64 << 10, verified_bytes=REQUEST_BYTES, direct_bytes=16 << 20
+    gap_bytes=16 << 10,
+    copied_bytes=64 << 10,
+    verified_bytes=REQUEST_BYTES,
+    direct_bytes=16 << 20,
+    spread_bytes=0,
 )
 """Where a request costs microseconds. The gap covers a zip header, not a small tensor of another rank."""
 NETWORK_LIMITS: Final = Limits(
@@ -92,6 +98,7 @@ NETWORK_LIMITS: Final = Limits(
     copied_bytes=1 << 20,
     verified_bytes=NETWORK_REQUEST_BYTES,
     direct_bytes=NETWORK_REQUEST_BYTES,
+    spread_bytes=16 << 20,
 )
 """Where a request costs milliseconds, and its client may need as much memory as it asks for."""
 
@@ -112,7 +119,7 @@ class Order(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Bytes `start` to `stop` of a file, read in one call; `direct`: into place."""
+    """Bytes `start` to `stop` of a file, read in one call; `direct`: into the places of its orders."""
 
     path: str
     start: int

@@ -1,6 +1,6 @@
 """Storage of bytes: the `Storage` contract, its backends, and `open_storage`."""
 
-from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, Storage, StorageEntry
+from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, SpreadReader, Storage, StorageEntry
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import open_storage
@@ -23,6 +23,7 @@ __all__ = [
     "Progress",
     "RangeReader",
     "ReadAt",
+    "SpreadReader",
     "Storage",
     "StorageEntry",
     "Throttle",

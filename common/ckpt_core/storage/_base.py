@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import IO, Final, NamedTuple, Protocol
+from typing import IO, Final, NamedTuple, Protocol, runtime_checkable
 
 from ckpt_core.storage._keys import StreamRanges
 from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothing, put_whole, unlimited
@@ -60,6 +60,14 @@ class RangeReader(Protocol):
                 undefined.
             OSError: storage failed.
         """
+
+
+@runtime_checkable
+class SpreadReader(RangeReader, Protocol):
+    """A file whose requests are dear, so that one fills several buffers."""
+
+    def read_spread(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers one after another from `offset` on; same errors as `read_into`."""
 
 
 class Storage(ABC):

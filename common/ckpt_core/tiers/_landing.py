@@ -57,7 +57,7 @@ def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: by
             "touched: move or delete it, then copy again"
         ) from error
     if marker.matches(content):
-        if storage.supports_rename:
+        if storage.supports_rename and storage.entry(working) is not None:
             abandon(storage, working)  # what is left after an interrupted commit into a user's directory
         return True
     raise CheckpointExistsError(

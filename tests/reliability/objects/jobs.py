@@ -34,6 +34,7 @@ class Service:
     """An emulator with faults, and a bucket in it."""
 
     endpoint: str
+    client: str = "botocore"
 
     @property
     def control(self) -> ServiceControl:
@@ -49,6 +50,7 @@ class Service:
             endpoint_url=self.endpoint,
             write_block_bytes=5 * MIB,
             request_seconds=request_seconds,
+            client=self.client,
             config_kwargs={"retries": {"mode": "standard", "total_max_attempts": 2}},
         )
 

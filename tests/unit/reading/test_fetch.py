@@ -314,7 +314,7 @@ def test_block_checksums_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("verified", [False, True])
 def test_an_object_store_is_asked_by_all_threads_at_once(verified):
-    file = DataFile("0.distcp", [5 * MIB] * 8, block_bytes=MIB)
+    file = DataFile("0.distcp", [2 * MIB] * 8, block_bytes=MIB, gap=100_000)
     meeting = threading.Barrier(4, timeout=60)
     file.put(storage := Network(lambda start, buffer: meeting.wait()))
     landing = TensorTarget()

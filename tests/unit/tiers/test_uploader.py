@@ -68,7 +68,8 @@ class Service:
         self.uploader.line.add(DueCheckpoint(info, self.outcomes[step].append))
 
     def run(self) -> None:
-        self.uploader.line.close()
+        if self.during is None:
+            self.uploader.line.close()
         self.uploader.start()
         assert self.uploader.join(60)
 
@@ -93,7 +94,13 @@ def test_a_service_that_is_down_for_an_hour_delays_an_upload_which_is_reported_o
 
 def test_an_upload_that_fails_gives_way_to_a_newer_checkpoint(caplog):
     service = Service(down_for=3600.0)
-    service.during = lambda: service.due(2) if len(service.pauses) == 3 else None
+
+    def become_due() -> None:
+        if len(service.pauses) == 3:
+            service.due(2)
+            service.uploader.line.close()
+
+    service.during = become_due
     service.due(1)
     service.run()
     assert service.steps == [2]

@@ -74,6 +74,16 @@ class ObjectClient(ABC):
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Read a range that is in the object; return how many bytes of it the object has."""
 
+    def read_spread(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Read a range into several buffers; the default makes one request for each."""
+        done = 0
+        for buffer in buffers:
+            count = self.read_into(path, offset + done, buffer)
+            done += count
+            if count < len(buffer):
+                break
+        return done
+
     @abstractmethod
     def create(self, path: str) -> AbstractContextManager[IO[bytes]]:
         """Open a stream into a new object; it appears on a clean exit, and not at all on an error.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from typing import Any, final
 
 from ckpt_core.storage._keys import ends_early
@@ -33,15 +34,25 @@ class ObjectRanges:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill the buffer from `offset` on."""
-        if not buffer:
-            return
-        end = offset + len(buffer)
-        # Stores differ in their answers to a range past the end.
+        if buffer:
+            end = self._checked_end(offset, len(buffer))
+            count = self._client.read_into(self._path, offset, buffer)
+            if offset + count != end:
+                raise ends_early(self._client.shown(self._path), end, offset + count)
+
+    def read_spread(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, by one request where the client can."""
+        end = self._checked_end(offset, sum(map(len, buffers)))
+        count = self._client.read_spread(self._path, offset, buffers)
+        if offset + count != end:
+            raise ends_early(self._client.shown(self._path), end, offset + count)
+
+    def _checked_end(self, offset: int, size_bytes: int) -> int:
+        """Return the end of a range; stores differ in their answers to one past the end."""
+        end = offset + size_bytes
         if end > self.size_bytes:
             raise ends_early(self._client.shown(self._path), end, self.size_bytes)
-        count = self._client.read_into(self._path, offset, buffer)
-        if count != len(buffer):
-            raise ends_early(self._client.shown(self._path), end, offset + count)
+        return end
 
 
 @final
