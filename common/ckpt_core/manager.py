@@ -299,14 +299,7 @@ class CheckpointManager:
         self._rewind()
         source, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower, Override.of(override))
-        info: CheckpointInfo | None
-        if step is None and name is None:
-            loaded = self._loader.newest(request, source)
-            if loaded is None:
-                raise self._loader.not_found_error()
-            saved, info = loaded.saved, loaded.info
-        else:
-            saved, info = self._loader.one(request, source, step=step, name=name)
+        saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved
