@@ -370,3 +370,12 @@ def test_an_abandoned_name_in_the_tier_does_not_stop_a_run_that_went_back(tmp_pa
         assert state["note"] == {"step": 3}
     found = [info for info in Catalog(tier).committed(abandoned=True) if info.step == 2]
     assert len(found) == 2
+
+
+def test_a_tier_given_by_a_relative_path_is_recorded_by_its_absolute_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("root", upload=Upload("durable")) as checkpoints:
+        checkpoints.save(1, state_of(1))
+    monkeypatch.chdir("/")
+    assert [each.url for each in read_tiers(LocalStorage(tmp_path / "root"))] == [str(tmp_path / "durable")]
+    assert steps(LocalStorage(tmp_path / "durable")) == [1]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Final, final
 
 from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around
@@ -16,6 +18,7 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     LoadError,
+    PartialCheckpointError,
     UntrustedCheckpointError,
     failure_text,
 )
@@ -33,7 +36,7 @@ from ckpt_core.types import CheckpointInfo, SavedState
 _logger = logger_of(__name__)
 
 _MOST_PRUNED: Final = 8
-"""Attempts, each ended by a prune of the chosen checkpoint, before the last one."""
+"""How often the chosen checkpoint may be pruned before it is read."""
 
 
 @final
@@ -90,46 +93,35 @@ class Loader:
                 by a newer version; nothing was touched.
             CheckpointNotFoundError: the chosen checkpoint was pruned too often; nothing was touched.
         """
-        for _ in range(_MOST_PRUNED):
+        for often in count():
+            surveys = self._complete(self._surveys())
+            union, passed_over = unite(surveys), PassedOver([_unreadable(survey) for survey in surveys])
+            loaded: Loaded | None = None
             try:
-                return self._try_newest(request, source, note_damaged)
+                for held in self._candidates(surveys, union, passed_over):
+                    with suppress(CorruptCheckpointError, UntrustedCheckpointError):
+                        loaded = self._copies.load(held, request, source, passed_over)
+                        break
             except CheckpointNotFoundError as error:
+                if often == _MOST_PRUNED:
+                    raise
                 _logger.warning("%s; looking for a newer one", error)
-        return self._try_newest(request, source, note_damaged)
-
-    def _try_newest(
-        self,
-        request: LoadRequest,
-        source: StateSource,
-        note_damaged: Callable[[Mapping[str, str]], None] | None,
-    ) -> Loaded | None:
-        surveys = self._complete(self._surveys())
-        union = unite(surveys)
-        passed_over = PassedOver([_unreadable(survey) for survey in surveys])
-        for tier, damaged in enumerate(passed_over.damaged):
-            for name, problem in damaged.items():
-                self._copies.report(tier, name, problem, step=parse_step_name(name))
-        loaded: Loaded | None = None
-        for held in self._not_bad(union):
-            self._refuse_newer(surveys, than=held.info.step)
-            try:
-                loaded = self._copies.load(held, request, source, passed_over)
-            except (CorruptCheckpointError, UntrustedCheckpointError):
                 continue
-            break
-        else:
-            self._refuse_newer(surveys, than=-1)
-        if note_damaged is not None:
-            self._note(passed_over, note_damaged)
-        if loaded is None and (any(passed_over.damaged) or union.committed):
-            kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
-            raise kind(_nothing_usable(self._url, union, passed_over))
-        return loaded
+            if note_damaged is not None:
+                self._note(passed_over, note_damaged)
+            if loaded is None and (any(passed_over.damaged) or union.committed):
+                kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
+                raise kind(_nothing_usable(self._url, union, passed_over))
+            self._note_parts(surveys, loaded)
+            return loaded
+        raise AssertionError  # not reached: there is no end of counting
 
     def one(
         self, request: LoadRequest, source: StateSource, *, step: int | None, name: str | None
     ) -> tuple[SavedState, CheckpointInfo | None]:
-        """Load a checkpoint by step or name, also a directory that stock DCP wrote.
+        """Load a checkpoint by step or name, or the newest if neither is given.
+
+        A name may also be that of a directory that stock DCP wrote.
 
         Returns:
             Its content, and the checkpoint; None if stock DCP wrote it.
@@ -140,6 +132,11 @@ class Loader:
             UntrustedCheckpointError: no copy of it is trusted; nothing was touched.
             LoadError: it was not found, and a tier could not be listed; nothing was touched.
         """
+        if step is None and name is None:
+            newest = self.newest(request, source)
+            if newest is None:
+                raise self._not_found_error()
+            return newest.saved, newest.info
         found = self._find(step, name)
         if isinstance(found, Held):
             loaded = self._copies.load(found, request, source)
@@ -205,7 +202,7 @@ class Loader:
         storages = [tier.storage for tier in self._tiers]
         return [line for storage in storages for line in look_around(storage).advice(storage.url)]
 
-    def not_found_error(self) -> CheckpointNotFoundError:
+    def _not_found_error(self) -> CheckpointNotFoundError:
         """Make the error of tiers without checkpoints, with their content. Not collective."""
         advice = [line for tier in self._tiers for line in look_around(tier.storage).advice(tier.storage.url)]
         return CheckpointNotFoundError("; ".join([f"nothing has been committed to {self._url} yet", *advice]))
@@ -262,16 +259,28 @@ class Loader:
                 raise CheckpointNotFoundError(f"{storage.url}/{name} is no checkpoint: {what}") from None
             raise file_as_root(storage.url) from None
 
-    def _not_bad(self, union: United) -> Iterator[Held]:
-        """Yield the present lineage's checkpoints, newest first, but those marked as bad."""
+    def _candidates(
+        self, surveys: Sequence[Survey], union: United, passed_over: PassedOver
+    ) -> Iterator[Held]:
+        """Yield the present lineage's checkpoints, newest first, but those marked as bad.
+
+        Raises:
+            IncompatibleCheckpointError: a possibly newer one was written by a newer version.
+            ArchivedError: a possibly newer one is in an archive.
+        """
+        for tier, damaged in enumerate(passed_over.damaged):
+            for name, problem in damaged.items():
+                self._copies.report(tier, name, problem, step=parse_step_name(name))
         for held in reversed(union.committed):
             info, place = held.info, f"{self._tiers[held.copies[0].tier].storage.url}/{held.info.name}"
             if info.bad is None:
+                self._refuse_newer(surveys, than=info.step)
                 yield held
                 continue
             self._telemetry.point("load.rejected", name=info.name, step=info.step, failures=info.bad)
             if self._coordinator.is_coordinator:
                 _logger.warning("%s is marked as bad (%s) and is passed over", place, info.bad)
+        self._refuse_newer(surveys, than=-1)
 
     def _note(self, passed_over: PassedOver, note_nearest: Callable[[Mapping[str, str]], None]) -> None:
         """Record damage in each tier, for its later readers."""
@@ -289,6 +298,18 @@ class Loader:
                     _logger.warning(
                         "%s/%s is damaged, but could not be marked so: %s", tier.storage.url, name, error
                     )
+
+    def _note_parts(self, surveys: Sequence[Survey], loaded: Loaded | None) -> None:
+        """Refuse to start afresh where parts of checkpoints are; log those passed over."""
+        for name, part in _parts(surveys):
+            if loaded is None:
+                raise part.retold(
+                    f"{self._url}/{name} is {part}. Nothing was loaded: start on the nodes that saved it, or "
+                    "in another root"
+                )
+            newer = (parse_step_name(name) or 0) > loaded.info.step
+            if newer and self._coordinator.is_coordinator:
+                _logger.error("%s/%s is %s; it is passed over", self._url, name, part)
 
     def _refuse_newer(self, surveys: Sequence[Survey], *, than: int) -> None:
         """Refuse to pass over whole checkpoints of a newer version or in an archive."""
@@ -333,8 +354,18 @@ def _fail(error: OSError) -> None:
 def _unreadable(survey: Survey) -> dict[str, str]:
     """List checkpoints with damaged markers; for archived ones see `_refuse_newer`."""
     return {
-        name: str(error) for name, error in survey.unreadable.items() if not isinstance(error, ArchivedError)
+        name: str(error)
+        for name, error in survey.unreadable.items()
+        if not isinstance(error, ArchivedError | PartialCheckpointError)
     }
+
+
+def _parts(surveys: Sequence[Survey]) -> Iterator[tuple[str, PartialCheckpointError]]:
+    """Yield checkpoints of which a tier has a part only, newest first."""
+    for survey in surveys:
+        for name, error in sorted(survey.unreadable.items(), reverse=True):
+            if isinstance(error, PartialCheckpointError):
+                yield name, error
 
 
 def _nothing_usable(url: str, union: United, passed_over: PassedOver) -> str:

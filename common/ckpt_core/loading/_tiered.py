@@ -40,6 +40,7 @@ class Loaded:
         copy: the nearest copy that it was read from.
         storage: what its files were read from: several tiers if that copy lacks some.
         damaged: position of a tier -> problem of the copy there.
+        nearest_name: of the copy in the nearest tier, be it damaged; "" without one.
     """
 
     info: CheckpointInfo
@@ -47,6 +48,7 @@ class Loaded:
     copy: TierCopy
     storage: Storage
     damaged: Mapping[int, str] = field(default_factory=dict[int, str])
+    nearest_name: str = ""
 
     @property
     def wrongly_marked(self) -> bool:
@@ -97,7 +99,7 @@ class TieredLoader:
         errors: list[CheckpointError] = []
         for copies in _equal(held.copies):
             storages = [self._tiers[c.tier].reading(c.info, self._job.coordinator) for c in copies]
-            reading = Reading(copies[0].info.name, storages)
+            reading = Reading(copies[0].info.name, storages, part=copies[0].part)
             there = True
             while there:
                 copy = copies[reading.nearest]
@@ -112,7 +114,12 @@ class TieredLoader:
                 else:
                     damaged = _damage_of(held, found)
                     return Loaded(
-                        info=held.info, saved=saved, copy=copy, storage=reading.storage, damaged=damaged
+                        info=held.info,
+                        saved=saved,
+                        copy=copy,
+                        storage=reading.storage,
+                        damaged=damaged,
+                        nearest_name="" if held.copies[0].tier else held.info.name,
                     )
         raise _worst(errors)
 

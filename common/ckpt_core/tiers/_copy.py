@@ -9,7 +9,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, Self, final
 
 from ckpt_core.commit import (
@@ -100,16 +100,18 @@ class CheckpointCopy:
         """
         return cls(source, target, name, read_manifest(source, name), as_name=as_name)
 
-    def begin(self) -> bool:
+    def begin(self, *, repair: bool = False) -> bool:
         """Prepare the target; return False if the checkpoint is committed there already.
+
+        With `repair` it is copied although it is committed there, for it is damaged.
 
         Raises:
             CheckpointExistsError: the name is taken at the target.
             CorruptCheckpointError: a small file of the source cannot be read.
         """
-        if is_committed_as(self._target, self.name, self.manifest, self._content):
+        if not repair and is_committed_as(self._target, self.name, self.manifest, self._content):
             return False
-        begin_copy(self._target, self.name, self.manifest, self._beside())
+        begin_copy(self._target, self.name, self.manifest, self._beside(), repair=repair)
         return True
 
     def copy_files(self, entries: Sequence[FileEntry], terms: CopyTerms) -> None:
@@ -129,18 +131,22 @@ class CheckpointCopy:
             self._require_source()
             raise
 
-    def finish(self, *, check: Callable[[], None] = _no_check) -> CheckpointInfo:
+    def finish(self, *, check: Callable[[], None] = _no_check, repair: bool = False) -> CheckpointInfo:
         """Commit the copy at the target.
 
         Args:
             check: raises if another job has taken the target; see `Lease.check`.
+            repair: whether to replace a damaged copy of the same save.
 
         Raises:
             SaveError: a file is missing at the target, or the outcome is in doubt; see `commit`.
             CheckpointExistsError: the name was taken meanwhile.
             RootBusyError: from `check`.
         """
-        return commit_copy(self._target, self.working, self.name, self.manifest, check=check)
+        # Parts of an attempt that this one did not continue; an owner may lack the right to list them.
+        with suppress(OSError):
+            self._target.abandon_uploads(lambda key: key.startswith(f"{self.working}/"))
+        return commit_copy(self._target, self.working, self.name, self.manifest, check=check, repair=repair)
 
     @property
     def info(self) -> CheckpointInfo:

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NoReturn
 
-from ckpt_core.commit import Catalog, Manifest, Occupant, finish_merge, require_free, working_name
+from ckpt_core.commit import (
+    Catalog,
+    Manifest,
+    Occupant,
+    abandon,
+    finish_merge,
+    require_free,
+    working_name,
+)
 from ckpt_core.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -49,6 +57,8 @@ def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: by
             "touched: move or delete it, then copy again"
         ) from error
     if marker.matches(content):
+        if storage.supports_rename:
+            abandon(storage, working)  # what is left after an interrupted commit into a user's directory
         return True
     raise CheckpointExistsError(
         f"{storage.url}/{name} is another checkpoint: step {marker.step} of save {marker.save_id}, not step "
@@ -56,7 +66,9 @@ def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: by
     )
 
 
-def begin_copy(storage: Storage, name: str, manifest: Manifest, beside: Mapping[str, bytes]) -> str:
+def begin_copy(
+    storage: Storage, name: str, manifest: Manifest, beside: Mapping[str, bytes], *, repair: bool = False
+) -> str:
     """Prepare the directory of a copy at the target; return its name.
 
     Files that an earlier copy of the same save has left there stay.
@@ -66,12 +78,13 @@ def begin_copy(storage: Storage, name: str, manifest: Manifest, beside: Mapping[
         name: of the checkpoint.
         manifest: of the checkpoint.
         beside: path -> content of the manifest, which comes first, and of files that it does not list.
+        repair: whether a damaged copy of it may have the name.
 
     Raises:
         CheckpointExistsError: the name is taken, or on an object store belongs to another torn save.
         ConfigError: it cannot be the name of a checkpoint.
     """
-    found = require_free(storage, name)
+    found = require_free(storage, name, replace=repair)
     working = working_name(storage, name, manifest.save_id)
     if storage.supports_rename:
         if not is_incomplete(working):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.commit import Catalog, Survey, file_as_root
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.storage import Storage, open_storage
+from ckpt_core.storage import LayeredStorage, Storage, open_storage
 from ckpt_core.types import CheckpointInfo
 
 if TYPE_CHECKING:  # the command line runs without torch
@@ -21,7 +21,10 @@ class Tier:
     Attributes:
         label: for messages: a path, or a URL without secrets.
         storage: the root, as this process sees it.
+        shared: whether every process of the job sees the same files.
     """
+
+    shared = True
 
     def __init__(self, label: str, storage: Storage) -> None:
         self.label = label
@@ -47,6 +50,15 @@ class Tier:
         """Return the storage from which this rank reads a checkpoint. Collective."""
         del info, coordinator
         return self.storage
+
+
+def read_through(nearest: Storage, options: CheckpointOptions) -> Storage:
+    """Return the nearest storage, or one that reads through it into further tiers.
+
+    For looking at a run before it has a manager. The same name is the same checkpoint here.
+    """
+    storages = [tier.storage for tier in open_tiers(nearest, options)]
+    return nearest if len(storages) == 1 else LayeredStorage(*storages)
 
 
 def open_tiers(nearest: Storage, options: CheckpointOptions) -> tuple[Tier, ...]:
