@@ -23,9 +23,10 @@ from ckpt_core import (
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import require_trusted
 from ckpt_core.disclosure import logger_of
+from ckpt_core.groups import local_part
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of
 from ckpt_core.names import MARKER, METADATA
-from ckpt_core.storage import LocalStorage, Storage
+from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
 
@@ -78,6 +79,7 @@ class Loading:
         """Load the newest checkpoint that verifies; log and return False if there is none."""
         manager = self._roots.only()
         self._refuse_to_unpickle(arguments)
+        manager.fetcher.fetch()
         state = self._state(manager)
         if arguments.get("strict", True) is True:
             found = manager.resume(state, override=self._roots.override.values) is not None
@@ -113,6 +115,7 @@ class Loading:
         """
         manager = self._roots.managers.at(place.root)
         self._refuse_to_unpickle(arguments)
+        manager.fetcher.fetch(name=place.name)
         where = f"{manager.storage.url}/{place.name}"
         kind, problem = self._roots.managers.coordinator.run_on_coordinator(
             lambda: _looked_at(manager.storage, place.name)
@@ -153,7 +156,7 @@ class Loading:
                 f"override= changes checkpoints of ours, and stock Accelerate wrote {storage.url}/{name}: "
                 "load it without, and save once"
             )
-        elif not isinstance(storage, LocalStorage):
+        elif (local := local_part(storage)) is None:
             raise ConfigError(
                 f"{storage.url}/{name}: stock Accelerate reads what it wrote from local directories"
             )
@@ -164,7 +167,7 @@ class Loading:
             load_by_stock(
                 accelerator,
                 self._stock,
-                storage.local_path(name),
+                local.local_path(name),
                 small=small,
                 pickles=self._pickles,
                 arguments=arguments,

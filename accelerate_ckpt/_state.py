@@ -52,6 +52,7 @@ from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError, lost
+from ckpt_core.groups import local_part
 from ckpt_core.state import (
     Contents,
     Override,
@@ -76,7 +77,7 @@ from ckpt_core.state import (
     template,
     unwrap_optimizer,
 )
-from ckpt_core.storage import LocalStorage, Storage
+from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 
 _logger = logger_of(__name__)
@@ -417,7 +418,7 @@ class AcceleratorState:
 
         if saved.world_size is None:
             return None  # there is no manifest
-        if not isinstance(self._storage, LocalStorage):
+        if local_part(self._storage) is None:
             return verified_files(self._storage, saved.name, outside)
         manifest = Catalog(self._storage).manifest(saved.name)
         paths = [entry.path for entry in manifest.originals if outside(entry.path)]
@@ -436,7 +437,8 @@ class AcceleratorState:
         """Run the user's load hooks over what was loaded by us."""
         accelerator = self._accelerator
         models = [] if accelerator.distributed_type == DistributedType.FSDP else accelerator._models
-        there = self._storage.local_path(saved.name) if isinstance(self._storage, LocalStorage) else None
+        local = local_part(self._storage)
+        there = None if local is None else local.local_path(saved.name)
         readable = self._for_hooks
         if readable is None and there is not None:
             left = run_load_hooks(accelerator, models, there)

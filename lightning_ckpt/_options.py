@@ -32,6 +32,7 @@ from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
+from ckpt_core.tiers import read_through
 from ckpt_core.validation import boolean, location, require
 from lightning_ckpt.loops import TokensInBatch, tokens_in_batch
 
@@ -121,6 +122,10 @@ class Settings:
     def storage_at(self, root: str) -> Storage:
         """Open the storage at a root or path."""
         return open_storage(self.given(root), self.for_root(root, training=False).storage_options)
+
+    def readable_at(self, root: str) -> Storage:
+        """Open a root for reading: the run's own with its further tiers behind it."""
+        return read_through(self.storage_at(root), self.for_root(root, training=False))
 
 
 class Configured:

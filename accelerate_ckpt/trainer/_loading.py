@@ -20,7 +20,7 @@ from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
 from accelerate_ckpt._state import CallArguments
 from accelerate_ckpt.trainer._callbacks import CallbackStates
-from accelerate_ckpt.trainer._choice import newest_to_resume
+from accelerate_ckpt.trainer._choice import newest_of_tiers
 from accelerate_ckpt.trainer._data import Resumed
 from accelerate_ckpt.trainer._rank_files import (
     generators_file,
@@ -37,10 +37,11 @@ from ckpt_core.commit import Catalog, require_trusted
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
+from ckpt_core.groups import local_part
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
 from ckpt_core.state import StateSource, load_item
-from ckpt_core.storage import LocalStorage, Storage
+from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
 
@@ -100,7 +101,7 @@ class TrainerLoading:
         checkpoint: Any = wanted
         if wanted is True:
             manager = self._session.manager
-            checkpoint = self._session.coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
+            checkpoint = newest_of_tiers(manager, self._session.coordinator)
             if checkpoint is None:
                 _logger.warning(
                     "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0%s",
@@ -111,6 +112,9 @@ class TrainerLoading:
             self._require_change(None)
             yield checkpoint
             return
+        place = CheckpointPath.of(checkpoint)
+        if wanted is not True and place.root == root_of(self._session.manager.storage.url):
+            self._session.manager.fetcher.fetch(name=place.name)
         ours = self._is_ours(checkpoint)
         self._require_change(checkpoint if ours else None)
         self._require_trusted(checkpoint)
@@ -243,8 +247,8 @@ class TrainerLoading:
             view = directory / place.name
             view.mkdir()
             write_files(small, view)
-            if isinstance(storage, LocalStorage):
-                link_files(others, storage.local_path(place.name), view)
+            if (local := local_part(storage)) is not None:
+                link_files(others, local.local_path(place.name), view)
             self._lent = _Lent(
                 view=str(view),
                 checkpoint=os.fspath(checkpoint),

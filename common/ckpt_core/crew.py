@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from queue import Queue
 from typing import Generic, Self, TypeVar, final
 
+from ckpt_core.disclosure import logger_of
+
+_logger = logger_of(__name__)
+
 Task = TypeVar("Task")
 
 
@@ -34,6 +38,21 @@ def run_all(
         crew.run()
     if crew.failures:
         raise crew.failures[0]
+
+
+def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:
+    """Run an action that may hang; return whether it ended in time. Errors are logged."""
+
+    def quietly() -> None:
+        try:
+            act()
+        except Exception:
+            _logger.exception("while cleaning up after storage that hangs")
+
+    thread = threading.Thread(target=quietly, name="ckpt-farewell", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 @final

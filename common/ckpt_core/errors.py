@@ -15,7 +15,9 @@ CheckpointError(Exception)
 ├─ UploadError                                     a checkpoint is in the root, and in no further tier
 ├─ StagingMemoryError(…, MemoryError)              the copy of the state would not fit into host memory
 ├─ LoadError                                       a load failed for a reason that is none of the above
-│  └─ ArchivedError(…, PermissionError)            it is in an archive, and must be restored before it is read
+│  ├─ ArchivedError(…, PermissionError)            it is in an archive, and must be restored before it is read
+│  └─ PartialCheckpointError                       some of its files are on disks of other nodes
+├─ HalfRenamedError(…, OSError)                    done on the disks of some nodes, and not on others
 └─ CoordinationError                               ranks could not agree
    └─ DeadlineError(…, TimeoutError)               some ranks did not arrive in time; names them
 """
@@ -276,6 +278,20 @@ class LoadError(CheckpointError):
 
 class ArchivedError(LoadError, PermissionError):
     """An object is in an archive: it is whole, and can be read once restored."""
+
+
+class PartialCheckpointError(LoadError):
+    """Some files of a checkpoint are on disks of other nodes; those here are whole.
+
+    Attributes:
+        lacking: the filesystem groups whose files are not here.
+    """
+
+    lacking: Sequence[int] = ()
+
+
+class HalfRenamedError(CheckpointError, OSError):
+    """A name was changed on the disks of some nodes, and not on those of others."""
 
 
 class CoordinationError(CheckpointError):

@@ -13,7 +13,8 @@ from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
-from ckpt_core.loading import Loader, LoadRequest, Repairer, Selection, narrowed
+from ckpt_core.groups import open_root
+from ckpt_core.loading import Fetcher, Loader, LoadRequest, Repairer, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
@@ -21,7 +22,7 @@ from ckpt_core.retention import PrunePlan
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
 from ckpt_core.state import Override, State, as_source, checked_override, takes_all
-from ckpt_core.storage import Storage, open_storage
+from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.tiers import RunCatalog, open_tiers
 from ckpt_core.tiers.uploading import SaveNumber, TierUploads
@@ -73,7 +74,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
         deadline = self.options.deadline_seconds
-        self.storage = open_storage(root, self.options.storage_options, deadline_seconds=deadline)
+        self.storage = open_root(root, self.options.storage_options, deadline_seconds=deadline)
         self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         self._owns_coordinator = coordinator is None
         tiers = open_tiers(self.storage, self.options)
@@ -94,6 +95,7 @@ class CheckpointManager:
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
         self._loader = Loader(job, tiers=tiers, verify_manifest=self.options.manifest_verifier)
         self._repairer = Repairer(job, tiers[0], self.options, ownership=self._root, pruner=self._pruner)
+        self.fetcher = Fetcher(job, tiers, self.options, self._root)
         self._in_force = Override()
         self._closed = False
 
@@ -239,9 +241,6 @@ class CheckpointManager:
         if loaded is None:
             request.override.require_origin(self.storage.url)
             return None
-        every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
-        if loaded.wrongly_marked and every_byte:
-            self._root.note_sound(loaded.info.name)
         self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
         self._repairer.begin(loaded)

@@ -7,6 +7,7 @@ import re
 from functools import lru_cache
 
 FORMAT_VERSION = 1
+EVERY_GROUP = -1  # instead of the number of a filesystem group: the file is on the disk of each of them
 MARKER = "COMMITTED"
 MANIFEST = "manifest.json"
 SIGNATURE = f"{MANIFEST}.sig"
@@ -133,6 +134,17 @@ def drafted(name: str) -> str | None:
 def is_probe(name: str) -> bool:
     """Return whether `name` is a file by which a job tested writes to a root."""
     return _PROBE.fullmatch(name) is not None
+
+
+def probe_name(token: str, rank: int) -> str:
+    """Return the file by which a rank shows which others see its disk; 8 hex digits."""
+    return f".probe-{token}{rank:08d}"
+
+
+def probed_by(name: str, token: str) -> int | None:
+    """Return the rank of a file of `probe_name`; None for another name."""
+    rank = name.removeprefix(f".probe-{token}")
+    return int(rank) if len(rank) < len(name) and len(rank) == 8 and rank.isdecimal() else None
 
 
 def rank_name(rank: int) -> str:

@@ -19,6 +19,7 @@ from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storag
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import read_tiers
+from ckpt_core.tiers.uploading import _uploader
 from tests.unit.commit.checkpoints import bucket_like
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -278,6 +279,44 @@ def test_the_end_waits_for_uploads_up_to_a_limit_and_names_the_rest(tmp_path, ca
     assert steps(gate.storage) == []
 
 
+def test_storage_that_hangs_for_good_holds_up_no_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(_uploader, "_END_SECONDS", 0.1)
+    gate = Gate()
+    with CheckpointManager(tmp_path, upload=Upload(gate.storage, deadline_seconds=0.1)) as manager:
+        saved(manager, 1)
+        assert gate.reached.wait(60)
+    assert "not yet in memory://gate: step(s) 1" in caplog.text
+    assert not gate.opened.is_set()
+    gate.opened.set()
+
+
+@pytest.mark.emulator
+def test_a_bucket_is_a_tier_whose_secrets_are_nowhere_and_a_missing_one_is_refused(
+    tmp_path, s3_endpoint, caplog, monkeypatch
+):
+    caplog.set_level(logging.DEBUG, logger="ckpt_core")
+    boto3 = pytest.importorskip("boto3")
+    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "hushhush"}
+    client = boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1", **keys)
+    client.create_bucket(Bucket="tiers-of-uploads")
+    options = {"key": "testing", "secret": "hushhush", "endpoint_url": s3_endpoint}
+    upload = {"to": "s3://tiers-of-uploads/run", "keep": {"latest": 1}, "storage_options": options}
+    with CheckpointManager(tmp_path / "run", upload=upload) as manager:
+        saved(manager, 2)
+    shutil.rmtree(tmp_path / "run")
+    with CheckpointManager(upload["to"], storage_options=options) as alone:
+        assert [info.step for info in alone.checkpoints()] == [2]
+        assert alone.verify() == []
+    assert "hushhush" not in caplog.text + repr(manager.options)
+    assert all(b"hushhush" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    missing = {**upload, "to": "s3://tiers-of-nobody/run"}
+    with (
+        CheckpointManager(tmp_path / "other", upload=missing) as manager,
+        pytest.raises(ConfigError, match="tiers-of-nobody"),
+    ):
+        manager.save(1, state_of(1))
+
+
 def test_no_thread_is_left_after_the_end(tmp_path):
     with CheckpointManager(tmp_path, upload=Upload(MemoryStorage("tier"), bandwidth="10 MB/s")) as manager:
         saved(manager, 1)
@@ -330,3 +369,12 @@ def test_an_abandoned_name_in_the_tier_does_not_stop_a_run_that_went_back(tmp_pa
         assert state["note"] == {"step": 3}
     found = [info for info in Catalog(tier).committed(abandoned=True) if info.step == 2]
     assert len(found) == 2
+
+
+def test_a_tier_given_by_a_relative_path_is_recorded_by_its_absolute_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("root", upload=Upload("durable")) as checkpoints:
+        checkpoints.save(1, state_of(1))
+    monkeypatch.chdir("/")
+    assert [each.url for each in read_tiers(LocalStorage(tmp_path / "root"))] == [str(tmp_path / "durable")]
+    assert steps(LocalStorage(tmp_path / "durable")) == [1]

@@ -445,7 +445,7 @@ def test_a_fenced_job_leaves_the_same_step_of_the_newer_one_alone(bucket):
 
 
 def test_a_newer_format_is_not_passed_over_and_asks_for_an_upgrade(run):
-    change_marker(run, 2, format_version=2)
+    change_marker(run, 2, format_version=3)
     state = train_state()
     with untouched(run, state), CheckpointManager(run) as checkpoints:
         loads = [
@@ -455,13 +455,13 @@ def test_a_newer_format_is_not_passed_over_and_asks_for_an_upgrade(run):
             lambda: checkpoints.load(state, name="step-000000002"),
         ]
         for load in loads:
-            told = rf"{run}/step-000000002.*newer ckpt-suite \(format 2\).*upgrade ckpt-suite"
+            told = rf"{run}/step-000000002.*newer ckpt-suite \(format 3\).*upgrade ckpt-suite"
             with pytest.raises(IncompatibleCheckpointError, match=told):
                 load()
 
 
 def test_an_old_checkpoint_of_a_newer_format_is_no_obstacle(run):
-    change_marker(run, 1, format_version=2)
+    change_marker(run, 1, format_version=3)
     with CheckpointManager(run) as checkpoints:
         assert checkpoints.resume(train_state()) == 2
 

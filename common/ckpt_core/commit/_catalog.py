@@ -9,12 +9,13 @@ from typing import Final, final
 
 from ckpt_core.commit._lineage import by_step, on_present_line, present_lineage
 from ckpt_core.commit._manifest import (
-    MAX_MANIFEST_BYTES,
     MAX_MARKER_BYTES,
     Manifest,
     Marker,
     corrupt_file,
+    lineage_in_manifest,
     read_committed,
+    whole_info,
 )
 from ckpt_core.commit._marks import (
     PINS_REMEDY,
@@ -38,6 +39,7 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    PartialCheckpointError,
 )
 from ckpt_core.messages import message
 from ckpt_core.names import (
@@ -74,11 +76,13 @@ class Survey:
             step is unknown.
         abandoned: committed checkpoints of other lineages, oldest step first.
         lineage: the present lineage.
+        parts: committed checkpoints of which this root has only a part; `unreadable` says what is lacking.
     """
 
     committed: list[CheckpointInfo]
     unreadable: dict[str, CheckpointError | OSError]
     abandoned: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
+    parts: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
     lineage: Lineage = field(default_factory=Lineage)
 
     @property
@@ -122,7 +126,7 @@ class Catalog:
         """
 
         def read(name: str) -> CheckpointInfo:
-            return self.marker(name).info(name)
+            return whole_info(self._storage, name, self.marker(name))
 
         listed = countable_names(self._storage)
         infos, unreadable = read_all(listed, read)
@@ -399,7 +403,7 @@ def arrange(storage: Storage, infos: Sequence[CheckpointInfo], unreadable: Itera
         infos: every committed checkpoint.
         unreadable: directories whose marker cannot be read.
     """
-    others = [lineage for name in unreadable if (lineage := _lineage_in_manifest(storage, name)) is not None]
+    others = [lineage for name in unreadable if (lineage := lineage_in_manifest(storage, name)) is not None]
     present = present_lineage(infos, others)
     return Arranged(infos=on_present_line(_without_replaced(infos), present), lineage=present)
 
@@ -417,6 +421,11 @@ def with_remarks(
         committed=[info for info in infos if not info.abandoned],
         unreadable=dict(unreadable),
         abandoned=[info for info in infos if info.abandoned],
+        parts=[
+            Catalog(storage).marker(name).info(name)
+            for name, error in unreadable.items()
+            if isinstance(error, PartialCheckpointError)
+        ],
     )
 
 
@@ -425,14 +434,6 @@ def _remarked(info: CheckpointInfo, pins: Mapping[int, str] | None, marks: Marks
     damaged, bad = (problem_of(kind, info.name, info.save_id) for kind in (marks.damaged, marks.bad))
     plain = pinned is None and damaged is None and bad is None
     return info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad)
-
-
-def _lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
-    """Return the lineage in the manifest of a checkpoint with an unreadable marker."""
-    try:
-        return Manifest.from_bytes(read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)).lineage
-    except (CheckpointError, OSError):
-        return None
 
 
 def _without_replaced(committed: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:

@@ -39,6 +39,19 @@ class Owner:
         where = f"host {self.host}, pid {self.pid}, " if self.host else ""
         return f"{self.job} ({where}started {since})"
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process certainly has: it ran on this host, and is not there."""
+        if self.host != socket.gethostname() or self.pid <= 0:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False
+
     @classmethod
     def here(cls, job: str, *, discreet: bool = False) -> Owner:
         """Describe this process, under a fresh id; `discreet` omits host and process."""
@@ -74,7 +87,7 @@ class Lease:
 
     def __init__(self, storage: Storage, owner: Owner, lock: Lock) -> None:
         self._storage = storage
-        self._lock = lock
+        self._locks = [lock]
         self.owner = owner
 
     @classmethod
@@ -92,13 +105,28 @@ class Lease:
         lock = storage.try_lock(WRITER)
         if lock is None:
             raise RootBusyError(_busy(storage))
-        owner = Owner.here(job, discreet=discreet)
+        lease = cls(storage, Owner.here(job, discreet=discreet), lock)
+        lease._claim(storage)
+        return lease
+
+    def extend(self, storage: Storage) -> None:
+        """Take the disk of another node, too, for a root that has several.
+
+        Raises:
+            RootBusyError: another live job holds it.
+        """
+        lock = storage.try_lock(WRITER)
+        if lock is None:
+            raise RootBusyError(f"on the disk of another node, {_busy(storage)}")
+        self._locks.append(lock)
+        self._claim(storage)
+
+    def _claim(self, storage: Storage) -> None:
         try:
-            storage.replace(WRITER, json.dumps(asdict(owner)).encode())
+            storage.replace(WRITER, json.dumps(asdict(self.owner)).encode())
         except BaseException:
-            lock.release()
+            self._locks.pop().release()
             raise
-        return cls(storage, owner, lock)
 
     def is_held(self) -> bool:
         """Return whether no other job has taken the root since."""
@@ -128,7 +156,8 @@ class Lease:
             # Harmless: the next job overwrites the claim.
             _logger.warning("could not remove %s/%s: %s", self._storage.url, WRITER, error)
         finally:
-            self._lock.release()
+            for lock in self._locks:
+                lock.release()
 
     def __enter__(self) -> Self:
         return self

@@ -9,17 +9,23 @@ sizes are checked before use.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
 from ckpt_core.commit import _lineage
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure
+from ckpt_core.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    FileFailure,
+    PartialCheckpointError,
+)
 from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import is_checksum
 from ckpt_core.formats.codec import count, relative_paths
-from ckpt_core.names import FORMAT_VERSION, MANIFEST, MARKER, twin_name
+from ckpt_core.names import EVERY_GROUP, FORMAT_VERSION, MANIFEST, MARKER, twin_name
 from ckpt_core.provenance import provenance_fields, read_provenance
 from ckpt_core.storage import Storage, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Provenance
@@ -67,6 +73,9 @@ MAX_MARKER_BYTES: Final = 1 << 20
 MAX_MANIFEST_BYTES: Final = 64 << 20
 """Enough for 400,000 files; a larger manifest is neither read nor written."""
 
+_NEWEST_MARKER: Final = 2
+"""A marker of one group has the format version 1. A reader that knows no groups must refuse one of several:
+it would take files on other nodes' disks for lost."""
 _MARKER: Final = "the commit marker"
 _KINDS: Final = frozenset(get_args(ItemKind))
 
@@ -88,6 +97,8 @@ class Manifest:
         lineage: its line of saves.
         provenance: where it comes from.
         replicas: number of files that hold the same bytes; 2 if every file has a twin (`twin_name`).
+        groups: of each file, in order, the filesystem group on whose disk it is, `EVERY_GROUP` if on all of
+            them; empty if all files are in one place. Copies of the checkpoint in one place keep it.
     """
 
     save_id: str
@@ -103,6 +114,7 @@ class Manifest:
     lineage: Lineage = field(default_factory=Lineage)
     provenance: Provenance = field(default_factory=Provenance)
     replicas: int = 1
+    groups: tuple[int, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property
@@ -143,6 +155,7 @@ class Manifest:
                 **_lineage.to_fields(self.lineage),
                 **provenance_fields(self.provenance),
                 **({"replicas": self.replicas} if self.replicas > 1 else {}),
+                **({"groups": list(self.groups)} if self.groups else {}),
                 "files": to_columns(self.files),
             }
         )
@@ -162,7 +175,8 @@ class Manifest:
             CorruptCheckpointError: it is malformed, or holds impossible values.
         """
         with codec.Fields.parse(content, source=MANIFEST) as fields:
-            return cls._read(fields, from_columns(fields.get("files", dict)))
+            found = cls._read(fields, from_columns(fields.get("files", dict)))
+            return replace(found, groups=_groups(fields, len(found.files)))
 
     @classmethod
     def check_bytes(cls, content: bytes) -> None:
@@ -172,6 +186,7 @@ class Manifest:
         """
         with codec.Fields.parse(content, source=MANIFEST) as fields:
             check_columns(fields.get("files", dict))
+            _groups(fields, len(fields.get("files", dict)["path"]))
             cls._read(fields, ())
 
     @classmethod
@@ -197,7 +212,10 @@ class Manifest:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marker:
-    """The content of `COMMITTED`: the manifest's digest, and the facts of a listing."""
+    """The content of `COMMITTED`: the manifest's digest, and the facts of a listing.
+
+    With several `groups`, the directories of that name on all their disks make up the checkpoint.
+    """
 
     manifest_sha256: str
     manifest_bytes: int
@@ -208,11 +226,12 @@ class Marker:
     world_size: int
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     lineage: Lineage = field(default_factory=Lineage)
+    groups: int = 1
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def of(cls, manifest: Manifest, content: bytes) -> Marker:
-        """Build the marker of a manifest whose bytes are `content`."""
+    def of(cls, manifest: Manifest, content: bytes, *, groups: int = 1) -> Marker:
+        """Build the marker of a manifest: its bytes are `content`, on so many disks."""
         return cls(
             manifest_sha256=hashlib.sha256(content).hexdigest(),
             manifest_bytes=len(content),
@@ -223,7 +242,8 @@ class Marker:
             world_size=manifest.world_size,
             metrics=manifest.metrics,
             lineage=manifest.lineage,
-            format_version=manifest.format_version,
+            groups=groups,
+            format_version=manifest.format_version if groups == 1 else _NEWEST_MARKER,
         )
 
     def matches(self, content: bytes) -> bool:
@@ -286,6 +306,7 @@ class Marker:
                 "world_size": self.world_size,
                 "metrics": codec.numbers(self.metrics),
                 **_lineage.to_fields(self.lineage),
+                **({"groups": self.groups} if self.groups > 1 else {}),
             }
         )
         content = codec.add_checksum(facts)
@@ -303,7 +324,7 @@ class Marker:
         """
         # First: a flipped bit in the version number must not pass for a newer format.
         has_checksum = codec.has_checksum(content, source=_MARKER)
-        with codec.Fields.parse(content, source=_MARKER) as fields:
+        with codec.Fields.parse(content, source=_MARKER, newest=_NEWEST_MARKER) as fields:
             if not has_checksum:
                 raise ValueError("it does not name its checksum")
             return cls(
@@ -317,6 +338,7 @@ class Marker:
                 world_size=fields.count("world_size", least=1),
                 metrics=fields.numbers("metrics"),
                 lineage=_lineage.from_fields(fields),
+                groups=fields.count("groups", least=1) if fields.has("groups") else 1,
             )
 
 
@@ -340,6 +362,58 @@ def read_committed(
             raise damage from None
 
 
+def _refuse_part(storage: Storage, name: str, marker: Marker) -> None:
+    """Refuse a checkpoint if all files of one of its groups are on other disks.
+
+    Where only some of a group's files are missing, they are lost, which a verification finds.
+
+    Raises:
+        PartialCheckpointError: the files of a group, and their twins, are not here.
+        CorruptCheckpointError: the manifest is damaged.
+    """
+    if marker.groups == 1:
+        return
+    manifest = Manifest.from_bytes(read_committed(storage, name, marker)[0])
+    groups = {entry.path: group for entry, group in zip(manifest.files, manifest.groups, strict=False)}
+    holders = {entry.path.rpartition("/")[0] for entry in manifest.files}
+    there = {
+        f"{holder}/{child.name}" if holder else child.name
+        for holder in holders
+        for child in storage.list(f"{name}/{holder}" if holder else name)
+    }
+    twins = manifest.twins()
+    missing = [
+        entry.path
+        for entry in manifest.originals
+        if entry.path not in there and (entry.path not in twins or twins[entry.path].path not in there)
+    ]
+    lacking = {groups.get(path, EVERY_GROUP) for path in missing} - {EVERY_GROUP}
+    lacking -= {groups.get(path, EVERY_GROUP) for path in there}
+    if lacking:
+        held = {group for path, group in groups.items() if path in there} - {EVERY_GROUP}
+        raise PartialCheckpointError(
+            f"part of a checkpoint on the disks of {marker.groups} nodes: here are the files of disk "
+            f"{_numbers(held)}, and not those of disk {_numbers(lacking)} ({len(missing)} of "
+            f"{len(manifest.originals)} files)",
+            lacking=tuple(sorted(lacking)),
+        )
+
+
+def whole_info(storage: Storage, name: str, marker: Marker) -> CheckpointInfo:
+    """Return the checkpoint of a marker.
+
+    Raises:
+        PartialCheckpointError: only a part of it is here, see `_refuse_part`.
+        CorruptCheckpointError: it is in several parts, and its manifest is damaged.
+    """
+    _refuse_part(storage, name, marker)
+    return marker.info(name)
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers))) or "none"
+
+
 def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
     """Read one file of a manifest, and compare it with the marker."""
     try:
@@ -352,10 +426,28 @@ def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
     return content
 
 
+def lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
+    """Return the lineage in the manifest of a checkpoint with an unreadable marker."""
+    try:
+        return Manifest.from_bytes(read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)).lineage
+    except (CheckpointError, OSError):
+        return None
+
+
 def corrupt_file(place: str, path: str, problem: str) -> CorruptCheckpointError:
     """Make the error of a damaged file in a checkpoint."""
     failure = FileFailure(path=path, problem=problem)
     return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
+
+
+def _groups(fields: codec.Fields, files: int) -> tuple[int, ...]:
+    """Read the group of each file."""
+    groups = fields.get("groups", list) if fields.has("groups") else []
+    if groups and len(groups) != files:
+        raise ValueError(f"'groups' should have an entry for each of {files} files, not {len(groups)}")
+    if not {int}.issuperset(map(type, groups)) or min(groups, default=0) < EVERY_GROUP:
+        raise ValueError("'groups' should hold numbers of groups")
+    return tuple(groups)
 
 
 def _kinds(items: dict[str, str]) -> dict[str, ItemKind]:

@@ -10,6 +10,10 @@ the new one, because exactly one operation, atomic on its storage, moves between
     4. rename onto `<name>`                  the checkpoint, or (power loss before 5) the torn directory of 3
     5. fsync the parent                      the checkpoint
 
+    Where each node has a disk of its own, every step is done on all of them before the next one begins. A
+    crash within step 4 leaves the checkpoint on some disks, and the torn directory of 3, complete, on others:
+    the next run renames it there, too (see `settle_parts`).
+
     If `<name>` is a directory of the user's, step 4 moves the files into it one by one, fsyncs, then moves
     the marker. After a crash in between both directories exist, and the next run completes it (see `merge`).
     If a checkpoint is replaced, step 4 exchanges the names; then the user's files move from the old one to
@@ -48,6 +52,7 @@ from ckpt_core.errors import (
     CheckpointExistsError,
     ConfigError,
     CorruptCheckpointError,
+    HalfRenamedError,
     SaveError,
 )
 from ckpt_core.names import (
@@ -186,9 +191,9 @@ def commit(
         ConfigError: the manifest holds values that JSON cannot.
         RootBusyError: from `check`; if the checkpoint was complete by then, it stays.
     """
-    content, marker = _encode(manifest)
+    content, marker = _encode(manifest, storage.num_disks)
     _check_files(storage, working, manifest)
-    with _created_by_others(storage, name):
+    with _name_outcomes(storage, name, manifest.step):
         storage.write_bytes(f"{working}/{MANIFEST}", content)
         if storage.supports_rename:
             storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
@@ -199,12 +204,19 @@ def commit(
 
 
 @contextmanager
-def _created_by_others(storage: Storage, name: str) -> Generator[None]:
-    """Say of a name taken meanwhile by whom."""
+def _name_outcomes(storage: Storage, name: str, step: int) -> Generator[None]:
+    """Say what it means that the name was taken meanwhile, or is on some disks."""
     try:
         yield
     except CheckpointExistsError:
         raise
+    except HalfRenamedError as error:
+        raise SaveError(
+            f"step {step} is complete, and committed on the disks of some nodes only: {error}",
+            step=step,
+            phase="commit",
+            in_doubt=True,
+        ) from error
     except FileExistsError as error:
         if storage.exists(f"{name}/{MARKER}"):
             _refuse(storage, name)
@@ -231,7 +243,7 @@ def commit_copy(
     marker = Marker.of(manifest, read_small(storage, f"{working}/{MANIFEST}", MAX_MANIFEST_BYTES))
     _check_files(storage, working, manifest)
     check()
-    with _created_by_others(storage, name):
+    with _name_outcomes(storage, name, manifest.step):
         if storage.supports_rename:
             storage.delete(f"{working}/{MARKER}")
             storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
@@ -402,11 +414,11 @@ def abandon(storage: Storage, working: str) -> None:
         _logger.warning("could not remove torn %s/%s: %s", storage.url, working, error)
 
 
-def _encode(manifest: Manifest) -> tuple[bytes, Marker]:
+def _encode(manifest: Manifest, groups: int) -> tuple[bytes, Marker]:
     """Encode the manifest and its marker, and check that both can be read back."""
     _refuse_unreadable(manifest)
     content = manifest.to_bytes()
-    marker = Marker.of(manifest, content)
+    marker = Marker.of(manifest, content, groups=groups)
     try:
         Manifest.check_bytes(content)
         Marker.from_bytes(marker.to_bytes())

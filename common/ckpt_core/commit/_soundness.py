@@ -22,6 +22,7 @@ from ckpt_core.commit._catalog import (
     with_remarks,
 )
 from ckpt_core.commit._lineage import by_step, is_same
+from ckpt_core.commit._manifest import whole_info
 from ckpt_core.commit._verify import share, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -143,7 +144,7 @@ class Inventory:
 
     def _read(self, name: str) -> CheckpointInfo:
         try:
-            return self._catalog.marker(name).info(name)
+            return whole_info(self._storage, name, self._catalog.marker(name))
         except CheckpointNotFoundError:
             with self._guard:
                 self._foreign.add(name)

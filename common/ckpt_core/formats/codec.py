@@ -81,7 +81,7 @@ class Fields:
 
     @classmethod
     @contextmanager
-    def parse(cls, content: bytes, *, source: str) -> Generator[Fields]:
+    def parse(cls, content: bytes, *, source: str, newest: int = FORMAT_VERSION) -> Generator[Fields]:
         """Read one object; turn errors inside the block into ours.
 
         Raises:
@@ -90,7 +90,7 @@ class Fields:
         """
         try:
             fields = cls(_object(content))
-            fields._check_version(source)
+            fields._check_version(source, newest)
             yield fields
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             raise corrupt(source, f"is malformed: {error}") from error
@@ -106,11 +106,11 @@ class Fields:
         """The format version that the object states."""
         return self.count("format_version", least=1)
 
-    def _check_version(self, source: str) -> None:
-        if self.format_version > FORMAT_VERSION:
+    def _check_version(self, source: str, newest: int) -> None:
+        if self.format_version > newest:
             raise IncompatibleCheckpointError(
                 f"{source} was written by a newer ckpt-suite (format {self.format_version}), "
-                f"this one reads up to {FORMAT_VERSION}: upgrade ckpt-suite"
+                f"this one reads up to {newest}: upgrade ckpt-suite"
             )
 
     def get(self, name: str, kind: type[T]) -> T:

@@ -18,6 +18,7 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     LoadError,
+    PartialCheckpointError,
     UntrustedCheckpointError,
     failure_text,
 )
@@ -111,6 +112,7 @@ class Loader:
             if loaded is None and (any(passed_over.damaged) or union.committed):
                 kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
                 raise kind(_nothing_usable(self._url, union, passed_over))
+            self._note_parts(surveys, loaded)
             return loaded
         raise AssertionError  # not reached: there is no end of counting
 
@@ -290,6 +292,18 @@ class Loader:
                         "%s/%s is damaged, but could not be marked so: %s", tier.storage.url, name, error
                     )
 
+    def _note_parts(self, surveys: Sequence[Survey], loaded: Loaded | None) -> None:
+        """Refuse to start afresh where parts of checkpoints are; log those passed over."""
+        for name, part in _parts(surveys):
+            if loaded is None:
+                raise part.retold(
+                    f"{self._url}/{name} is {part}. Nothing was loaded: start on the nodes that saved it, or "
+                    "in another root"
+                )
+            newer = (parse_step_name(name) or 0) > loaded.info.step
+            if newer and self._coordinator.is_coordinator:
+                _logger.error("%s/%s is %s; it is passed over", self._url, name, part)
+
     def _refuse_newer(self, surveys: Sequence[Survey], *, than: int) -> None:
         """Refuse to pass over whole checkpoints of a newer version or in an archive."""
         for tier, survey in zip(self._tiers, surveys, strict=True):
@@ -333,8 +347,18 @@ def _fail(error: OSError) -> None:
 def _unreadable(survey: Survey) -> dict[str, str]:
     """List checkpoints with damaged markers; for archived ones see `_refuse_newer`."""
     return {
-        name: str(error) for name, error in survey.unreadable.items() if not isinstance(error, ArchivedError)
+        name: str(error)
+        for name, error in survey.unreadable.items()
+        if not isinstance(error, ArchivedError | PartialCheckpointError)
     }
+
+
+def _parts(surveys: Sequence[Survey]) -> Iterator[tuple[str, PartialCheckpointError]]:
+    """Yield checkpoints of which a tier has a part only, newest first."""
+    for survey in surveys:
+        for name, error in sorted(survey.unreadable.items(), reverse=True):
+            if isinstance(error, PartialCheckpointError):
+                yield name, error
 
 
 def _nothing_usable(url: str, union: United, passed_over: PassedOver) -> str:

@@ -99,7 +99,7 @@ class TieredLoader:
         errors: list[CheckpointError] = []
         for copies in _equal(held.copies):
             storages = [self._tiers[c.tier].reading(c.info, self._job.coordinator) for c in copies]
-            reading = Reading(copies[0].info.name, storages)
+            reading = Reading(copies[0].info.name, storages, part=copies[0].part)
             there = True
             while there:
                 copy = copies[reading.nearest]

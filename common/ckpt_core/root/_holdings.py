@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from ckpt_core.commit import Lease, Owner
-from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage import Storage
 
@@ -64,26 +63,31 @@ def take_from_earlier_manager(storage: Storage) -> bool:
     return True
 
 
-def require_same_root(storage: Storage, coordinator: Coordinator, owner_id: str, urls: Sequence[str]) -> None:
-    """Compare the roots of all ranks. Collective; without cost if all URLs are equal.
+def sees_claim(storage: Storage, owner_id: str, urls: Sequence[str], *, rank: int) -> bool:
+    """Return whether this rank's root is the coordinator's.
 
     Args:
         storage: this rank's root.
-        coordinator: of the ranks.
         owner_id: of the claim that the coordinator has just written to its root.
         urls: of every rank's root.
+        rank: of this process.
+    """
+    if rank == 0 or (len(set(urls)) == 1 and not storage.supports_rename):
+        return True  # a bucket is the same everywhere
+    owner = Owner.of(storage)
+    return owner is not None and owner.id == owner_id
+
+
+def refuse_other_roots(sees: Sequence[bool], urls: Sequence[str]) -> None:
+    """Refuse roots of different names that are not the same place.
 
     Raises:
-        ConfigError: a rank does not see the claim, so its root differs; the same on every rank.
+        ConfigError: there are such.
     """
-    if len(set(urls)) == 1:
-        return
-    owner = Owner.of(storage)
-    sees = coordinator.gather(owner is not None and owner.id == owner_id, what="comparing the roots")
     strays = [rank for rank, seen in enumerate(sees) if not seen]
-    if strays:
+    if strays and len(set(urls)) > 1:
         named = "; ".join(f"rank {rank} to {urls[rank]}" for rank in strays[:4])
         raise ConfigError(
             f"ranks would write to different places: rank 0 to {urls[0]}, {named}. Give every rank the same "
-            "root, on storage that all of them reach; nothing was saved"
+            "root: one that all of them reach, or the same path on a disk of each node; nothing was saved"
         )

@@ -6,7 +6,8 @@ import errno
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, final
@@ -36,10 +37,13 @@ from ckpt_core.errors import (
     RootBusyError,
     lost,
 )
+from ckpt_core.groups import parts_of
 from ckpt_core.names import run_name
 from ckpt_core.provenance import find_code_version
 from ckpt_core.root._ancestry import Ancestry
-from ckpt_core.root._holdings import TAKING, hold, let_go, require_same_root, take_from_earlier_manager
+from ckpt_core.root._disks import Disks
+from ckpt_core.root._holdings import TAKING, hold, let_go, take_from_earlier_manager
+from ckpt_core.root._settling import settle_parts
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, Lineage
 
@@ -103,6 +107,7 @@ class Ownership:
         self._further: dict[str, CheckpointInfo] = {}
         self._job_name = job_name
         self._until_idle = until_idle
+        self._disks = Disks(storage, coordinator)
         self._superseded = False
         self._storage = storage
         self._coordinator = coordinator
@@ -125,18 +130,22 @@ class Ownership:
         if self._taken:
             return
 
-        def acquire(urls: list[str]) -> list[tuple[str, str, list[str]]]:
-            prefix = self._acquire()
+        def acquire(urls: list[str]) -> list[tuple[str, list[str]]]:
+            self._acquire()
             owner_id = "" if self._lease is None else self._lease.owner.id
-            return [(prefix, owner_id, urls)] * len(urls)
+            return [(owner_id, urls)] * len(urls)
 
-        self._prefix, owner_id, urls = self._coordinator.gather_scatter(
-            self._storage.url, acquire, what="taking the root"
-        )
+        owner_id, urls = self._coordinator.gather_scatter(self._storage.url, acquire, what="taking the root")
         try:
-            require_same_root(self._storage, self._coordinator, owner_id, urls)
+            lease = self._lease
+            self._prefix = self._disks.find(
+                owner_id,
+                urls,
+                claim=lambda part: None if lease is None else lease.extend(part),
+                survey=self._open,
+            )
             self._hooks.taken()
-        except CheckpointError:
+        except (CheckpointError, OSError):
             self.release()
             raise
         self._taken, self._given_back = True, False
@@ -232,7 +241,7 @@ class Ownership:
         if self._lease is None:
             return
         for name, problem in damaged.items():
-            self._mark(self._lease, name, problem)
+            _mark(self._storage, self._lease, name, problem)
 
     def note_sound(self, name: str) -> None:
         """Undo `note_damaged` for a checkpoint that verifies after all."""
@@ -277,6 +286,7 @@ class Ownership:
             lease.release()
             self._given_back = True
         self._lease, self._taken = None, False
+        self._disks.leave()
 
     def _own_name(self, name: str, step: int) -> str:
         try:
@@ -315,23 +325,16 @@ class Ownership:
             return False
         return name not in self._damaged and self.line.is_committed(info, step)
 
-    def _mark(self, lease: Lease, name: str, problem: str) -> None:
-        try:
-            lease.check()
-            Catalog(self._storage).mark_damaged(name, problem)
-        except CorruptCheckpointError:
-            return  # without its marker it is no checkpoint any more, and does not count anyway
-        except (CheckpointError, OSError) as error:
-            _logger.warning(
-                "%s/%s is damaged, but could not be marked so: %s", self._storage.url, name, error
-            )
-
-    def _acquire(self) -> str:
-        try:
+    def _acquire(self) -> None:
+        with _explained(self._storage.url):
             self._storage.check_root()
             refuse_as_root(self._storage)
             if self._lease is None:  # else an earlier call acquired it and failed later
                 self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
+
+    def _open(self) -> str:
+        """Clean up the root, and read what is there; return an id for this run."""
+        with _explained(self._storage.url):
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
             self.inventory = Inventory(self._storage, self._hooks.held)
@@ -340,15 +343,12 @@ class Ownership:
             self._further = {info.name: info for info in further}
             self.line.survey(survey.everything, present, further)
             find_code_version()
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoints cannot be written to {self._storage.url}: {error}. {_remedy(error)}"
-            ) from error
         return secrets.token_hex(4)
 
     def collect_orphans(self) -> None:
         """Remove remains of crashed saves and prunes; no save or prune may be in flight."""
         try:
+            settle_parts(parts_of(self._storage))
             orphans = collect_orphans(self._storage, keep=self._hooks.spared())
         except OSError as error:
             # They only take space; the next job tries again.
@@ -358,6 +358,16 @@ class Ownership:
             _logger.warning(
                 "removed what crashed saves left in %s: %s", self._storage.url, ", ".join(orphans)
             )
+
+
+def _mark(storage: Storage, lease: Lease, name: str, problem: str) -> None:
+    try:
+        lease.check()
+        Catalog(storage).mark_damaged(name, problem)
+    except CorruptCheckpointError:
+        return  # without its marker it is no checkpoint any more, and does not count anyway
+    except (CheckpointError, OSError) as error:
+        _logger.warning("%s/%s is damaged, but could not be marked so: %s", storage.url, name, error)
 
 
 def _take_lease(
@@ -386,6 +396,14 @@ def _superseding(ownership: Ownership) -> Callable[[], None]:
             alive._superseded = True
 
     return supersede
+
+
+@contextmanager
+def _explained(url: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"checkpoints cannot be written to {url}: {error}. {_remedy(error)}") from error
 
 
 def _remedy(error: OSError) -> str:

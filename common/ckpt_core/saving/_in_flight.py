@@ -142,21 +142,6 @@ class SaveThread:
         return f"{last.doing} has made no progress for {time.monotonic() - last.since:.3g} s"
 
 
-def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:
-    """Run an action that may hang; return whether it ended in time. Errors are logged."""
-
-    def quietly() -> None:
-        try:
-            act()
-        except Exception:
-            _logger.exception("while cleaning up after a save that hangs")
-
-    thread = threading.Thread(target=quietly, name="ckpt-farewell", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
 @final
 class InFlightSaves:
     """The saves in flight: back-pressure, and exactly-once delivery of every outcome.

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import final
 
+from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.options import CheckpointOptions
@@ -15,7 +16,7 @@ from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving._checks import refuse_non_finite_loss
 from ckpt_core.saving._disk_space import DiskSpace
 from ckpt_core.saving._handle import SaveHandle
-from ckpt_core.saving._in_flight import InFlightSaves, SaveThread, run_with_timeout
+from ckpt_core.saving._in_flight import InFlightSaves, SaveThread
 from ckpt_core.saving._prepare import Preparer
 from ckpt_core.saving._prepared import SaveRequest
 from ckpt_core.saving._replicas import Judge

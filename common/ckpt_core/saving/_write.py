@@ -16,6 +16,7 @@ from ckpt_core.commit import ItemKind, Manifest, commit, write_signature
 from ckpt_core.dcp import Hashing, ShardWriter
 from ckpt_core.errors import SaveError
 from ckpt_core.formats.chunks import TableEntry, encode_table
+from ckpt_core.groups import holders
 from ckpt_core.names import MANIFEST, METADATA, SIGNATURE, chunks_name, is_own_file, twin_name
 from ckpt_core.options import SignManifest
 from ckpt_core.provenance import software_versions
@@ -163,6 +164,7 @@ def commit_all(
         storage.write_pieces(f"{working}/{path}", pieces)
         entry = FileEntry(path=path, size_bytes=len(content.memory), checksum=content.checksum)
         files += [entry] if twins is None else [entry, *twins.finish([entry])]
+    files.sort(key=lambda entry: entry.path)
     manifest = Manifest(
         save_id=prepared.assignment.save_id,
         step=request.step,
@@ -176,7 +178,8 @@ def commit_all(
         lineage=prepared.lineage,
         provenance=terms.origin(prepared.provenance),
         replicas=1 if twins is None else 2,
-        files=tuple(sorted(files, key=lambda entry: entry.path)),
+        files=tuple(files),
+        groups=holders(storage, working, files),
     )
     if terms.sign is not None:
         signature = write_signature(storage, working, manifest, partial(terms.sign, request.name))
@@ -188,13 +191,15 @@ def commit_all(
     try:
         return commit(storage, working, request.name, manifest, replace=request.replace, check=terms.check)
     except SaveError as error:
-        if error.in_doubt or not (hint := _apart([report.place for report in reports])):
+        if error.in_doubt or not (hint := _apart([report.place for report in reports], storage.num_disks)):
             raise
         raise error.retold(f"{error}. {hint}") from error
 
 
-def _apart(places: Sequence[tuple[str, str]]) -> str:
+def _apart(places: Sequence[tuple[str, str]], disks: int) -> str:
     """Explain why the coordinator may not see other ranks' files; "" if unknown."""
+    if disks > 1:
+        return ""
     roots = {root: rank for rank, (root, _) in reversed(list(enumerate(places)))}
     if len(roots) > 1:
         named = ", ".join(f"rank {rank} to {root}" for root, rank in sorted(roots.items(), key=itemgetter(1)))

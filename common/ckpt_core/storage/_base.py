@@ -98,6 +98,9 @@ class Storage(ABC):
     If not, a caller that needs bytes twice keeps them: every byte is read once from an object store.
     """
 
+    num_disks: int = 1
+    """How many disks of nodes make up the root: one, unless each node has its own."""
+
     @property
     @abstractmethod
     def url(self) -> str:

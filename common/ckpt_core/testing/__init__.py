@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.testing._clock import FakeClock
 from ckpt_core.testing._faults import FaultyStorage
-from ckpt_core.testing._ranks import RanksFailedError, run_ranks
+from ckpt_core.testing._ranks import Nodes, RanksFailedError, run_ranks
 from ckpt_core.testing._script import Fault, Operation, kill_process
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "FakeClock",
     "Fault",
     "FaultyStorage",
+    "Nodes",
     "Operation",
     "RanksFailedError",
     "StorageTests",

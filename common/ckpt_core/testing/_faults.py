@@ -17,10 +17,17 @@ from ckpt_core.testing._script import Fault, Operation, Script
 
 @final
 class FaultyStorage(Storage):
-    """Passes everything on to another storage, except for the faults; keeps a log."""
+    """Passes everything on to another storage, except for the faults; keeps a log.
 
-    def __init__(self, inner: Storage, faults: Sequence[Fault] = ()) -> None:
+    Args:
+        inner: the other storage.
+        faults: what fails, and when.
+        url: the URL to show, if not that of `inner`: the disks of simulated nodes have the same path.
+    """
+
+    def __init__(self, inner: Storage, faults: Sequence[Fault] = (), *, url: str | None = None) -> None:
         self._inner = inner
+        self._url = inner.url if url is None else url
         self._script = Script(faults)
         self.supports_rename = inner.supports_rename
         self.rereads_from_memory = inner.rereads_from_memory
@@ -32,8 +39,8 @@ class FaultyStorage(Storage):
 
     @property
     def url(self) -> str:
-        """That of the inner storage."""
-        return self._inner.url
+        """That of the inner storage, unless another was given."""
+        return self._url
 
     def check_root(self) -> None:
         with self.operation("check_root", ""):

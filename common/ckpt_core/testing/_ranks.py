@@ -38,9 +38,23 @@ class RanksFailedError(RuntimeError):
         super().__init__(f"{headline}\n{body}")
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Simulated nodes: all run here, and each rank learns which is its own.
+
+    Attributes:
+        count: number of nodes.
+        per_node: ranks of each.
+    """
+
+    count: int
+    per_node: int
+
+
 def run_ranks(
     fn: Callable[..., Any],
-    world_size: int,
+    world_size: int | Nodes,
     *args: Any,
     timeout_seconds: float = 120.0,
     expect_death: Collection[int] = (),
@@ -56,7 +70,8 @@ def run_ranks(
 
     Args:
         fn: a function at module level; it, its arguments and its results must be picklable.
-        world_size: number of ranks.
+        world_size: number of ranks; or `Nodes(2, per_node=2)`, for which torchrun would number `GROUP_RANK`
+            and `LOCAL_RANK` in the same way. Give the ranks of each node a directory of its own.
         args: handed to `fn`.
         timeout_seconds: after this every rank's stacks are collected and all are killed.
         expect_death: ranks that kill themselves; their result is None, and surviving it is a failure.
@@ -67,6 +82,8 @@ def run_ranks(
     """
     from torch.distributed import TCPStore
 
+    nodes = world_size if isinstance(world_size, Nodes) else Nodes(1, world_size)
+    world_size = nodes.count * nodes.per_node
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks = [
@@ -79,7 +96,7 @@ def run_ranks(
                     _RankCall(
                         call=call,
                         stem=rank.stem,
-                        environment=rank_environment(rank.rank, world_size, store.port),
+                        environment=rank_environment(rank.rank, world_size, store.port, nodes),
                         timeout_seconds=timeout_seconds,
                         process_group=process_group,
                     )
@@ -177,15 +194,18 @@ def _collect_stacks(ranks: list[_Rank]) -> None:
         wait([rank.process.sentinel for rank in ranks], 0.05)
 
 
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int, nodes: Nodes | None = None) -> dict[str, str]:
     """Build the environment of a rank as torchrun does; no rank serves `port`."""
+    count, per_node = (1, world_size) if nodes is None else (nodes.count, nodes.per_node)
     return {
         # The fork server has the variables of the time when it was started.
         **os.environ,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % per_node),
+        "GROUP_RANK": str(rank // per_node),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         # As under torchrun: nobody among the ranks hosts the store.

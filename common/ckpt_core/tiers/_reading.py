@@ -16,18 +16,20 @@ class Reading:
     """Equal copies of one checkpoint, read as one without the files that are damaged.
 
     The first attempt reads the nearest copy alone, so that what is missing there is noticed. Later ones read
-    each file from the nearest copy in which it is not known to be damaged.
+    each file from the nearest copy in which it is not known to be damaged. Where the nearest copy is only a
+    part, so does the first.
 
     Args:
         directory: of the checkpoint, the same in every storage.
         storages: the nearest first.
+        part: whether the nearest copy is a part of the checkpoint.
     """
 
-    def __init__(self, directory: str, storages: Sequence[Storage]) -> None:
+    def __init__(self, directory: str, storages: Sequence[Storage], *, part: bool = False) -> None:
         self._directory = directory
         self._storages = storages
         self._passed_over: dict[str, int] = {}
-        self._attempts = 0
+        self._attempts = 1 if part else 0
         self.nearest = 0
 
     @property

@@ -19,10 +19,12 @@ class TierCopy:
     Attributes:
         tier: position of the tier, 0 for the nearest.
         info: with the name, pin and marks that it has there.
+        part: whether some of its files are only in further copies.
     """
 
     tier: int
     info: CheckpointInfo
+    part: bool = False
 
 
 @final
@@ -107,12 +109,24 @@ def unite(surveys: Sequence[Survey]) -> United:
                 groups.append([TierCopy(tier, info)])
             elif copies[-1].tier < tier or info.name == copies[0].info.name:
                 copies[:] = [*(copy for copy in copies if copy.tier < tier), TierCopy(tier, info)]
+    for tier, survey in enumerate(surveys):
+        for info in survey.parts:
+            _add_part(groups, TierCopy(tier, info, part=True))
     infos = [_merged(copies) for copies in groups]
     # The lineage of a survey counts also those of checkpoints whose marker cannot be read.
     present = present_lineage(infos, [survey.lineage for survey in surveys])
     by_key = {_key(info): copies for info, copies in zip(infos, groups, strict=True)}
     line = on_present_line(infos, present)
     return United([Held(info, by_key[_key(info)]) for info in line], present)
+
+
+def _add_part(groups: Sequence[list[TierCopy]], part: TierCopy) -> None:
+    """Add a part of a checkpoint to its whole copies in further tiers, if any."""
+    for copies in groups:
+        whole = copies[0].info
+        same = (whole.name, whole.manifest_sha256) == (part.info.name, part.info.manifest_sha256)
+        if same and copies[0].tier > part.tier:
+            copies.insert(0, part)
 
 
 def _same(groups: Sequence[list[TierCopy]], info: CheckpointInfo) -> list[TierCopy] | None:

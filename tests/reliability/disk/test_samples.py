@@ -18,7 +18,7 @@ KILLS = 3
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Of every sweep a few, in one command: they share its imports."""
-    return sample(tmp_path_factory.mktemp("samples"), "local,power,first,ambush", count=KILLS)
+    return sample(tmp_path_factory.mktemp("samples"), "local,power,first,ambush,copies", count=KILLS)
 
 
 def of(outcomes, *sweeps):
@@ -44,3 +44,8 @@ def test_a_power_cut_at_any_system_call_loses_no_acknowledged_checkpoint(outcome
 
 def test_kills_at_random_moments_of_a_tight_save_loop_lose_no_acknowledged_checkpoint(outcomes):
     assert sum(each.kills for each in of(outcomes, "local disk, 1 rank: random moments")) == KILLS
+
+
+def test_a_copy_killed_at_any_system_call_counts_for_nothing_or_is_whole_and_is_completed(outcomes):
+    killed = of(outcomes, "ckpt cp to a local disk")
+    assert sum(each.kills for each in killed) == len(killed) == 2 * KILLS

@@ -131,7 +131,7 @@ def test_a_newer_format_asks_for_an_upgrade():
     with pytest.raises(IncompatibleCheckpointError, match=r"newer ckpt-suite \(format 2\).*up to 1: upgrade"):
         Manifest.from_bytes(newer)
     with pytest.raises(IncompatibleCheckpointError, match="upgrade"):
-        Marker.from_bytes(b'{"format_version": 2}')
+        Marker.from_bytes(b'{"format_version": 3}')
 
 
 HOSTILE_PATHS = [

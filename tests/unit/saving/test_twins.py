@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_core.coordination import Signer
+from ckpt_core.coordination import Addressee, Greeting, Signer
 from ckpt_core.errors import SaveError
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving.twins._hosts import choose_partners, host_name
 from ckpt_core.saving.twins._incoming import Incoming
-from ckpt_core.saving.twins._link import Addressee, Greeting
 from ckpt_core.saving.twins._outgoing import Outgoing, RemoteWriter
 from ckpt_core.saving.twins._twin_files import PieceMemory, TwinFiles
 from ckpt_core.storage import MemoryStorage
@@ -55,7 +54,7 @@ def partner():
 
 
 def outgoing(port, *, signer=SIGNER, save_id="aaaa", rank=0, seconds=5.0):
-    greeting = Greeting(signer=signer, rank=rank, save_id=save_id)
+    greeting = Greeting(signer=signer, rank=rank, topic=save_id)
     made = Outgoing(RemoteWriter(Addressee(1, ["127.0.0.1"], port), greeting, seconds), "rank 1")
     threading.Thread(target=made.run, daemon=True).start()
     return made

@@ -115,13 +115,13 @@ def test_close_does_not_wait_for_a_repair(two):
     slow = FaultyStorage(
         LocalStorage(two.durable), [Fault(method="read_into", key="*.distcp", before=_Only(hold))]
     )
-    checkpoints = two.manager(durable=slow)
-    checkpoints.resume(state())
-    assert reached.wait(LONG)
-    ending = threading.Thread(target=checkpoints.close)
-    ending.start()
-    closing.set()
-    ending.join(LONG)
+    with two.manager(durable=slow) as checkpoints:
+        checkpoints.resume(state())
+        assert reached.wait(LONG)
+        ending = threading.Thread(target=checkpoints.close)
+        ending.start()
+        closing.set()
+        ending.join(LONG)
     assert not ending.is_alive()
     assert children(two.local) == [THREE] or children(two.local) == []
 

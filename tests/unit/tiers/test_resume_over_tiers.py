@@ -35,6 +35,9 @@ def saved(two):
     return two
 
 
+SMALL = {"COMMITTED", "damaged.json", "pins.json", "writer.json"}
+
+
 def reads_below(monkeypatch, root):
     """The keys that are opened below a root from now on."""
     found = []
@@ -64,7 +67,7 @@ def test_of_equal_steps_the_nearest_copy_is_read(saved, monkeypatch):
     shutil.rmtree(saved.local / THREE)
     keys = reads_below(monkeypatch, saved.durable)
     assert saved.resumed() == (2, 2.0)
-    assert {key.rpartition("/")[2] for key in keys} <= {"COMMITTED", "damaged.json", "pins.json"}
+    assert {key.rpartition("/")[2] for key in keys} <= SMALL
 
 
 def test_damage_falls_back_to_the_same_step_in_the_next_tier(saved, monkeypatch, caplog):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,10 +28,15 @@ class Two:
         self.repairs: list[str] = []
         self.repaired = threading.Event()
 
-    def manager(self, *, local=None, durable=None, **options) -> CheckpointManager:
-        return CheckpointManager(
-            local or self.local, upload=Upload(durable or self.durable), sinks=[self], **options
-        )
+    @contextmanager
+    def manager(self, *, local=None, durable=None, **options) -> Generator[CheckpointManager]:
+        """A manager that uploads nothing by itself."""
+        upload = Upload(durable or self.durable, every=1000)
+        checkpoints = CheckpointManager(local or self.local, upload=upload, sinks=[self], **options)
+        try:
+            yield checkpoints
+        finally:
+            checkpoints.close(wait_for_uploads=False)
 
     def emit(self, event) -> None:
         if event.name == "load.rejected":

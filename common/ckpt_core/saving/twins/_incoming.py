@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from typing import Any, Final, final
 
-from ckpt_core.coordination import Signer
+from ckpt_core.coordination import PIECE_BYTES, Doorway, Link, Signer, answer
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CoordinationError, failure_text
 from ckpt_core.formats.codec import relative_paths
 from ckpt_core.names import twin_name
-from ckpt_core.saving.twins._link import PIECE_BYTES, Doorway, Link, answer
 from ckpt_core.saving.twins._twin_files import PieceMemory, TwinFiles
 
 _logger = logger_of(__name__)
@@ -95,7 +94,7 @@ class Incoming:
 
     def _receive(self, link: Link, greeting: Mapping[str, Any]) -> None:
         """Write the twins of the files of one rank in one save."""
-        files = self._admit(link, greeting["save"])
+        files = self._admit(link, greeting["topic"])
         if files is None:
             return
         try:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias, final
 
+from ckpt_core.coordination import PIECE_BYTES, Addressee, Greeting, Link
 from ckpt_core.errors import ConfigError, SaveError
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.names import TWIN_SUFFIX
 from ckpt_core.saving._reports import KeptContent
-from ckpt_core.saving.twins._link import PIECE_BYTES, Addressee, Greeting, Link
 from ckpt_core.saving.twins._twin_files import TwinFiles
 
 _Pieces: TypeAlias = "SimpleQueue[memoryview | None]"

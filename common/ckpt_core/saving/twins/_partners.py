@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeAlias, cast, final
 
-from ckpt_core.coordination import Coordinator, Signer
+from ckpt_core.coordination import Addressee, Coordinator, Greeting, Signer, own_addresses
 from ckpt_core.disclosure import logger_of
+from ckpt_core.groups import group_number, own_part
 from ckpt_core.options import bytes_text
 from ckpt_core.saving._prepared import Assignment
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving.twins._hosts import HOST_VARIABLE, choose_partners, host_name
 from ckpt_core.saving.twins._incoming import Incoming
-from ckpt_core.saving.twins._link import Addressee, Greeting, own_addresses
 from ckpt_core.saving.twins._outgoing import LocalWriter, Outgoing, RemoteWriter, Writer
 from ckpt_core.saving.twins._session import TwinSession
 from ckpt_core.saving.twins._twin_files import TwinFiles
@@ -73,7 +73,8 @@ class Partners:
         if self._connected is not None:
             return
         signer = coordinator.signer("twins")
-        offer, incoming = _listen(coordinator, signer)
+        host = host_name() if self._storage.num_disks == 1 else f"disk {group_number(self._storage)}"
+        offer, incoming = _listen(coordinator, signer, host)
         try:
             partner, addresses, port, sources = coordinator.gather_scatter(
                 offer, self._placed, what="choosing partners for replicas=2"
@@ -97,11 +98,11 @@ class Partners:
         """Begin the twins of a save."""
         connected, save_id = self._connected, assignment.save_id
         assert connected is not None
-        files = TwinFiles(self._storage, assignment.working, self._reports)
+        files = TwinFiles(own_part(self._storage), assignment.working, self._reports)
         writer, where = cast("Writer", LocalWriter(files)), "this process"
         if connected.incoming is not None and connected.partner is not None:
             connected.incoming.begin(save_id, files)
-            greeting = Greeting(signer=connected.signer, rank=connected.rank, save_id=save_id)
+            greeting = Greeting(signer=connected.signer, rank=connected.rank, topic=save_id)
             writer = RemoteWriter(connected.partner, greeting, self._patience_seconds)
             where = f"rank {connected.partner.rank}"
         outgoing = Outgoing(writer, where)
@@ -148,12 +149,14 @@ class Partners:
         return [(partner, *offers[partner][1:], sources[rank]) for rank, partner in enumerate(partners)]
 
 
-def _listen(coordinator: Coordinator, signer: Signer) -> tuple[_Offer | BaseException, Incoming | None]:
+def _listen(
+    coordinator: Coordinator, signer: Signer, host: str
+) -> tuple[_Offer | BaseException, Incoming | None]:
     """Open the port of this rank, if there are others."""
     if coordinator.world_size == 1:
-        return (host_name(), [], 0), None
+        return (host, [], 0), None
     try:
         incoming = Incoming(coordinator.rank, signer)
     except OSError as error:
         return error, None
-    return (host_name(), own_addresses(), incoming.port), incoming
+    return (host, own_addresses(), incoming.port), incoming

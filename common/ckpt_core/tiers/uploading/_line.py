@@ -52,10 +52,13 @@ class UploadLine:
         self._changed = threading.Condition()
 
     def add(self, due: DueCheckpoint) -> None:
-        """Add a checkpoint, unless it is there already."""
+        """Add a checkpoint, unless it is there; once the line is closed, it is left."""
         with self._changed:
             present = (*self._waiting, *filter(None, (self._running,)))
             if any(each.info.save_id == due.info.save_id for each in present):
+                return
+            if self._closed:
+                self._left.append(due.info)
                 return
             self._waiting.append(due)
             self._changed.notify_all()
@@ -96,7 +99,7 @@ class UploadLine:
     def unfinished(self) -> list[CheckpointInfo]:
         """The checkpoints that run, wait, or were left to the next run."""
         with self._changed:
-            return [*self._left, *self._needed()]
+            return list({info.save_id: info for info in (*self._left, *self._needed())}.values())
 
     def _needed(self) -> list[CheckpointInfo]:
         """Return what runs, and what waits and is not overtaken."""
@@ -105,11 +108,11 @@ class UploadLine:
             waiting = waiting[-1:]
         return [each.info for each in (*filter(None, (self._running,)), *waiting)]
 
-    def wait_for_turn(self) -> None:
-        """Block until none waits, where a save must wait for that."""
+    def wait_for_turn(self, seconds: float) -> None:
+        """Block until none waits, where a save must wait for that, at most `seconds`."""
         if self._when_busy == "wait":
             with self._changed:
-                self._changed.wait_for(lambda: not self._waiting or self._closed)
+                self._changed.wait_for(lambda: not self._waiting or self._closed, seconds)
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing runs or waits; False if `seconds` pass before."""

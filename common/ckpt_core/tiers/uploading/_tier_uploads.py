@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, Protocol, final
 
 from ckpt_core.commit import working_name
+from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import UploadError
 from ckpt_core.options import CheckpointOptions
@@ -96,7 +97,7 @@ class TierUploads:
             UploadError: an upload has failed that is to stop training, here or on another rank.
         """
         for uploader in self._uploaders:
-            uploader.line.wait_for_turn()
+            uploader.line.wait_for_turn(uploader.upload.deadline_seconds)
         if all(upload.on_error == "warn" for upload in self._options.uploads):
             return
         own = _take_failure(self._uploaders)
@@ -124,21 +125,20 @@ class TierUploads:
             UploadError: one has failed, and is to stop training.
         """
         began, uploaders = time.monotonic(), self._uploaders
-        for index, uploader in enumerate(uploaders):
+        for uploader in uploaders:
+            uploader.ending = True
             if leave or (preempted and uploader.upload.on_preemption == "leave"):
-                self._leave(uploader)
-            else:
-                self._add_newest(index, uploader)
-                uploader.line.close()
-        ended = True
+                uploader.stop()
         for uploader in uploaders:
             self._wait(uploader, began + uploader.upload.deadline_seconds)
-            ended &= uploader.join(_GRACE_SECONDS)
+        # Only now: whether the last checkpoint is there must be known on every rank alike.
+        for index, uploader in enumerate(uploaders):
+            self._add_newest(index, uploader)
+            uploader.line.close()
+        for index, uploader in enumerate(uploaders):
+            self._wait(uploader, began + uploader.upload.deadline_seconds)
+            self._end(index, uploader)
         self._uploaders = []
-        if ended:
-            # Otherwise a thread hangs in storage, and the tier is its own until the process ends.
-            for durable in self._durable:
-                durable.release()
         if (failure := _take_failure(uploaders)) is not None:
             raise failure
 
@@ -231,16 +231,19 @@ class TierUploads:
             uploader.line.add(DueCheckpoint(newest, partial(self._note, index, newest, None), last=True))
 
     def _wait(self, uploader: Uploader, deadline: float) -> None:
-        while not uploader.line.wait(max(0.0, min(SAID_EVERY, deadline - time.monotonic()))):
+        """Wait until nothing is due; at the deadline, stop."""
+        while not uploader.stopped and not uploader.line.wait(
+            max(0.0, min(SAID_EVERY, deadline - time.monotonic()))
+        ):
             if time.monotonic() >= deadline:
-                self._leave(uploader)
+                uploader.stop()
                 return
-            self._record.say()
+            if self._job.coordinator.is_coordinator:
+                self._record.say(uploader.upload, uploader.line.unfinished)
 
-    def _leave(self, uploader: Uploader) -> None:
-        """Stop an upload, and say what is not there and how it gets there."""
+    def _end(self, index: int, uploader: Uploader) -> None:
+        """End an upload; say what is not there, and how it gets there."""
         left = uploader.line.unfinished
-        uploader.stop()
         if left and self._job.coordinator.is_coordinator:
             _logger.warning(
                 "not yet in %s: step(s) %s; the next run uploads the rest, and so does `ckpt upload %s`",
@@ -248,6 +251,19 @@ class TierUploads:
                 ", ".join(str(info.step) for info in left),
                 self._job.storage.url,
             )
+        ended = uploader.join(_GRACE_SECONDS)
+        if not self._job.coordinator.is_coordinator:
+            return
+        self._record.write()
+        if ended:  # else the thread hangs in storage, and the tier is its own until the process ends
+            _release(self._durable[index], hangs=uploader.hangs)
+
+
+def _release(durable: DurableRoot, *, hangs: bool) -> None:
+    if hangs:
+        run_with_timeout(_GRACE_SECONDS, durable.release)
+    else:
+        durable.release()
 
 
 def _take_failure(uploaders: Sequence[Uploader]) -> UploadError | None:

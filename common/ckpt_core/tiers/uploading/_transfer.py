@@ -92,9 +92,8 @@ class Transfer:
         self._stopped = threading.Event()
         self._ended = threading.Event()
         self._wake = threading.Event()
-        pause = self._stopped.wait
         self._pace = (
-            None if bytes_per_second is None else Throttle(bytes_per_second, clock=clock, sleep=pause)
+            None if bytes_per_second is None else Throttle(bytes_per_second, clock=clock, sleep=self._sleep)
         )
         self._done = self._size = 0
         self._moved_at = clock()
@@ -158,6 +157,9 @@ class Transfer:
         finally:
             self._ended.set()
             self._wake.set()
+
+    def _sleep(self, seconds: float) -> None:
+        self._stopped.wait(seconds)
 
     def _note(self, size_bytes: int) -> None:
         with self._guard:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final, final
 
 from ckpt_core import messages
+from ckpt_core.commit import Catalog
 from ckpt_core.coordination import CommitChannel
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, UploadError, failure_text
@@ -87,6 +88,7 @@ class Uploader:
         upload: the option.
         line: the due checkpoints.
         failure: why the last one was not uploaded, until that is raised.
+        ending: whether the run is about to end.
 
     Args:
         upload: the option.
@@ -101,6 +103,7 @@ class Uploader:
         self.upload = upload
         self.line = UploadLine(upload.when_busy)
         self.failure: UploadError | None = None
+        self.ending = False
         self._target = target
         self._context = context
         self._durable = durable
@@ -122,6 +125,16 @@ class Uploader:
         if self._running is not None:
             self._running.stop()
         self.line.close()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rest is left to the next run."""
+        return self._stopped.is_set()
+
+    @property
+    def hangs(self) -> bool:
+        """Whether an upload that was given up still hangs in storage."""
+        return self._hanging is not None and not self._hanging.end(0)
 
     def join(self, seconds: float) -> bool:
         """Wait until the thread has ended; False if `seconds` pass before."""
@@ -149,6 +162,8 @@ class Uploader:
                 return self._attempt(turn)
             except CheckpointError as error:
                 self._note_failure(turn, error)
+                if self.ending and _is_lost(error):
+                    self.stop()  # at the end of a process nobody brings the Store back
                 if _is_lasting(error):
                     return self._report(turn, turn.problem)
 
@@ -160,7 +175,8 @@ class Uploader:
         if word.overdue:
             self._report(turn, word.overdue)
         if word.name:
-            self._refuse_while_hanging()
+            if not self.hangs:
+                self._hanging = None
             attributes = {"step": info.step, "rank": self._context.rank, "to": self.upload.url}
             with self._context.telemetry.span("upload", **attributes):
                 end = self._copy_with_all(turn, word.name)
@@ -205,6 +221,8 @@ class Uploader:
                 durable.drop(turn.working)
             return _Verdict(overdue=overdue)
         with described(info, self.upload.url, self._context.rank):
+            if Catalog(self._context.source).find(name=info.name).bad is not None:
+                return _Verdict(overdue=overdue)  # a user has marked it since
             durable.take()
             name = durable.begin(partial(self._copy, info), info)
             if name is None:
@@ -231,10 +249,6 @@ class Uploader:
 
     def _copy(self, info: CheckpointInfo, as_name: str) -> CheckpointCopy:
         return CheckpointCopy.of(self._context.source, self._target, info.name, as_name=as_name)
-
-    def _refuse_while_hanging(self) -> None:
-        if self._hanging is not None and self._hanging.end(0):
-            self._hanging = None
 
     def _require_durable(self) -> DurableRoot:
         if self._durable is None:
@@ -267,6 +281,12 @@ class Uploader:
         _logger.error("%s", error)
         turn.due.report(error)
         return error
+
+
+def _is_lost(error: CheckpointError) -> bool:
+    """Return whether the Store is gone."""
+    awaited = error.awaited if isinstance(error, DeadlineError) else ()
+    return isinstance(error, CoordinationError) and not (error.failures or awaited)
 
 
 def _is_lasting(error: CheckpointError) -> bool:

@@ -1,13 +1,16 @@
-"""Connections between partners: bytes over TCP, behind a proof of a secret.
+"""Connections between two ranks: bytes over TCP, behind a proof of a secret.
 
-A connection serves one save, so that nothing of a failed save is left for the next one, and a dead partner
-ends it at once. The rank with the files connects:
+A dead rank ends its connections at once. One rank listens, the other connects:
 
-    partner    a random number
-    rank       its rank and the save, signed with that number; a random number of its own
-    partner    once it has begun the same save: an answer, signed with that number
-    rank       the path of a file, its pieces, an empty piece; and so on
-    partner    after each file: its CRC-32, or the error
+    listener   a random number
+    caller     its rank and the topic, signed with that number; a random number of its own
+    listener   once it is ready for that topic: an answer, signed with that number
+
+What follows is up to the topic. A connection for twins serves one save (the topic is its id), so that nothing
+of a failed save is left for the next one:
+
+    caller     the path of a file, its pieces, an empty piece; and so on
+    listener   after each file: its CRC-32, or the error
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from ckpt_core.coordination import Signer
+from ckpt_core.coordination._signer import Signer
 from ckpt_core.errors import CoordinationError, failure_text
 
 PIECE_BYTES: Final = 16 << 20
@@ -57,14 +60,14 @@ class Link:
         self._connection.sendall(_HEADER.pack(len(content)))
         self._connection.sendall(content)
 
-    def receive(self) -> bytes:
-        """Receive one message.
+    def receive(self, most: int = _MESSAGE_BYTES) -> bytes:
+        """Receive one message of so many bytes at most.
 
         Raises:
             EOFError: the other side has ended the connection, and no message has begun.
             OSError: the connection was lost.
         """
-        found = bytearray(self._length(_MESSAGE_BYTES))
+        found = bytearray(self._length(most))
         self._fill(memoryview(found))
         return bytes(found)
 
@@ -78,9 +81,9 @@ class Link:
         """Send a small message of plain values."""
         self.send(json.dumps(fields).encode())
 
-    def receive_fields(self) -> Mapping[str, Any]:
+    def receive_fields(self, most: int = _MESSAGE_BYTES) -> Mapping[str, Any]:
         """Receive a small message of plain values."""
-        return _fields(self.receive())
+        return _fields(self.receive(most))
 
     def is_ended(self) -> bool:
         """Return whether the other side has ended the connection, without waiting."""
@@ -119,7 +122,7 @@ class Link:
 
 @final
 class Doorway:
-    """The port at which a rank's sources connect.
+    """The port at which other ranks connect.
 
     Concurrency: `welcome` on several threads, `close` on any.
     """
@@ -163,7 +166,7 @@ class Doorway:
 
 
 def _greeted(link: Link, signer: Signer, rank: int) -> Mapping[str, Any]:
-    """Check that a rank of this job connected; return its rank, save and number."""
+    """Check that a rank of this job connected; return its rank, topic and number."""
     link.limit(_GREETING_SECONDS)
     nonce = secrets.token_hex(_NONCE_BYTES)
     link.send(nonce.encode())
@@ -174,38 +177,38 @@ def _greeted(link: Link, signer: Signer, rank: int) -> Mapping[str, Any]:
 
 
 def answer(link: Link, signer: Signer, greeting: Mapping[str, Any], rank: int) -> None:
-    """Tell the other side that this is its partner, and ready."""
+    """Tell the other side that this is the rank it wants, and ready."""
     link.send(signer.sign(f"ready {greeting['nonce']}", rank, b""))
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Greeting:
-    """The words by which a rank proves itself to its partner, for one save."""
+    """The words by which a rank proves itself to another one, for one topic."""
 
     signer: Signer
     rank: int
-    save_id: str
+    topic: str
 
-    def say(self, link: Link, partner: int, seconds: float) -> None:
-        """Greet the partner, and wait until it has begun the save.
+    def say(self, link: Link, other: int, seconds: float) -> None:
+        """Greet the other rank, and wait until it is ready for the topic.
 
         Raises:
             OSError: the connection was lost, or there was no answer in time.
-            CoordinationError: the other side is not the partner.
+            CoordinationError: the other side is not that rank.
         """
         link.limit(min(seconds, _CONNECT_SECONDS))
         theirs, own = link.receive().decode(), secrets.token_hex(_NONCE_BYTES)
         link.limit(seconds)
         link.send_fields(rank=self.rank)
-        content = json.dumps({"save": self.save_id, "nonce": own}).encode()
-        link.send(self.signer.sign(f"to {partner} {theirs}", self.rank, content))
-        self.signer.verify(f"ready {own}", partner, link.receive())
+        content = json.dumps({"topic": self.topic, "nonce": own}).encode()
+        link.send(self.signer.sign(f"to {other} {theirs}", self.rank, content))
+        self.signer.verify(f"ready {own}", other, link.receive())
 
 
 @final
 class Addressee:
-    """A partner and the places where it may be reached; the best is remembered."""
+    """A rank and the places where it may be reached; the best is remembered."""
 
     def __init__(self, rank: int, addresses: Sequence[str], port: int) -> None:
         self.rank = rank
@@ -213,7 +216,7 @@ class Addressee:
         self._port = port
 
     def connect(self, greeting: Greeting, seconds: float, *, begun: Callable[[Link], None]) -> Link:
-        """Connect to the partner for one save, and wait until it has begun it.
+        """Connect to the rank for one topic, and wait until it is ready.
 
         Args:
             greeting: of this rank.
@@ -221,7 +224,7 @@ class Addressee:
             begun: called with every attempt; what it raises ends them.
 
         Raises:
-            OSError: it could not be reached, or did not begin the save.
+            OSError: it could not be reached, or did not become ready.
         """
         deadline, problem = time.monotonic() + seconds, "it has no address"
         while True:

@@ -1,0 +1,387 @@
+"""A root on several disks: changed on each, read from the one with the file."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO, Any, Final, TypeVar, final
+
+from typing_extensions import override
+
+from ckpt_core.crew import run_all
+from ckpt_core.errors import HalfRenamedError
+from ckpt_core.groups._peer_storage import PeerStorage
+from ckpt_core.names import EVERY_GROUP
+from ckpt_core.storage import LocalStorage, Lock, RangeReader, Storage, StorageEntry, open_storage
+from ckpt_core.types import FileEntry
+
+T = TypeVar("T")
+
+_MOST_THREADS: Final = 16
+
+
+@final
+class GroupedStorage(Storage):
+    """The root of a job, on the disk of one group or of several.
+
+    Until `join`, and with one group, every call is the same call of `own`. With several:
+
+    - The coordinator's changes are made in every group. A rename is refused if it cannot be made in each
+      group that has the source; if it fails half-way, it raises `HalfRenamedError`.
+    - Reads take a file from `own` if it is there, else from the first group that has it.
+    - Listings are the union. Free space is that of the group which would be full first, counted as if all
+      ranks wrote there.
+
+    A rank's own files are written to `own`, not through this object.
+
+    Concurrency: any thread; `join` and `close` on the main thread.
+
+    Attributes:
+        own: the disk of this rank's group.
+        patience_seconds: the longest wait for the disk of another group.
+    """
+
+    def __init__(self, own: Storage, patience_seconds: float = 900.0) -> None:
+        self.own = own
+        self.patience_seconds = patience_seconds
+        self.supports_rename = own.supports_rename
+        self.rereads_from_memory = own.rereads_from_memory
+        self._peers: Sequence[PeerStorage] = ()
+        self._number = 0
+        self._ranks: Sequence[int] = (1,)
+
+    def join(self, number: int, ranks: Sequence[int], peers: Sequence[PeerStorage]) -> None:
+        """Extend the root to the disks of other groups.
+
+        Args:
+            number: of this rank's group.
+            ranks: the number of ranks in each group.
+            peers: the other groups, in order.
+        """
+        self._number, self._ranks, self._peers = number, ranks, peers
+        self.num_disks = len(ranks)
+
+    def leave(self) -> None:
+        """End the connections to other groups."""
+        peers, self._peers = self._peers, ()
+        self._number, self._ranks, self.num_disks = 0, (1,), 1
+        for peer in peers:
+            peer.close()
+
+    @property
+    def number(self) -> int:
+        """The number of this rank's group, from 0."""
+        return self._number
+
+    @property
+    def parts(self) -> Sequence[Storage]:
+        """The disks of all groups, in order."""
+        return [*self._peers[: self._number], self.own, *self._peers[self._number :]]
+
+    @property
+    @override
+    def url(self) -> str:
+        return self.own.url
+
+    @override
+    def check_root(self) -> None:
+        self._in_all(lambda part: part.check_root())
+
+    @contextmanager
+    @override
+    def create(self, key: str) -> Generator[IO[bytes]]:
+        if not self._peers:
+            with self.own.create(key) as stream:
+                yield stream
+            return
+        content = io.BytesIO()
+        yield content
+        self._in_all(lambda part: part.write_bytes(key, content.getvalue()))
+
+    @override
+    def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
+        with ExitStack() as stack:
+            sends = [stack.enter_context(peer.writing(key)) for peer in self._peers]
+
+            def sent() -> Generator[memoryview]:
+                for piece in pieces:
+                    for send in sends:
+                        send(piece)
+                    yield piece
+
+            self.own.write_pieces(key, sent() if sends else pieces)
+
+    @contextmanager
+    @override
+    def open(self, key: str) -> Generator[IO[bytes]]:
+        with self._first(lambda part: part.open(key)) as stream:
+            yield stream
+
+    @contextmanager
+    @override
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        with self._first(lambda part: part.open_ranges(key)) as reader:
+            yield reader
+
+    @override
+    def replace(self, key: str, content: bytes) -> None:
+        self._in_all(lambda part: part.replace(key, content))
+
+    @override
+    def list(self, key: str) -> list[StorageEntry]:
+        if not self._peers:
+            return self.own.list(key)
+        listings = self._in_all(lambda part: part.list(key))
+        found = {entry.name: entry for entries in reversed(listings) for entry in entries}
+        return [found[name] for name in sorted(found)]
+
+    @override
+    def directories(self, key: str) -> set[str]:
+        return set[str]().union(*self._in_all(lambda part: part.directories(key)))
+
+    @override
+    def entry(self, key: str) -> StorageEntry | None:
+        found = (part.entry(key) for part in (self.own, *self._peers))
+        return next((entry for entry in found if entry is not None), None)
+
+    @override
+    def size(self, key: str) -> int:
+        if not self._peers:
+            return self.own.size(key)
+        for part in (self.own, *self._peers[:-1]):
+            with suppress(FileNotFoundError):
+                return part.size(key)
+        return self._peers[-1].size(key)
+
+    @override
+    def delete(self, key: str) -> None:
+        self._in_all(lambda part: part.delete(key))
+
+    @override
+    def make_directory(self, key: str) -> None:
+        self._in_all(lambda part: part.make_directory(key))
+
+    @override
+    def sync_directory(self, key: str) -> None:
+        if not self._peers:
+            self.own.sync_directory(key)
+            return
+
+        def sync(part: Storage) -> bool:
+            with suppress(FileNotFoundError):  # this group has no file in that directory
+                part.sync_directory(key)
+                return True
+            return False
+
+        if not any(self._in_all(sync)):
+            self.own.sync_directory(key)
+
+    @override
+    def rename(self, source: str, target: str) -> None:
+        if not self._peers:
+            self.own.rename(source, target)
+            return
+        taken = self._in_all(lambda part: (part.entry(source) is not None, part.entry(target) is not None))
+        holders = [part for part, (has, _) in zip(self.parts, taken, strict=True) if has]
+        if not holders:
+            raise FileNotFoundError(2, "No such file or directory", f"{self.url}/{source}")
+        if any(has and occupied for has, occupied in taken):
+            raise FileExistsError(17, "File exists", f"{self.url}/{target}")
+        self._all_or_half(holders, lambda part: part.rename(source, target), target)
+
+    @override
+    def exchange(self, first: str, second: str) -> None:
+        if not self._peers:
+            self.own.exchange(first, second)
+            return
+
+        def swap(part: Storage) -> None:
+            if part.entry(second) is None:
+                part.rename(first, second)
+            else:
+                part.exchange(first, second)
+
+        self._all_or_half(self.parts, swap, second)
+
+    @override
+    def free_bytes(self) -> int | None:
+        return self._least(lambda part: part.free_bytes())
+
+    @override
+    def total_bytes(self) -> int | None:
+        return self._least(lambda part: part.total_bytes())
+
+    @override
+    def free_files(self) -> int | None:
+        return self._least(lambda part: part.free_files())
+
+    @override
+    def try_lock(self, key: str) -> Lock | None:
+        if not self._peers:
+            return self.own.try_lock(key)
+        found = self._in_all(lambda part: part.try_lock(key))
+        locks = _Locks([lock for lock in found if lock is not None])
+        if len(locks.each) < len(found):
+            locks.release()
+            return None
+        return locks
+
+    @override
+    def lock_holder(self, key: str) -> int | None:
+        return self.own.lock_holder(key)
+
+    @override
+    def other_owner(self, key: str) -> str | None:
+        return next(filter(None, self._in_all(lambda part: part.other_owner(key))), None)
+
+    @override
+    def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
+        return self.own.abandon_uploads(unwanted)
+
+    @contextmanager
+    def _first(self, opened: Callable[[Storage], Any]) -> Generator[Any]:
+        """Open a file in the first group that has it, this rank's own before others."""
+        with ExitStack() as stack:
+            found: Any = None
+            for part in (self.own, *self._peers):
+                try:
+                    found = stack.enter_context(opened(part))
+                    break
+                except FileNotFoundError:
+                    if part is (self._peers[-1] if self._peers else self.own):
+                        raise
+            yield found
+
+    def _in_all(self, act: Callable[[Storage], T]) -> Sequence[T]:
+        """Act in every group at the same time; return the results in order.
+
+        Raises the error of the first group that has one, once all have ended.
+        """
+        if not self._peers:
+            return [act(self.own)]
+        return _results(_outcomes(self.parts, act))
+
+    def _all_or_half(self, parts: Sequence[Storage], act: Callable[[Storage], None], target: str) -> None:
+        outcomes = _outcomes(parts, act)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        # A connection that was lost leaves open what has happened.
+        if errors and (len(errors) < len(outcomes) or any(isinstance(e, ConnectionError) for e in errors)):
+            raise HalfRenamedError(
+                f"{self.url}/{target} has this name on the disks of {len(outcomes) - len(errors)} of "
+                f"{len(outcomes)} nodes ({errors[0]}); the next start of the job settles it"
+            ) from errors[0]
+        if errors:
+            raise errors[0]
+
+    def _least(self, space: Callable[[Storage], int | None]) -> int | None:
+        """Return the space for evenly spread files of all ranks; None if unknown anywhere."""
+        if not self._peers:
+            return space(self.own)
+        found = self._in_all(space)
+        known = [size for size in found if size is not None]
+        if len(known) < len(found):
+            return None
+        total = sum(self._ranks)
+        return min(math.floor(size * total / ranks) for size, ranks in zip(known, self._ranks, strict=True))
+
+
+@final
+class _Locks:
+    """The locks of one key in every group."""
+
+    def __init__(self, each: Sequence[Lock]) -> None:
+        self.each = each
+
+    def release(self) -> None:
+        """Release the lock; harmless when repeated."""
+        for lock in self.each:
+            lock.release()
+
+
+def _outcomes(parts: Sequence[Storage], act: Callable[[Storage], T]) -> list[T | Exception]:
+    """Act in these groups at the same time; return results and errors in order."""
+    outcomes: dict[int, T | Exception] = {}
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = act(parts[number])
+        except Exception as error:  # noqa: BLE001 - the caller raises it when all have ended
+            outcomes[number] = error
+
+    run_all(run, range(len(parts)), _MOST_THREADS, name="ckpt-group")
+    return [outcomes[number] for number in range(len(parts))]
+
+
+def _results(outcomes: Sequence[T | Exception]) -> list[T]:
+    """Return the results, or raise the first error."""
+    results: list[T] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
+def open_root(
+    root: str | os.PathLike[str] | Storage,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    deadline_seconds: float,
+) -> Storage:
+    """Open a root, which may turn out to be on disks of several nodes.
+
+    Raises:
+        ConfigError: see `open_storage`.
+    """
+    storage = open_storage(root, storage_options, deadline_seconds=deadline_seconds)
+    # Half, so that the error of a rank reaches the others before their deadline. A bucket is one place.
+    return GroupedStorage(storage, deadline_seconds / 2) if storage.supports_rename else storage
+
+
+def local_part(storage: Storage) -> LocalStorage | None:
+    """Return the local directory with all files of a root; None if there is none."""
+    own = own_part(storage)
+    return own if isinstance(own, LocalStorage) and storage.num_disks == 1 else None
+
+
+def own_part(storage: Storage) -> Storage:
+    """Return the disk that this rank writes its files to."""
+    return storage.own if isinstance(storage, GroupedStorage) else storage
+
+
+def group_number(storage: Storage) -> int:
+    """Return the number of this rank's group."""
+    return storage.number if isinstance(storage, GroupedStorage) else 0
+
+
+def parts_of(storage: Storage) -> Sequence[Storage]:
+    """Return the disks of all groups, in order; of one group the storage itself."""
+    return storage.parts if isinstance(storage, GroupedStorage) else [storage]
+
+
+def holders(storage: Storage, directory: str, files: Sequence[FileEntry]) -> tuple[int, ...]:
+    """Return the group of each file of a directory, as a manifest has it.
+
+    Empty if the storage has one group; `EVERY_GROUP` for a file that all groups have.
+    """
+    parts = parts_of(storage)
+    if len(parts) == 1:
+        return ()
+    inner = sorted({entry.path.rpartition("/")[0] for entry in files})
+
+    def names(part: Storage) -> set[str]:
+        places = ((place, f"{directory}/{place}" if place else directory) for place in inner)
+        return {
+            f"{place}/{child.name}" if place else child.name
+            for place, key in places
+            for child in part.list(key)
+        }
+
+    there = _results(_outcomes(parts, names))
+    held = {
+        entry.path: [number for number, found in enumerate(there) if entry.path in found] for entry in files
+    }
+    return tuple(found[0] if len(found) == 1 else EVERY_GROUP for found in held.values())

@@ -1,0 +1,61 @@
+"""The command `ckpt` on a bucket: copies there and back, and all that looks at the copy."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+import pytest
+
+from ckpt_core.cli import main
+from ckpt_core.commit import Catalog, verify
+from ckpt_core.storage import LocalStorage
+from ckpt_core.tiers import TierRecord, write_tiers
+from tests.unit.commit.checkpoints import save
+
+pytestmark = [pytest.mark.reliability, pytest.mark.emulator]
+
+
+def test_every_command_takes_a_bucket_with_its_options(s3_endpoint, tmp_path, capsys):
+    boto3 = pytest.importorskip("boto3")
+    keys = {"aws_access_key_id": "job", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+    bucket = f"bucket-{secrets.token_hex(8)}"
+    client = boto3.client("s3", endpoint_url=s3_endpoint, **keys)
+    client.create_bucket(Bucket=bucket)
+    url, local = f"s3://{bucket}/run", LocalStorage(tmp_path / "run")
+    for step in (1, 2):
+        save(local, step)
+    write_tiers(local, [TierRecord(url=url)])
+    options = {"key": "job", "secret": "testing", "endpoint_url": s3_endpoint}
+    words = [word for key, value in options.items() for word in ("--storage-option", f"{key}={value}")]
+
+    def ckpt(*arguments):
+        code = main([*map(str, arguments), *words, "--json"])
+        captured = capsys.readouterr()
+        assert (code, captured.err) == (0, ""), captured
+        return json.loads(captured.out)
+
+    def states():
+        return [each["state"] for each in ckpt("ls", tmp_path / "run")["tiers"][0]["checkpoints"]]
+
+    assert states() == ["missing", "missing"]
+    assert [each["name"] for each in ckpt("upload", tmp_path / "run")["tiers"][0]["checkpoints"]] == [
+        "step-000000002"
+    ]
+    assert states() == ["missing", "committed"]
+    assert [each["state"] for each in ckpt("cp", tmp_path / "run", url)["checkpoints"]] == ["there", "copied"]
+    assert [each["step"] for each in ckpt("ls", url)["checkpoints"]] == [1, 2]
+    assert ckpt("show", f"{url}/step-000000001")["checkpoint"] == f"{url}/step-000000001"
+    assert [each["ok"] for each in ckpt("verify", url, "--all")["checkpoints"]] == [True, True]
+    ckpt("pin", url, 2, "--reason", "paper")
+    ckpt("mark", f"{url}@1", "bad", "--reason", "diverged")
+    ckpt("cp", url, tmp_path / "back")
+    back = Catalog(LocalStorage(tmp_path / "back"))
+    assert [(info.step, info.pinned, info.bad) for info in back.committed()] == [
+        (1, None, "diverged"),
+        (2, "paper", None),
+    ]
+    assert [verify(LocalStorage(tmp_path / "back"), info.name) for info in back.committed()] == [[], []]
+    assert [each["step"] for each in ckpt("prune", url, "--bad")["drop"]] == [1]
+    left = [each["Key"] for each in client.list_objects_v2(Bucket=bucket)["Contents"]]
+    assert {key.split("/")[1] for key in left} == {"step-000000002", "pins.json", "damaged.json"}
