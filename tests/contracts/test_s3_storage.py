@@ -231,6 +231,38 @@ def test_pieces_are_sent_from_where_they_lie_and_a_failed_one_leaves_nothing(buc
     assert not bucket.storage.exists("b")
 
 
+@pytest.mark.parametrize("size", [4, 6 * MIB], ids=["one request", "parts"])
+def test_damage_on_the_way_and_a_conflict_are_tried_again(bucket: _Bucket, size: int) -> None:
+    begun = len(bucket.control.log())
+    bucket.control.set(
+        ServiceFault(action="error", method="PUT", target="*/run/a*", code="BadDigest", count=1)
+    )
+    bucket.storage.write_bytes("a", bytes(size))
+    assert bucket.storage.size("a") == size
+    bucket.control.set(
+        ServiceFault(
+            action="error", method="PUT", target="*/run/b", code="ConditionalRequestConflict", count=1
+        )
+    )
+    bucket.storage.write_bytes("b", b"1")
+    assert bucket.storage.read_bytes("b") == b"1"
+    assert sum(bool(request.faults) for request in bucket.control.log(begun)) == 2
+
+
+def test_a_service_without_checksums_is_named_once_and_may_be_told_so(
+    bucket: _Bucket, s3_endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in "ab":
+        bucket.storage.write_pieces(name, [memoryview(bytes(6 * MIB))])
+    (told,) = (record for record in caplog.records if "'checksums': False" in record.getMessage())
+    assert told.levelname == "WARNING"
+    caplog.clear()
+    without = _storage(f"s3://{bucket.name}/run", s3_endpoint, checksums=False)
+    without.write_pieces("c", [memoryview(bytes(6 * MIB))])
+    assert without.size("c") == 6 * MIB
+    assert not caplog.records
+
+
 def test_an_answer_that_ends_early_is_asked_for_again_from_there(bucket: _Bucket) -> None:
     content = random.Random(3).randbytes(3 * MIB)
     bucket.storage.write_bytes("a", content)
@@ -249,6 +281,15 @@ def test_options_without_a_translation_are_refused_by_name(s3_endpoint: str) -> 
         ObjectStorage("s3://bucket/run", config_kwargs={"no_such_thing": 1}, secret="hidden-away")
     with pytest.raises(ConfigError, match=r"client='obstore': for s3:// it is 'botocore' or 'fsspec'"):
         ObjectStorage("s3://bucket/run", client="obstore")
+    with pytest.raises(ConfigError, match=r"s3_additional_kwargs ChecksumAlgorithm; leave"):
+        ObjectStorage("s3://bucket/run", s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
+    with pytest.raises(ConfigError, match=r"config_kwargs s3 payload_signing_enabled; leave"):
+        ObjectStorage("s3://bucket/run", config_kwargs={"s3": {"payload_signing_enabled": True}})
+    misspelt = _storage(
+        "s3://bucket/run", s3_endpoint, s3_additional_kwargs={"ServerSideEncrypton": "AES256"}
+    )
+    with pytest.raises(ConfigError, match="s3_additional_kwargs ServerSideEncrypton"):
+        misspelt.check_root()
     ObjectStorage("s3://bucket/run", version_aware=True, client="fsspec")
 
 

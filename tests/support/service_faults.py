@@ -38,6 +38,8 @@ _LISTING = re.compile(r"/storage/v1/b/[^/]+/o(\?.*)?|.*[?&](list-type=2|comp=lis
 REFUSALS: Final = {
     "s3": {
         "AccessDenied": (403, "AccessDenied"),
+        "BadDigest": (400, "BadDigest"),
+        "ConditionalRequestConflict": (409, "ConditionalRequestConflict"),
         "ExpiredToken": (400, "ExpiredToken"),
         "InternalError": (500, "InternalError"),
         "ServiceUnavailable": (503, "ServiceUnavailable"),

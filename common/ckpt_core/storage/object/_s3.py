@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any, Final, final
 
-from ckpt_core.disclosure import Redaction, public_url
+from ckpt_core.disclosure import Redaction, logger_of, public_url
 from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, Parts, mark
 from ckpt_core.storage.object._s3_options import S3Settings
@@ -24,6 +24,15 @@ _METADATA: Final = "ckpt-upload"
 _SLICE_BYTES: Final = 2**20
 _READ_TRIES: Final = 4
 _CLEANING_SHARE: Final = 0.25
+# Answers after which botocore makes no further try: damage on the way, and two creations at the same moment.
+_AGAIN: Final = {
+    ("put_object", "BadDigest"),
+    ("put_object", "ConditionalRequestConflict"),
+    ("upload_part", "BadDigest"),
+}
+_TRIES_AGAIN: Final = 3
+
+_logger = logger_of(__name__)
 # It holds the token of its upload, which no listing of uploads shows, and is never a part of an object.
 _TOKEN_PART: Final = MOST_PARTS + 1
 
@@ -62,6 +71,7 @@ class S3Client(PartClient):
         self._settings = settings
         self._seconds = request_seconds
         self._guard = threading.Lock()
+        self._warned = False
         self._made: Any = None
         self._deadline = threading.local()
 
@@ -133,9 +143,8 @@ class S3Client(PartClient):
                 parts = S3Parts(self, path, upload, self._condition)
                 if path == upload["Key"] and parts.has_token(token):
                     return parts
-        upload = self.call(
-            "create_multipart_upload", Key=path, ChecksumAlgorithm="CRC32", **self._marked(token)
-        )
+        algorithm = {"ChecksumAlgorithm": "CRC32"} if self._settings.checksums else {}
+        upload = self.call("create_multipart_upload", Key=path, **algorithm, **self._marked(token))
         parts = S3Parts(self, path, upload, self._condition)
         if again:
             parts.put_token(token)
@@ -160,9 +169,23 @@ class S3Client(PartClient):
         with translated_errors(self.url, self.redaction), self._limit(_CLEANING_SHARE if cleaning else 1):
             return self._ask(operation, **arguments)
 
+    def checksum(self, mark: str) -> dict[str, str]:
+        """Return the argument by which the service checks content, if it is to do so."""
+        return {"ChecksumCRC32": _header(mark)} if self._settings.checksums else {}
+
+    def note_unchecked(self, answer: Mapping[str, Any]) -> None:
+        """Warn once if the answer to a part does not confirm its checksum."""
+        if self._settings.checksums and not self._warned and "ChecksumCRC32" not in answer:
+            self._warned = True
+            _logger.warning(
+                "%s: the object store does not confirm checksums (x-amz-checksum-crc32), so damage on the "
+                "way is found when a checkpoint is read, and uploads that were cut off begin anew; "
+                "storage_options={'checksums': False} sends none",
+                self.url,
+            )
+
     def _put(self, path: str, content: Sequence[memoryview], **more: Any) -> None:
-        checksum = _header(mark(content))
-        self.call("put_object", Key=path, Body=_Body(content), ChecksumCRC32=checksum, **more)
+        self.call("put_object", Key=path, Body=_Body(content), **self.checksum(mark(content)), **more)
 
     def _marked(self, token: str) -> dict[str, Any]:
         known = self._settings.additional.get("Metadata", {})
@@ -182,10 +205,18 @@ class S3Client(PartClient):
             yield from names.paginate(**arguments)
 
     def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        from botocore.exceptions import ClientError
+
         client = self._client()
         arguments = self._settings.known(client, operation, {"Bucket": self.bucket, **arguments})
-        answer: dict[str, Any] = getattr(client, operation)(**arguments)
-        return answer
+        act: Callable[..., dict[str, Any]] = getattr(client, operation)
+        for _ in range(_TRIES_AGAIN - 1):
+            try:
+                return act(**arguments)
+            except ClientError as error:
+                if (operation, error.response.get("Error", {}).get("Code")) not in _AGAIN:
+                    raise
+        return act(**arguments)
 
     def _receive(self, body: Any, buffers: Sequence[memoryview]) -> int:
         """Read from an answer; return how many bytes came before it ended."""
@@ -256,7 +287,7 @@ class S3Parts:
         self._client = client
         self._condition = condition
         self._place: dict[str, Any] = {"Key": path, "UploadId": str(upload["UploadId"])}
-        self._tags: dict[str, str] = {}
+        self._arrived: dict[str, dict[str, str]] = {}
         self._complete = False
 
     def name_of(self, number: int, mark: str) -> str:
@@ -265,9 +296,9 @@ class S3Parts:
 
     def there(self) -> frozenset[str]:
         """Return the names of the parts that have arrived."""
-        if not self._tags:
+        if not self._arrived:
             self._list()
-        return frozenset(self._tags)
+        return frozenset(self._arrived)
 
     def has_token(self, token: str) -> bool:
         """Return whether the upload was begun with that token, or is certainly gone."""
@@ -283,25 +314,14 @@ class S3Parts:
     def send(self, name: str, content: Sequence[memoryview]) -> None:
         """Send one part, from where it lies in memory."""
         number, _, checksum = name.partition("-")
-        answer = self._client.call(
-            "upload_part",
-            PartNumber=int(number),
-            Body=_Body(content),
-            ChecksumCRC32=_header(checksum),
-            **self._place,
-        )
-        self._tags[name] = str(answer["ETag"])
+        sent = {"PartNumber": int(number), "Body": _Body(content), **self._client.checksum(checksum)}
+        answer = self._client.call("upload_part", **sent, **self._place)
+        self._client.note_unchecked(answer)
+        self._arrived[name] = _known(answer)
 
     def complete(self, names: Sequence[str]) -> None:
         """Make the object."""
-        parts = [
-            {
-                "PartNumber": int(name.partition("-")[0]),
-                "ETag": self._tags[name],
-                "ChecksumCRC32": _header(name.partition("-")[2]),
-            }
-            for name in names
-        ]
+        parts = [{"PartNumber": int(name.partition("-")[0]), **self._arrived[name]} for name in names]
         self._client.call(
             "complete_multipart_upload", MultipartUpload={"Parts": parts}, **self._place, **self._condition
         )
@@ -320,7 +340,7 @@ class S3Parts:
             for part in page.get("Parts", []):
                 if checksum := part.get("ChecksumCRC32"):
                     name = self.name_of(part["PartNumber"] - 1, _hexadecimal(checksum))
-                    self._tags[name] = str(part["ETag"])
+                    self._arrived[name] = _known(part)
             if not page.get("IsTruncated"):
                 return
             marker = int(page["NextPartNumberMarker"])
@@ -357,6 +377,11 @@ class _Slices:
 
     def seek(self, position: int) -> None:
         """Do nothing, before another try: every iteration begins anew."""
+
+
+def _known(part: Mapping[str, Any]) -> dict[str, str]:
+    """Return by what the service knows a part."""
+    return {name: str(part[name]) for name in ("ETag", "ChecksumCRC32") if part.get(name)}
 
 
 def _header(checksum: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
@@ -26,12 +26,24 @@ _KEYS: Final = {
 }
 _OTHERS: Final = (
     "anon",
+    "checksums",
     "client_kwargs",
     "config_kwargs",
     "max_concurrency",
     "profile",
     "requester_pays",
     "s3_additional_kwargs",
+)
+_OPERATIONS: Final = (
+    "abort_multipart_upload",
+    "complete_multipart_upload",
+    "create_multipart_upload",
+    "delete_object",
+    "get_object",
+    "head_object",
+    "list_objects_v2",
+    "put_object",
+    "upload_part",
 )
 # What only the caches and files of fsspec need.
 _WITHOUT_EFFECT: Final = (
@@ -72,6 +84,7 @@ class S3Settings:
         config: its configuration.
         additional: arguments of every request that takes them.
         connections: how many parts of one object are on their way at the same time.
+        checksums: whether the service is to check what it gets.
     """
 
     session: Mapping[str, Any]
@@ -79,6 +92,7 @@ class S3Settings:
     config: Config
     additional: Mapping[str, Any]
     connections: int
+    checksums: bool
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any], seconds: float, redaction: Redaction) -> Self:
@@ -95,6 +109,7 @@ class S3Settings:
         given = {_KEYS[name]: value for name, value in options.items() if name in _KEYS and value is not None}
         connections = int(options.get("max_concurrency") or CONNECTIONS)
         user = dict(options.get("config_kwargs") or {})
+        _refuse_other_checksums(url, options)
         config = {
             "max_pool_connections": 4 * connections,
             "request_checksum_calculation": "when_required",
@@ -102,7 +117,7 @@ class S3Settings:
             **time_limits(seconds),
             **user,
             # The checksum is signed instead of a second one of the content.
-            "s3": {"payload_signing_enabled": False, **user.get("s3", {})},
+            "s3": {**(user.get("s3") or {}), "payload_signing_enabled": False},
         }
         if options.get("anon"):
             config["signature_version"] = UNSIGNED
@@ -117,6 +132,7 @@ class S3Settings:
             config=made,
             additional={**payer, **(options.get("s3_additional_kwargs") or {})},
             connections=connections,
+            checksums=bool(options.get("checksums", True)),
         )
 
     def connect(self, url: str, redaction: Redaction) -> Any:
@@ -129,14 +145,32 @@ class S3Settings:
 
         try:
             session: Any = Session(**self.session)  # type: ignore[no-untyped-call]
-            return session.create_client("s3", config=self.config, **self.client)
+            client = session.create_client("s3", config=self.config, **self.client)
         except (ValueError, TypeError) as error:
             raise refused(url, "botocore", self.client, error=error, redaction=redaction) from None
+        taken = {name for operation in _OPERATIONS for name in _members(client, operation)}
+        known = [f"s3_additional_kwargs {name}" for name in taken]
+        refuse_others(url, {f"s3_additional_kwargs {name}": 0 for name in self.additional}, known, "botocore")
+        return client
 
     def known(self, client: Any, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Add the additional arguments that an operation takes."""
-        name = client.meta.method_to_api_mapping[operation]
-        shape = client.meta.service_model.operation_model(name).input_shape
-        members = () if shape is None else shape.members
+        members = _members(client, operation)
         more = {name: value for name, value in self.additional.items() if name in members}
         return {**more, **arguments}
+
+
+def _members(client: Any, operation: str) -> Collection[str]:
+    """Return the names of the arguments of an operation."""
+    name = client.meta.method_to_api_mapping[operation]
+    members: Collection[str] = client.meta.service_model.operation_model(name).input_shape.members
+    return members
+
+
+def _refuse_other_checksums(url: str, options: Mapping[str, Any]) -> None:
+    """Refuse what another checksum, or a signature of content, would need: content is read by nobody else."""
+    additional = options.get("s3_additional_kwargs") or {}
+    others = [f"s3_additional_kwargs {name}" for name in additional if name.startswith("Checksum")]
+    if ((options.get("config_kwargs") or {}).get("s3") or {}).get("payload_signing_enabled"):
+        others.append("config_kwargs s3 payload_signing_enabled")
+    refuse_others(url, dict.fromkeys(others), (), "botocore")

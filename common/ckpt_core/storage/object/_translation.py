@@ -192,7 +192,10 @@ def _of_answer(error: OSError, answer: Exception, text: str, url: str) -> OSErro
     if isinstance(error, PermissionError):
         return _denied(text, url)
     if code in {"NotImplemented", "501"}:
-        advice = "if it does not know conditional writes: storage_options={'conditional_writes': False}"
+        advice = (
+            "if it does not know conditional writes: storage_options={'conditional_writes': False}; if it "
+            "does not know x-amz-checksum-crc32: {'checksums': False}"
+        )
         return OSError(errno.ENOSYS, f"the object store cannot do that ({text}); {advice}", url)
     return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
 
