@@ -79,6 +79,7 @@ class Loading:
         """Load the newest checkpoint that verifies; log and return False if there is none."""
         manager = self._roots.only()
         self._refuse_to_unpickle(arguments)
+        manager.fetcher.fetch()
         state = self._state(manager)
         if arguments.get("strict", True) is True:
             found = manager.resume(state, override=self._roots.override.values) is not None
@@ -114,6 +115,7 @@ class Loading:
         """
         manager = self._roots.managers.at(place.root)
         self._refuse_to_unpickle(arguments)
+        manager.fetcher.fetch(name=place.name)
         where = f"{manager.storage.url}/{place.name}"
         kind, problem = self._roots.managers.coordinator.run_on_coordinator(
             lambda: _looked_at(manager.storage, place.name)

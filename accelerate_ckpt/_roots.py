@@ -11,13 +11,15 @@ from typing import final
 from accelerate import Accelerator
 
 from accelerate_ckpt._settings import Settings
-from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepLatest
+from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepLatest, LoadError
 from ckpt_core.commit import file_as_root
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 
+_logger = logger_of(__name__)
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
 _NO_ROOT = (
     "give save_state() an output_dir, or enable() a root, or ProjectConfiguration a project_dir with "
@@ -103,7 +105,7 @@ class Roots:
         """Set the next automatic number from storage; stock starts at 0 after a restart."""
         manager = self.automatic()
         if manager is not None:
-            number = self.managers.coordinator.run_on_coordinator(lambda: _next_number(manager.storage))
+            number = self.managers.coordinator.run_on_coordinator(lambda: _next_number(manager))
             self._accelerator.project_configuration.iteration = number
 
     @property
@@ -176,18 +178,24 @@ class Roots:
         return replace(self._options, upload=None)
 
 
-def _next_number(storage: Storage) -> int:
-    """Return one more than the highest number in use.
+def _next_number(manager: CheckpointManager) -> int:
+    """Return one more than the highest number in use, in any tier that can be listed.
 
     Raises:
         ConfigError: the root is a file, or below one.
     """
+    storage = manager.storage
     try:
-        entries = storage.list("")
+        names = [entry.name for entry in storage.list("")]
     except NotADirectoryError:
         raise file_as_root(storage.url) from None
-    names = [_AUTOMATIC.fullmatch(entry.name) for entry in entries]
-    return max((int(match[1]) + 1 for match in names if match is not None), default=0)
+    if manager.options.uploads:
+        try:
+            names += [info.name for info in manager.checkpoints(abandoned=True)]
+        except LoadError as error:
+            _logger.warning("the next automatic number is that of %s alone: %s", storage.url, error)
+    found = map(_AUTOMATIC.fullmatch, names)
+    return max((int(match[1]) + 1 for match in found if match is not None), default=0)
 
 
 def newest_stock(storage: Storage) -> str | None:

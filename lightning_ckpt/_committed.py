@@ -17,6 +17,7 @@ import torch
 from ckpt_core.commit import Catalog
 from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.saving import SaveHandle
+from ckpt_core.tiers import RunCatalog, open_tiers
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._options import Settings
 
@@ -24,19 +25,25 @@ _UPLOADS_DIRECTORIES: Final = "NeptuneLogger"
 _logger = logger_of(__name__)
 
 
-def committed_of(settings: Settings) -> Sequence[CheckpointInfo]:
-    """Return the committed checkpoints of the run's own root, oldest first."""
+def committed_of(settings: Settings, *, further: bool = False) -> Sequence[CheckpointInfo]:
+    """Return the committed checkpoints of the run's own root, oldest first.
+
+    With `further`, those of its further tiers, too: where one is chosen, not while a training runs.
+    """
     if settings.root is None:
         return []
-    return Catalog(settings.storage_at(settings.root)).committed()
+    storage = settings.storage_at(settings.root)
+    if not further:
+        return Catalog(storage).committed()
+    return RunCatalog(open_tiers(storage, settings.options)).committed()
 
 
-def best_of(settings: Settings) -> CheckpointInfo | None:
+def best_of(settings: Settings, *, further: bool = False) -> CheckpointInfo | None:
     """Return the best committed checkpoint; of equals the newer, as in retention."""
     policy = settings.best
     if policy is None:
         return None
-    committed = committed_of(settings)
+    committed = committed_of(settings, further=further)
     steps = policy.keep(committed, 0.0)
     sign = 1 if policy.mode == "min" else -1
     # Of one step there may be several, of which some were saved before the metric was measured.
@@ -44,9 +51,9 @@ def best_of(settings: Settings) -> CheckpointInfo | None:
     return min(ranked, key=lambda info: (sign * info.metrics[policy.metric], -info.step), default=None)
 
 
-def path_of_best(settings: Settings) -> str:
+def path_of_best(settings: Settings, *, further: bool = False) -> str:
     """Return the path of the best committed checkpoint, or ""."""
-    best = best_of(settings)
+    best = best_of(settings, further=further)
     return "" if best is None else f"{settings.root}/{best.name}"
 
 

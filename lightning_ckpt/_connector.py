@@ -81,9 +81,9 @@ def _is_requeued(settings: Settings, trainer: Any) -> bool:
     _begun.add(root)
     if requeue_signal(trainer) is None:
         return False
-    committed = committed_of(settings)
+    committed = committed_of(settings, further=True)
     if not committed or not continues(
-        Catalog(settings.storage_at(root)).manifest(committed[-1].name).annotations
+        Catalog(settings.readable_at(root)).manifest(committed[-1].name).annotations
     ):
         return False
     _logger.warning("requeued by SLURM: this fit continues from the newest checkpoint of %s", root)
@@ -104,13 +104,13 @@ def _others(trainer: Any) -> list[Any]:
 
 def _find(ckpt_path: Any, settings: Settings, trainer: Any) -> str | None:
     """Return the path that a word stands for, if any; for the newest it is the root."""
-    if ckpt_path == "last" and committed_of(settings):
+    if ckpt_path == "last" and committed_of(settings, further=True):
         return settings.root
     if ckpt_path == "best":
         # Lightning asks the first callback only, which may be ours although it ranks nothing.
         theirs = () if settings.best is not None else _others(trainer)
         known = (getattr(each, "best_model_path", "") for each in theirs)
-        return path_of_best(settings) or next(filter(None, known), None)
+        return path_of_best(settings, further=True) or next(filter(None, known), None)
     return None
 
 
@@ -123,7 +123,7 @@ def _is_yet_to_be(ckpt_path: Any, settings: Settings, trainer: Any) -> bool:
         return False
     if ckpt_path in {"last", "best"}:
         return not _others(trainer)
-    return root_of(ckpt_path) == settings.root and not committed_of(settings)
+    return root_of(ckpt_path) == settings.root and not committed_of(settings, further=True)
 
 
 def _begin_afresh(ckpt_path: Any, settings: Settings, trainer: Any) -> None:

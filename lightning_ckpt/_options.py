@@ -32,6 +32,7 @@ from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
+from ckpt_core.tiers import read_through
 from ckpt_core.validation import boolean, location, require
 from lightning_ckpt.loops import TokensInBatch, tokens_in_batch
 
@@ -122,6 +123,10 @@ class Settings:
         """Open the storage at a root or path."""
         return open_storage(self.given(root), self.for_root(root, training=False).storage_options)
 
+    def readable_at(self, root: str) -> Storage:
+        """Open a root for reading: the run's own with its further tiers behind it."""
+        return read_through(self.storage_at(root), self.for_root(root, training=False))
+
 
 class Configured:
     """Base of the callback and the plugin: takes our options.
@@ -164,7 +169,7 @@ class Configured:
         verify_manifest: the same, to judge what is about to be loaded, which is refused unless it returns
             True.
         verify: what is compared with checksums before a load changes anything: `read` (what will be used),
-            `full` (everything) or `off`.
+            `full` (everything), `arrival` (as `read`, but from an object store when it arrives) or `off`.
         read_once: whether bytes that several ranks need are read by one of them and sent to the others.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.

@@ -106,7 +106,7 @@ class Session:
 
     def _is_stock(self, path: str) -> bool:
         try:
-            return kind_at(path, self.settings.storage_at) is Kind.STOCK
+            return kind_at(path, self.settings.readable_at) is Kind.STOCK
         except (CheckpointNotFoundError, OSError):
             return False  # loading will raise it, on every rank
 
@@ -154,7 +154,7 @@ class Session:
         """
         text = self._roots.once(lambda: os.fspath(path))
         self._roots.managers.wait()
-        kind = self._roots.once(lambda: kind_at(text, self.settings.storage_at))
+        kind = self._roots.once(lambda: kind_at(text, self.settings.readable_at))
         if kind is Kind.STOCK:
             _refuse_unjudged(text, self.settings)
             if self.pacing is not None and self.settings.override:

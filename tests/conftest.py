@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.frozen import freeze
-from tests.support.emulators import emulator, forget_memory
+from tests.support.emulators import emulator, forget_memory, missing_for
 from tests.support.fork_server import start_fork_server, use_fork_server
 from tests.support.thorough import THOROUGH
 
@@ -125,8 +125,18 @@ def s3_endpoint() -> Generator[str]:
 @pytest.fixture(scope="session")
 def gcs_endpoint() -> Generator[str]:
     """A GCS emulator, for `token="anon"`; tests make their own buckets."""
-    _require("gcp_storage_emulator", "gcsfs")
+    _require("werkzeug", "gcsfs", "obstore")
     with emulator("gcs") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def azure_endpoint() -> Generator[str]:
+    """An emulator of Azure's blob storage, with one account; tests make their own containers."""
+    _require("werkzeug", "adlfs", "obstore")
+    if missing := missing_for("azure"):
+        pytest.skip(missing)
+    with emulator("azure") as endpoint:
         yield endpoint
 
 

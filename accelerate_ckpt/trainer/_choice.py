@@ -22,6 +22,7 @@ from ckpt_core import (
     UntrustedCheckpointError,
 )
 from ckpt_core.commit import Catalog, require_trusted, verify
+from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.groups import local_part
 from ckpt_core.hosting import Kind, kind_of
@@ -43,6 +44,25 @@ class _Stock:
     step: int
     name: str
     written: float
+
+
+def newest_of_tiers(manager: CheckpointManager, coordinator: Coordinator) -> str | None:
+    """Return what `newest_to_resume` does, once further tiers have made it whole.
+
+    Collective. Damage that is found on the way is made good, too.
+    """
+    manager.fetcher.fetch()
+    while True:
+        failure: CorruptCheckpointError | None = None
+        checkpoint: str | None = None
+        try:
+            checkpoint = coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
+        except CorruptCheckpointError as error:
+            failure = error
+        if manager.fetcher.fetch() is None:
+            if failure is not None:
+                raise failure
+            return checkpoint
 
 
 def newest_to_resume(manager: CheckpointManager) -> str | None:

@@ -20,7 +20,7 @@ from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
 from accelerate_ckpt._state import CallArguments
 from accelerate_ckpt.trainer._callbacks import CallbackStates
-from accelerate_ckpt.trainer._choice import newest_to_resume
+from accelerate_ckpt.trainer._choice import newest_of_tiers
 from accelerate_ckpt.trainer._data import Resumed
 from accelerate_ckpt.trainer._rank_files import (
     generators_file,
@@ -101,7 +101,7 @@ class TrainerLoading:
         checkpoint: Any = wanted
         if wanted is True:
             manager = self._session.manager
-            checkpoint = self._session.coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
+            checkpoint = newest_of_tiers(manager, self._session.coordinator)
             if checkpoint is None:
                 _logger.warning(
                     "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0%s",
@@ -112,6 +112,9 @@ class TrainerLoading:
             self._require_change(None)
             yield checkpoint
             return
+        place = CheckpointPath.of(checkpoint)
+        if wanted is not True and place.root == root_of(self._session.manager.storage.url):
+            self._session.manager.fetcher.fetch(name=place.name)
         ours = self._is_ours(checkpoint)
         self._require_change(checkpoint if ours else None)
         self._require_trusted(checkpoint)

@@ -1,4 +1,4 @@
-"""A few threads that share a list of tasks.
+"""A few threads that share a list or a stream of tasks.
 
 Plain threads: an executor accepts no work while the interpreter ends, when a last save and its prune may
 still run. From Python 3.12 on no thread can be started then either: the calling thread does the work itself.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, final
+from queue import Queue
+from typing import Generic, Self, TypeVar, final
 
 Task = TypeVar("Task")
 
@@ -33,6 +34,72 @@ def run_all(
         crew.run()
     if crew.failures:
         raise crew.failures[0]
+
+
+@final
+class Workers(Generic[Task]):
+    """Threads that each do a task while the next one is being prepared.
+
+    Where no thread can be started, the calling thread does the tasks.
+
+    Args:
+        work: called on several threads.
+        threads: how many; as many tasks wait at most.
+        name: of the threads.
+    """
+
+    def __init__(self, work: Callable[[Task], None], threads: int, *, name: str) -> None:
+        self._work = work
+        self._name = name
+        self._tasks: Queue[Task | None] = Queue(maxsize=threads)
+        self._failures: list[BaseException] = []
+        self._count = threads
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Wait until all tasks are done or one has failed; harmless when repeated."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def take(self, task: Task) -> None:
+        """Queue a task; raise the failure of an earlier one."""
+        self.raise_first()
+        if len(self._threads) < self._count:
+            self._start()
+        if self._threads:
+            self._tasks.put(task)
+        else:
+            self._work(task)
+
+    def raise_first(self) -> None:
+        """Raise the first failure, if there is one."""
+        if self._failures:
+            raise self._failures[0]
+
+    def _start(self) -> None:
+        # Daemons: a task that hangs must not keep the process from ending.
+        name = f"{self._name}-{len(self._threads)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._count = len(self._threads)
+        else:
+            self._threads.append(thread)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if not self._failures:
+                    self._work(task)
+            except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
+                self._failures.append(error)
 
 
 @final

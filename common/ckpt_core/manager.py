@@ -14,7 +14,7 @@ from ckpt_core.collective import agreed_place, agreed_step, agreed_values, check
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
 from ckpt_core.groups import open_root
-from ckpt_core.loading import Loader, LoadRequest, Repairer, Selection, narrowed
+from ckpt_core.loading import Fetcher, Loader, LoadRequest, Repairer, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
@@ -95,6 +95,7 @@ class CheckpointManager:
         self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
         self._loader = Loader(job, tiers=tiers, verify_manifest=self.options.manifest_verifier)
         self._repairer = Repairer(job, tiers[0], self.options, ownership=self._root, pruner=self._pruner)
+        self.fetcher = Fetcher(job, tiers, self.options, self._root)
         self._in_force = Override()
         self._closed = False
 
@@ -240,9 +241,6 @@ class CheckpointManager:
         if loaded is None:
             request.override.require_origin(self.storage.url)
             return None
-        every_byte = self.storage.rereads_from_memory or self.options.verification == "full"
-        if loaded.wrongly_marked and every_byte:
-            self._root.note_sound(loaded.info.name)
         self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
         self._repairer.begin(loaded)
@@ -301,14 +299,7 @@ class CheckpointManager:
         self._rewind()
         source, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower, Override.of(override))
-        info: CheckpointInfo | None
-        if step is None and name is None:
-            loaded = self._loader.newest(request, source)
-            if loaded is None:
-                raise self._loader.not_found_error()
-            saved, info = loaded.saved, loaded.info
-        else:
-            saved, info = self._loader.one(request, source, step=step, name=name)
+        saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved

@@ -244,7 +244,7 @@ class FabricCheckpoints:
         text = self._once(lambda: os.fspath(path))
         self._managers.wait()
         if text != LAST:
-            kind = self._once(lambda: kind_at(text, self._settings.storage_at))
+            kind = self._once(lambda: kind_at(text, self._settings.readable_at))
             if kind is Kind.STOCK:
                 return self._load_stock(text, self._stock.load, state, strict, weights_only=weights_only)
             return self._load(path_of(text, kind), state, strict=strict)
@@ -272,7 +272,7 @@ class FabricCheckpoints:
         """
         text = self._once(lambda: os.fspath(path))
         self._managers.wait()
-        kind = self._once(lambda: kind_at(text, self._settings.storage_at))
+        kind = self._once(lambda: kind_at(text, self._settings.readable_at))
         if kind is Kind.STOCK:
             self._load_stock(text, self._stock.load_raw, obj, strict, weights_only=weights_only)
         elif not isinstance(obj, torch.nn.Module):

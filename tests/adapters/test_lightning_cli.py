@@ -46,6 +46,7 @@ def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
         "--trainer.callbacks.staging_memory=64 MiB",
         "--trainer.callbacks.write_bandwidth=500 MB/s",
         "--trainer.callbacks.headroom=2 %",
+        '--trainer.callbacks.upload={"to": "runs/tier", "every": 2, "keep": {"latest": 3}}',
     ]
     plain = yaml.safe_load(EXAMPLE.read_text())
     del plain["trainer"]["callbacks"]
@@ -61,6 +62,7 @@ def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
     assert options.write_bytes_per_second == 500_000_000
     assert options.free_headroom.share == 0.02
     assert committed(tmp_path / "runs" / "added") == ["step-000000005", "step-000000010"]
+    assert committed(tmp_path / "runs" / "tier") == ["step-000000005", "step-000000010"]
     assert cli.trainer.global_step == 12
 
 

@@ -1,51 +1,28 @@
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
-import uuid
-from urllib.parse import quote, urlsplit
-
 import pytest
 
 from ckpt_core.storage import ObjectStorage, Storage
 from ckpt_core.testing import StorageTests
+from tests.support.clouds import Cloud
 
 pytestmark = pytest.mark.emulator
 
 MIB = 2**20
 
 
+@pytest.mark.parametrize("client", ["obstore", "fsspec"])
 class TestGcsStorage(StorageTests):
     @pytest.fixture
-    def storage(self, gcs_endpoint: str) -> Storage:
-        self.endpoint = gcs_endpoint
-        bucket = f"bucket-{uuid.uuid4().hex}"
-        _post(
-            f"{gcs_endpoint}/storage/v1/b?project=test",
-            json.dumps({"name": bucket}).encode(),
-            "application/json",
-        )
-        return _storage(f"gs://{bucket}/runs/llama", gcs_endpoint)
+    def storage(self, gcs_endpoint: str, client: str) -> Storage:
+        self.cloud = Cloud.fresh("gcs", gcs_endpoint)
+        return self.cloud.storage("runs/llama", client=client, write_block_bytes=MIB // 4)
 
     def raw_read(self, storage: Storage, key: str) -> bytes:
-        bucket, name = _address(storage, key)
-        try:
-            with urllib.request.urlopen(
-                f"{self.endpoint}/storage/v1/b/{bucket}/o/{name}?alt=media"
-            ) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as error:
-            error.close()
-            raise FileNotFoundError(key) from error
+        return self.cloud.read(f"runs/llama/{key}")
 
     def raw_write(self, storage: Storage, key: str, content: bytes) -> None:
-        bucket, name = _address(storage, key)
-        _post(
-            f"{self.endpoint}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}",
-            content,
-            "application/octet-stream",
-        )
+        self.cloud.write(f"runs/llama/{key}", content)
 
     def test_an_upload_of_many_parts_is_whole(self, storage: Storage) -> None:
         content = bytes(range(256)) * 4096 + b"the end"
@@ -53,6 +30,7 @@ class TestGcsStorage(StorageTests):
             for start in range(0, len(content), 100_000):
                 stream.write(content[start : start + 100_000])
         assert self.raw_read(storage, "large") == content
+        assert self.cloud.names() == ["runs/llama/large"]
 
     def test_a_failed_upload_of_many_parts_leaves_nothing(self, storage: Storage) -> None:
         def write_and_fail() -> None:
@@ -62,24 +40,32 @@ class TestGcsStorage(StorageTests):
 
         with pytest.raises(ZeroDivisionError):
             write_and_fail()
-        assert not storage.exists("large")
+        assert self.cloud.names() == []
 
-    def test_a_bucket_that_does_not_exist_is_named(self, gcs_endpoint: str) -> None:
-        storage = _storage("gs://no-such-bucket/runs", gcs_endpoint)
+    def test_a_bucket_that_does_not_exist_is_named(self, gcs_endpoint: str, client: str) -> None:
+        nowhere = Cloud(kind="gcs", endpoint=gcs_endpoint, bucket="no-such-bucket")
         with pytest.raises(FileNotFoundError, match="'no-such-bucket' does not exist"):
-            storage.check_root()
+            nowhere.storage("runs", client=client).check_root()
 
 
-def _storage(url: str, endpoint: str) -> ObjectStorage:
-    return ObjectStorage(url, token="anon", project="test", endpoint_url=endpoint, write_block_bytes=MIB // 4)
+def test_parts_of_uploads_that_never_ended_are_seen_by_nobody_and_are_deleted(gcs_endpoint: str) -> None:
+    cloud = Cloud.fresh("gcs", gcs_endpoint)
+    cloud.write("run/.ckpt-uploads/token/step-000000003/__0_0.distcp/00000-00000000", b"part")
+    storage = cloud.storage("run")
+    assert storage.list("") == []
+    assert storage.abandon_uploads(lambda key: key.startswith("other/")) == []
+    assert storage.abandon_uploads(lambda key: key == "step-000000003/__0_0.distcp") == [
+        "step-000000003/__0_0.distcp"
+    ]
+    assert cloud.names() == []
 
 
-def _address(storage: Storage, key: str) -> tuple[str, str]:
-    url = urlsplit(storage.url)
-    return url.netloc, quote(f"{url.path}/{key}".strip("/"), safe="")
-
-
-def _post(url: str, body: bytes, content_type: str) -> None:
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": content_type})
-    with urllib.request.urlopen(request) as answer:
-        answer.read()
+def test_both_clients_read_what_the_other_wrote(gcs_endpoint: str) -> None:
+    cloud = Cloud.fresh("gcs", gcs_endpoint)
+    ours, general = cloud.storage("run", client="obstore"), cloud.storage("run", client="fsspec")
+    assert isinstance(ours, ObjectStorage)
+    ours.write_bytes("a b/ü%20#", b"by obstore")
+    general.write_bytes("a b/[x]+~", b"by fsspec")
+    assert general.read_bytes("a b/ü%20#") == b"by obstore"
+    assert ours.read_bytes("a b/[x]+~") == b"by fsspec"
+    assert ours.list("a b") == general.list("a b")

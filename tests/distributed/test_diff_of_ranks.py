@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt_core import CheckpointManager
 from ckpt_core.cli import main
@@ -18,6 +18,7 @@ from ckpt_core.comparison._directory_contents import Contents
 from ckpt_core.comparison._slabs import TensorStream, slabs
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import run_ranks
+from tests.unit.dcp.wrappers import Blocks
 
 pytestmark = pytest.mark.distributed
 
@@ -43,6 +44,12 @@ def save_divided(root: str) -> None:
                 for key, tensor in whole(change=1.0 if name == "columns" else 0.0).items()
             }
             checkpoints.save(1, state)
+    made = Blocks.filled(4, 16, 8)
+    sharded = DTensor.from_local(made, mesh, [Shard(0)], run_check=False)
+    for name, value in {"blocks-halves": sharded, "blocks-whole": Blocks.filled(8, 16, 8)}.items():
+        safe = torch.serialization.safe_globals([Blocks])
+        with safe, CheckpointManager(f"{root}/{name}") as checkpoints:
+            checkpoints.save(1, {"blocks": value, "plain": torch.zeros(3)})
 
 
 def test_checkpoints_of_other_ranks_and_layouts_are_compared_by_their_tensors(
@@ -65,6 +72,9 @@ def test_checkpoints_of_other_ranks_and_layouts_are_compared_by_their_tensors(
         assert code == 1
         assert [(each["name"], each["changed"]) for each in found["tensors"]] == [("uneven", 1)]
         assert found["tensors"][0]["max_abs"] == pytest.approx(1.0)
+    code, found = diff("blocks-halves", "blocks-whole")
+    assert (code, found["undecided"], found["tensors"], found["num_tensors"]) == (2, ["blocks"], [], 2)
+    assert diff("blocks-halves", "blocks-halves")[0] == 0
     for layout in ("rows", "columns"):
         read_in_small_slabs(tmp_path / layout, whole(change=1.0 if layout == "columns" else 0.0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,23 @@ def test_a_truncated_or_missing_file_changes_nothing_live(root, verify):
     path.unlink()
     error = fails(root, Run(2), CorruptCheckpointError, verify=verify)
     assert "missing" in str(error)
+
+
+def test_damage_found_on_arrival_fails_the_load_and_says_what_it_has_touched():
+    """A promise given up where asked for; the default finds the same damage before anything changes."""
+    place = f"memory://{uuid.uuid4().hex}/run"
+    with CheckpointManager(place) as checkpoints:
+        checkpoints.save(1, Run(1).state)
+        key = f"{STEP}/__0_0.distcp"
+        content = bytearray(checkpoints.storage.read_bytes(key))
+        content[content.index(b"PK", 200_000) - 5000] ^= 16
+        checkpoints.storage.replace(key, bytes(content))
+    with (
+        CheckpointManager(place, verify="arrival") as checkpoints,
+        pytest.raises(LoadError, match=r"partly overwritten.*differ from those that were saved"),
+    ):
+        checkpoints.load(Run(2).state, step=1)
+    fails(place, Run(2), CorruptCheckpointError, verify="read")
 
 
 def test_a_hole_is_found(root):

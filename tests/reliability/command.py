@@ -34,6 +34,7 @@ PARTS: Final = {
     "ambush": "tests.reliability.disk.ambush",
     "nodes": "tests.reliability.nodes.node_kills",
     "s3": "tests.reliability.objects.kills",
+    "copies": "tests.reliability.copies.copy_kills",
     "faults": "tests.reliability.ranks.storage_faults",
     "ranks": "tests.reliability.ranks.rank_failures",
     "training": "tests.reliability.training.campaigns",

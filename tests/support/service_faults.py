@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from http import HTTPStatus
 from typing import Any, Final, Literal, TypeAlias, final
 from urllib.parse import unquote_plus
 
@@ -28,16 +29,36 @@ Start: TypeAlias = Callable[..., Any]
 Application: TypeAlias = Callable[[dict[str, Any], Start], Iterable[bytes]]
 
 _CONTROL: Final = "/_faults"
-_CREDENTIAL = re.compile(r"Credential=([^/,\s]+)/")
-_LISTED = re.compile(rb"<(Contents|CommonPrefixes)>.*?</\1>", re.DOTALL)
-_NAME = re.compile(rb"<(Key|Prefix)>(.*?)</\1>", re.DOTALL)
-_STATUS = {
-    "AccessDenied": "403 Forbidden",
-    "ExpiredToken": "400 Bad Request",
-    "InternalError": "500 Internal Server Error",
-    "ServiceUnavailable": "503 Service Unavailable",
-    "SlowDown": "503 Slow Down",
+# S3: the access key; GCS: the token; Azure: the account.
+_CREDENTIAL = re.compile(r"(?:Credential=|Bearer |SharedKey )([^/,:\s]+)")
+_LISTED = re.compile(rb"<(Contents|CommonPrefixes|Blob|BlobPrefix)>.*?</\1>", re.DOTALL)
+_NAME = re.compile(rb"<(Key|Prefix|Name)>(.*?)</\1>", re.DOTALL)
+_LISTING = re.compile(r"/storage/v1/b/[^/]+/o(\?.*)?|.*[?&](list-type=2|comp=list)(&.*)?", re.DOTALL)
+
+REFUSALS: Final = {
+    "s3": {
+        "AccessDenied": (403, "AccessDenied"),
+        "ExpiredToken": (400, "ExpiredToken"),
+        "InternalError": (500, "InternalError"),
+        "ServiceUnavailable": (503, "ServiceUnavailable"),
+        "SlowDown": (503, "SlowDown"),
+    },
+    "gcs": {
+        "AccessDenied": (403, "AccessDenied"),
+        "ExpiredToken": (401, "AuthenticationRequired"),
+        "InternalError": (500, "InternalError"),
+        "ServiceUnavailable": (503, "ServiceUnavailable"),
+        "SlowDown": (429, "SlowDown"),
+    },
+    "azure": {
+        "AccessDenied": (403, "AuthorizationPermissionMismatch"),
+        "ExpiredToken": (401, "InvalidAuthenticationInfo"),
+        "InternalError": (500, "InternalError"),
+        "ServiceUnavailable": (503, "ServerBusy"),
+        "SlowDown": (503, "ServerBusy"),
+    },
 }
+"""How each service answers a `ServiceFault` with a code of S3: its status and its own code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +77,7 @@ class ServiceFault:
             of the answer; `hide`, a listing leaves out what matches `hidden`; `stale`, a listing is answered
             as it was before request `as_of`; `kill` and `kill_after`, the processes `pids` get SIGKILL, and
             the request is not done, or is done.
-        code: of the `error`, one of those that S3 knows.
+        code: of the `error`, one of those that S3 knows; see `REFUSALS` for the other services.
         hidden: pattern of the keys that are hidden.
         as_of: request number.
         pids: processes to kill.
@@ -103,10 +124,15 @@ class FaultyService:
 
     Connections can be dropped where the server gives its socket to the application, as werkzeug does.
     Concurrency: as many threads as the server has.
+
+    Args:
+        application: the service.
+        kind: which service it is: `s3`, `gcs` or `azure`.
     """
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: Application, kind: str = "s3") -> None:
         self._application = application
+        self._refusals = REFUSALS[kind]
         self._guard = threading.Lock()
         self._faults: list[ServiceFault] = []
         self._seen: list[int] = []
@@ -123,7 +149,7 @@ class FaultyService:
         for fault in due:
             match fault.action:
                 case "error":
-                    return _respond(_refusal(fault.code, request), start)
+                    return _respond(_refusal(*self._refusals[fault.code], request), start)
                 case "hang":
                     released.wait()
                 case "drop" | "kill":
@@ -169,13 +195,13 @@ class FaultyService:
         content = self._application(environ, lambda status, headers, *_error: told.append((status, headers)))
         body = b"".join(content)
         answer = _Answer(status=told[-1][0], headers=told[-1][1], body=body)
-        if _is_listing(request.target):
+        if _is_listing(request):
             with self._guard:
                 self._listings.append((request.number, request.target, answer))
         return answer
 
     def _distorted(self, answer: _Answer, fault: ServiceFault, request: ServiceRequest) -> _Answer:
-        if not _is_listing(request.target):
+        if not _is_listing(request):
             return answer
         if fault.action == "hide":
             return _without(answer, fault.hidden)
@@ -250,12 +276,12 @@ def _target(environ: dict[str, Any]) -> str:
     return f"{environ['PATH_INFO']}?{query}" if query else str(environ["PATH_INFO"])
 
 
-def _is_listing(target: str) -> bool:
-    return "list-type=2" in target
+def _is_listing(request: ServiceRequest) -> bool:
+    return request.method == "GET" and _LISTING.fullmatch(request.target) is not None
 
 
 def _who(environ: dict[str, Any]) -> str:
-    found = _CREDENTIAL.search(environ.get("HTTP_AUTHORIZATION", ""))
+    found = _CREDENTIAL.match(environ.get("HTTP_AUTHORIZATION", "").removeprefix("AWS4-HMAC-SHA256 "))
     return "" if found is None else found[1]
 
 
@@ -269,14 +295,19 @@ def _read_body(environ: dict[str, Any]) -> bytes:
     return body
 
 
-def _refusal(code: str, request: ServiceRequest) -> _Answer:
-    status = _STATUS.get(code, "500 Internal Server Error")
-    content = (
-        '<?xml version="1.0" encoding="UTF-8"?>'
-        f"<Error><Code>{code}</Code><Message>{code} on request {request.number}, on purpose</Message></Error>"
-    ).encode()
-    body = b"" if request.method == "HEAD" else content
-    return _Answer(status=status, headers=[*_headers(body, "application/xml")], body=body)
+def _refusal(status: int, code: str, request: ServiceRequest) -> _Answer:
+    message = f"{code} on request {request.number}, on purpose"
+    if request.target.startswith(("/storage/v1/", "/upload/storage/v1/", "/download/storage/v1/")):
+        kind, text = "application/json", json.dumps({"error": {"code": status, "message": message}})
+    else:
+        kind = "application/xml"
+        text = (
+            '<?xml version="1.0" encoding="UTF-8"?>'
+            f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+        )
+    body = b"" if request.method == "HEAD" else text.encode()
+    headers = [*_headers(body, kind), ("x-ms-error-code", code)]
+    return _Answer(status=f"{status} {HTTPStatus(status).phrase}", headers=headers, body=body)
 
 
 def _headers(body: bytes, kind: str = "application/json") -> list[tuple[str, str]]:
@@ -314,6 +345,12 @@ def _without(answer: _Answer, hidden: str) -> _Answer:
         name = _NAME.search(entry[0])
         return b"" if name is not None and fnmatchcase(name[2].decode(), hidden) else entry[0]
 
-    body = _LISTED.sub(keep, answer.body)
+    if answer.body.startswith(b"{"):
+        page = json.loads(answer.body)
+        page["items"] = [item for item in page.get("items", []) if not fnmatchcase(item["name"], hidden)]
+        page["prefixes"] = [name for name in page.get("prefixes", []) if not fnmatchcase(name, hidden)]
+        body = json.dumps(page).encode()
+    else:
+        body = _LISTED.sub(keep, answer.body)
     others = [(name, value) for name, value in answer.headers if name.lower() != "content-length"]
     return _Answer(status=answer.status, headers=[*others, ("Content-Length", str(len(body)))], body=body)

@@ -15,8 +15,8 @@ import torch
 
 import ckpt_core
 from ckpt_core import CheckpointManager
+from ckpt_core.crew import Workers
 from ckpt_core.saving._in_flight import SaveThread
-from ckpt_core.storage.local import _direct
 
 PACKAGE = Path(ckpt_core.__file__).parent
 MOST = 15
@@ -63,7 +63,7 @@ STATE = {"model": {"weight": torch.arange(1 << 20, dtype=torch.float32)}}
 def test_a_save_is_read_in_fifteen_steps_from_the_call_to_the_write(tmp_path, monkeypatch):
     stacks = Stacks(monkeypatch)
     stacks.watch(SaveThread, "submit")
-    stacks.watch(_direct._Writers, "take")
+    stacks.watch(Workers, "take")
     stacks.watch(os, "pwrite")
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, STATE)

@@ -131,7 +131,8 @@ class Managed:
     def wait(self) -> None:
         self._closed.append(f"waited {self.root}")
 
-    def close(self) -> None:
+    def close(self, *, wait_for_uploads: bool = True) -> None:
+        assert wait_for_uploads
         self._closed.append(self.root)
         if self._failing:
             raise SaveError(f"{self.root} failed")

@@ -1,23 +1,90 @@
-"""Arguments that name a root or a checkpoint, and the options of its storage."""
+"""Arguments that name a root or a checkpoint, and the right to write there."""
 
 from __future__ import annotations
 
 import json
 import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from ckpt_core.commit import Catalog, file_as_root, look_around
-from ckpt_core.errors import CheckpointNotFoundError, ConfigError
+from ckpt_core.commit import (
+    Catalog,
+    Lease,
+    Owner,
+    Survey,
+    file_as_root,
+    look_around,
+    refuse_as_root,
+    remove_drafts,
+)
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
 from ckpt_core.hosting import CheckpointPath, root_of
-from ckpt_core.names import MARKER
+from ckpt_core.names import MARKER, WRITER
 from ckpt_core.options import parse_yaml
-from ckpt_core.storage import Storage, open_storage
+from ckpt_core.storage import Storage, excludes_others, open_storage
 
 OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 """The same variable as of `accelerate_ckpt`."""
+_COMMANDS: Final = frozenset({"ckpt cp", "ckpt prune", "ckpt upload"})
+_LOCAL: Final = ("file://", "local://")
+
+
+@contextmanager
+def claimed(
+    storage: Storage, command: str, *, take_over: bool, ended: Owner | None = None
+) -> Generator[Lease]:
+    """Hold the lease of a root for a command.
+
+    Where storage cannot lock, an owner in `writer.json` may be alive, and to take its root would stop its
+    saves. So only a command that has ended on this host loses its claim without `take_over`.
+
+    Args:
+        storage: the root.
+        command: its name, shown to a job that is refused.
+        take_over: whether the user says that the owner has ended.
+        ended: an owner of another root whose process has certainly ended.
+
+    Raises:
+        RootBusyError: another live job holds the root, or may hold it.
+    """
+    owner = Owner.of(storage)
+    known = is_left_over(owner) or (
+        owner is not None
+        and ended is not None
+        and bool(owner.pid)
+        and (owner.host, owner.pid) == (ended.host, ended.pid)
+    )
+    if owner is not None and not take_over and not known and not _locks(storage):
+        advice = ", or use --dry-run" if command == "ckpt prune" else ""
+        raise RootBusyError(
+            f"{storage.url} belongs to {owner}: if that job has ended, add --take-over; "
+            f"if it is alive, let it {command.removeprefix('ckpt ')}{advice}"
+        )
+    with Lease.acquire(storage, command) as lease:
+        if storage.supports_rename:
+            remove_drafts(storage)
+        yield lease
+
+
+def is_left_over(owner: Owner | None) -> bool:
+    """Return whether it is a command that was killed on this host."""
+    return owner is not None and owner.job in _COMMANDS and owner.has_ended
+
+
+def _locks(storage: Storage) -> bool:
+    """Return whether a live job would hold a lock."""
+    lock = storage.try_lock(WRITER)
+    if lock is None:
+        return True
+    lock.release()
+    return excludes_others(lock)
+
+
+def is_local(place: str) -> bool:
+    """Return whether a place is a path, also one with a scheme."""
+    return "://" not in place or place.startswith(_LOCAL)
 
 
 def open_root(root: str, options: Mapping[str, Any]) -> Storage:
@@ -37,14 +104,50 @@ def open_root(root: str, options: Mapping[str, Any]) -> Storage:
     return storage
 
 
+def find_root(root: str, options: Mapping[str, Any]) -> tuple[Storage, Survey]:
+    """Open a root that holds checkpoints, and list them.
+
+    Raises:
+        CheckpointNotFoundError: it holds none.
+        ConfigError: the place cannot be opened.
+    """
+    storage = open_root(root, options)
+    survey = Catalog(storage).survey()
+    if not survey.everything and not survey.unreadable:
+        raise none_committed(storage)
+    return storage, survey
+
+
+def none_committed(storage: Storage) -> CheckpointNotFoundError:
+    """Return the error for a root without checkpoints, with what is there instead."""
+    return CheckpointNotFoundError(
+        "; ".join(
+            [f"{storage.url}: no checkpoint is committed there", *look_around(storage).advice(storage.url)]
+        )
+    )
+
+
+def open_target(root: str, options: Mapping[str, Any]) -> Storage:
+    """Open the storage of a root to copy to, and prove that it can be written.
+
+    Raises:
+        ConfigError: the place cannot be opened, or is a checkpoint.
+        OSError: it cannot be written.
+    """
+    storage = open_storage(root_of(root), options)
+    storage.check_root()
+    refuse_as_root(storage)
+    return storage
+
+
 def nothing_at(place: str) -> CheckpointNotFoundError:
-    """Return the error for an empty place; only `mark` takes ROOT@STEP."""
+    """Return the error for an empty place; only `mark` and `cp` take ROOT@STEP."""
     root, _, step = place.rpartition("@")
     if not root or not step.isdecimal():
         return CheckpointNotFoundError(f"{place}: there is nothing")
     return CheckpointNotFoundError(
-        f"{place}: there is nothing; ROOT@STEP is for `ckpt mark`, elsewhere name the root and the step by "
-        f"themselves: `ckpt show {root} --step {step}`, `ckpt verify {root} --step {step}`, "
+        f"{place}: there is nothing; ROOT@STEP is for `ckpt mark` and `ckpt cp`, elsewhere name the root and "
+        f"the step by themselves: `ckpt show {root} --step {step}`, `ckpt verify {root} --step {step}`, "
         f"`ckpt pin {root} {step}`"
     )
 
@@ -88,17 +191,16 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
         if latest is not None:
             return root, latest.name
     if checkpoint is None:
-        raise CheckpointNotFoundError(
-            "; ".join([f"{root.url}: no checkpoint is committed there", *look_around(root).advice(root.url)])
-        )
+        raise none_committed(root)
     return checkpoint
 
 
 def place_of(arguments: Namespace) -> str:
-    """Return the root or checkpoint that a command is about, as given; of two, a URL."""
+    """Return the place that a command is about, as given; of several, a URL."""
     given = vars(arguments)
-    if "://" in str(given.get("other")):
-        return str(given["other"])
+    several = [*given.get("sources", ()), given.get("target"), given.get("other")]
+    if found := [str(place) for place in several if "://" in str(place)] or given.get("sources"):
+        return str(found[0])
     return str(next(given[name] for name in ("root", "place", "checkpoint") if name in given))
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # of the commands only this one needs torch, which takes a se
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Compare two checkpoints; 1 if their states differ."""
+    """Compare two checkpoints; 1 if they differ, 2 if something is not compared."""
     from ckpt_core.comparison import compare
 
     a, b = _places(arguments)
@@ -43,6 +43,7 @@ def run(arguments: Namespace) -> Outcome:
             "values": [asdict(each) for each in found.values],
             "num_tensors": found.num_tensors,
             "num_read": found.num_read,
+            "undecided": list(found.undecided),
         },
         parts=[
             f"a: {urls[0]}",
@@ -51,7 +52,7 @@ def run(arguments: Namespace) -> Outcome:
             *_parts(found),
             _summary(found),
         ],
-        exit_code=int(not found.equal),
+        exit_code=2 if found.undecided else int(not found.equal),
     )
 
 
@@ -159,9 +160,15 @@ def _form_text(form: SavedTensor | None) -> str:
 
 
 def _summary(found: Comparison) -> str:
+    if found.undecided:
+        return (
+            f"{_counts(found)} differ; not compared, because they are made of other tensors "
+            f"and divided otherwise: {', '.join(found.undecided)}"
+        )
     if found.equal:
         return f"equal: {found.num_tensors} tensors, {found.num_read} of them read, and all values"
-    return (
-        f"different: {len(found.tensors)} of {found.num_tensors} tensors, and {len(found.values)} values; "
-        f"{found.num_read} tensors were read"
-    )
+    return f"different: {_counts(found)}; {found.num_read} tensors were read"
+
+
+def _counts(found: Comparison) -> str:
+    return f"{len(found.tensors)} of {found.num_tensors} tensors, and {len(found.values)} values"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from ckpt_core.cli._arguments import open_root
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
+from ckpt_core.cli._tier_columns import TierColumns, open_with_tiers, tier_columns
 from ckpt_core.commit import Catalog, look_around, replaced
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError, PartialCheckpointError
@@ -17,8 +18,9 @@ from ckpt_core.types import CheckpointInfo
 
 def ls(arguments: Namespace) -> Outcome:
     """List the committed checkpoints of a root, and whatever else is there."""
-    storage = open_root(arguments.root, arguments.storage_options)
+    storage = open_with_tiers(arguments)
     catalog, survey = Catalog(storage), Catalog(storage).survey()
+    tiers, problem = tier_columns(storage, survey, arguments)
     infos, stock_aside = survey.everything, replaced(storage)
     around = look_around(storage, known=[*survey.unreadable, *(info.name for info in infos)])
     if around.is_checkpoint or around.is_stock:
@@ -39,10 +41,13 @@ def ls(arguments: Namespace) -> Outcome:
             "replaced": stock_aside,
             "stock": around.stock,
             "runs": around.runs,
+            **({} if tiers is None else {"tiers": tiers.fields}),
         },
         parts=[
-            *([_info_table(infos)] if infos else []),
+            *_info_table(infos, tiers),
             summary,
+            *([] if tiers is None else tiers.lines),
+            *([f"further tiers are not known: {problem}"] if problem else []),
             *(f"marked as damaged: {i.name}: {i.damaged}" for i in infos if i.damaged is not None),
             *(f"marked as bad: {i.name}: {i.bad}" for i in infos if i.bad is not None),
             *(f"abandoned: {i.name}" for i in infos if i.abandoned),
@@ -85,9 +90,15 @@ def unpin(arguments: Namespace) -> Outcome:
     )
 
 
-def _info_table(infos: Iterable[CheckpointInfo]) -> Table:
-    return Table(
-        columns=("STEP", "NAME", "COMMITTED (UTC)", "SIZE", "RANKS", "METRICS", "PINNED"),
+def _info_table(infos: Sequence[CheckpointInfo], tiers: TierColumns | None) -> list[Table]:
+    """Return the table of checkpoints; none without any."""
+    shown = infos if tiers is None else tiers.united.infos
+    columns = [] if tiers is None else tiers.columns
+    table = Table(
+        columns=(
+            *("STEP", "NAME", "COMMITTED (UTC)", "SIZE", "RANKS", "METRICS", "PINNED"),
+            *(column.label for column in columns),
+        ),
         rows=[
             (
                 str(info.step),
@@ -97,7 +108,9 @@ def _info_table(infos: Iterable[CheckpointInfo]) -> Table:
                 str(info.world_size),
                 metrics_text(info.metrics),
                 info.pinned or "",
+                *(column.state(info) for column in columns),
             )
-            for info in infos
+            for info in shown
         ],
     )
+    return [table] if shown else []

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _diff, _inspect, _mark, _prune, _show, _verify
+from ckpt_core.cli import _cp, _diff, _inspect, _mark, _missing, _prune, _show, _verify
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, place_of, storage_options
 from ckpt_core.cli._outcome import Outcome, show
 from ckpt_core.disclosure import printable
@@ -93,13 +93,15 @@ def _exit_code(error: Exception) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ckpt",
-        description="Look at, compare, verify, pin and prune checkpoints.",
+        description="Look at, compare, verify, copy, pin and prune checkpoints.",
         epilog=_EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"ckpt-suite {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = _shared_options()
-    for add in (_add_ls, _add_show, _add_diff, _add_verify, _add_prune, _add_pin, _add_unpin, _add_mark):
+    for add in (_add_ls, _add_show, _add_diff, _add_verify, _add_cp, _add_upload):
+        add(commands, shared)
+    for add in (_add_prune, _add_pin, _add_unpin, _add_mark):
         add(commands, shared)
     return parser
 
@@ -209,6 +211,63 @@ def _add_verify(commands: _Commands, shared: argparse.ArgumentParser) -> None:
         help="fail unless this is the SHA-256 of its manifest, which `show` prints",
     )
     command.set_defaults(command=_verify.run)
+
+
+def _add_cp(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "cp",
+        parents=[shared],
+        help="copy checkpoints or a run to another root",
+        description="Copies checkpoints as they are, between any two places, and compares every byte with "
+        "their manifests before it commits them. After an interruption the same command continues: what is "
+        "there is not sent again. Files that a manifest does not list are not copied.",
+    )
+    command.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SRC",
+        help="ROOT@STEP, a CHECKPOINT, or a ROOT: all committed ones of its present lineage",
+    )
+    command.add_argument("target", metavar="DST", help="path or URL of the root to copy to")
+    command.add_argument("--all", action="store_true", help="of a root also the abandoned checkpoints")
+    command.add_argument(
+        "--to-storage-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the filesystem behind DST, if others than for SRC are needed; may be repeated",
+    )
+    command.add_argument(
+        "--mixed", action="store_true", help="copy into a root that holds another run; nothing resumes there"
+    )
+    _add_copy_options(command)
+    command.set_defaults(command=_cp.run)
+
+
+def _add_upload(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "upload",
+        parents=[shared],
+        help="upload what a job that ended has left in its local root",
+        description="Uploads to the tiers that the root's tiers.json names: what was due and is not there, "
+        "and the newest. Verified and resumable as `cp`. A live job uploads by itself.",
+    )
+    command.add_argument("root", metavar="ROOT", help="path of a run")
+    command.add_argument("--to", metavar="URL", help="only to this place, which tiers.json need not name")
+    command.add_argument("--all", action="store_true", help="everything of the present lineage")
+    _add_copy_options(command)
+    command.set_defaults(command=_missing.run)
+
+
+def _add_copy_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--bandwidth", metavar="RATE", help='the most bytes per second to send, such as "100 MB/s"'
+    )
+    command.add_argument(
+        "--take-over",
+        action="store_true",
+        help="copy although writer.json names a job there, where no lock shows whether it is alive",
+    )
 
 
 def _add_prune(commands: _Commands, shared: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a long command, on a terminal only: bytes, and bytes per second."""
+"""Progress of a long command: bytes, bytes per second, and the time left."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Final, Self, final
 from ckpt_core.options import bytes_text
 
 _EVERY_SECONDS: Final = 0.2
+_PLAIN_EVERY_SECONDS: Final = 10.0
 _CLEAR: Final = "\r\x1b[K"
 
 
@@ -23,12 +24,15 @@ class ProgressLine:
     Args:
         what: what is being done.
         total_bytes: how much there is to do; 0 if that is not known.
+        plain: whether to write a line now and then where standard error is no terminal; else nothing.
     """
 
-    def __init__(self, what: str, total_bytes: int) -> None:
+    def __init__(self, what: str, total_bytes: int, *, plain: bool = False) -> None:
         self._what = what
         self._total_bytes = total_bytes
-        self._shown = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty()
+        self._shown = self._terminal or plain
+        self._every = _EVERY_SECONDS if self._terminal else _PLAIN_EVERY_SECONDS
         self._lock = threading.Lock()
         self._done_bytes = 0
         self._began = self._written = time.monotonic()
@@ -38,10 +42,10 @@ class ProgressLine:
         with self._lock:
             self._done_bytes += size_bytes
             now = time.monotonic()
-            if self._shown and now - self._written >= _EVERY_SECONDS:
+            if self._shown and now - self._written >= self._every:
                 self._written = now
                 of = f" of {bytes_text(self._total_bytes)}" if self._total_bytes else ""
-                self._write(f"{bytes_text(self._done_bytes)}{of}")
+                self._write(f"{bytes_text(self._done_bytes)}{of}", left=True)
 
     def __enter__(self) -> Self:
         return self
@@ -49,7 +53,7 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._shown:
+        if not self._terminal:
             return
         if kind is None:
             self._write(bytes_text(self._done_bytes))
@@ -57,8 +61,18 @@ class ProgressLine:
         else:
             sys.stderr.write(_CLEAR)
 
-    def _write(self, done: str) -> None:
+    def _write(self, done: str, *, left: bool = False) -> None:
         seconds = max(time.monotonic() - self._began, 1e-9)
-        rate = self._done_bytes / seconds / 1e9
-        sys.stderr.write(f"{_CLEAR}{self._what}: {done}, {rate:.2f} GB/s")
+        rate = self._done_bytes / seconds
+        text = f"{self._what}: {done}, {rate / 1e9:.2f} GB/s"
+        if left and rate and self._total_bytes > self._done_bytes:
+            text += f", {_duration((self._total_bytes - self._done_bytes) / rate)} left"
+        sys.stderr.write(f"{_CLEAR}{text}" if self._terminal else f"ckpt: {text}\n")
         sys.stderr.flush()
+
+
+def _duration(seconds: float) -> str:
+    """Format a time for people: `1:05` for minutes, `2:01:05` for hours."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

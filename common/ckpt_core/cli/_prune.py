@@ -9,11 +9,10 @@ from dataclasses import asdict
 from functools import reduce
 from operator import or_
 
-from ckpt_core.cli._arguments import open_root
+from ckpt_core.cli._arguments import claimed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
-from ckpt_core.commit import Catalog, Inventory, Lease, Owner, Soundness, collect_orphans, remove
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, RootBusyError
-from ckpt_core.names import WRITER
+from ckpt_core.commit import Catalog, Inventory, Lease, Soundness, collect_orphans, remove
+from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.options import bytes_text
 from ckpt_core.retention import (
     KeepBest,
@@ -25,7 +24,7 @@ from ckpt_core.retention import (
     plan_prune,
     withheld,
 )
-from ckpt_core.storage import Storage, excludes_others
+from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
 
@@ -40,8 +39,7 @@ def run(arguments: Namespace) -> Outcome:
     if arguments.dry_run:
         torn = [] if policy is None else Catalog(storage).torn()
         return _outcome(storage, choose(Inventory(storage).history()), torn, dry_run=True)
-    _refuse_to_take_over(storage, allowed=arguments.take_over)
-    with Lease.acquire(storage, "ckpt prune") as lease:
+    with claimed(storage, "ckpt prune", take_over=arguments.take_over) as lease:
         plan = _applied(storage, choose, lease)
         orphans = [] if policy is None else collect_orphans(storage, keep=())
     return _outcome(storage, plan, orphans, dry_run=False)
@@ -99,25 +97,6 @@ def _plan_kinds(storage: Storage, history: Sequence[CheckpointInfo], arguments: 
         bad=tuple(info for info in rest if info.bad is not None and info.damaged is None),
         abandoned=tuple(info for info in rest if info.abandoned and info.usable),
     )
-
-
-def _refuse_to_take_over(storage: Storage, *, allowed: bool) -> None:
-    # Without locks it is unknown whether the job in writer.json is alive; taking over would stop its saves.
-    owner = Owner.of(storage)
-    if owner is not None and not allowed and not _locks(storage):
-        raise RootBusyError(
-            f"{storage.url} belongs to {owner}: if that job has ended, add --take-over; "
-            "if it is alive, let it prune, or use --dry-run"
-        )
-
-
-def _locks(storage: Storage) -> bool:
-    """Return whether a live job would hold a lock."""
-    lock = storage.try_lock(WRITER)
-    if lock is None:
-        return True
-    lock.release()
-    return excludes_others(lock)
 
 
 def _policy(arguments: Namespace) -> RetentionPolicy | None:

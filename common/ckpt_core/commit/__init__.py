@@ -19,7 +19,7 @@ from ckpt_core.commit._protocol import (
     require_free,
     working_name,
 )
-from ckpt_core.commit._prune import collect_orphans, remove
+from ckpt_core.commit._prune import collect_orphans, remove, remove_drafts
 from ckpt_core.commit._signature import MAX_SIGNATURE_BYTES, require_trusted, write_signature
 from ckpt_core.commit._soundness import Inventory, Soundness
 from ckpt_core.commit._stock_dcp import stock_parts, verify_stock
@@ -67,6 +67,7 @@ __all__ = [
     "read_manifest",
     "refuse_as_root",
     "remove",
+    "remove_drafts",
     "replaced",
     "require_free",
     "require_trusted",

@@ -39,6 +39,19 @@ class Owner:
         where = f"host {self.host}, pid {self.pid}, " if self.host else ""
         return f"{self.job} ({where}started {since})"
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process certainly has: it ran on this host, and is not there."""
+        if self.host != socket.gethostname() or self.pid <= 0:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False
+
     @classmethod
     def here(cls, job: str, *, discreet: bool = False) -> Owner:
         """Describe this process, under a fresh id; `discreet` omits host and process."""

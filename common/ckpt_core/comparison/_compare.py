@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import final
 
+import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_core.comparison._directory_contents import Contents, StoredChunk
@@ -21,7 +22,7 @@ from ckpt_core.comparison._slabs import (
 )
 from ckpt_core.comparison._values import MISSING, ValueDifference, value_differences
 from ckpt_core.dcp import ChunkLocation, checked_zip, load_value
-from ckpt_core.errors import IncompatibleCheckpointError, UnsafeCheckpointError
+from ckpt_core.errors import ConfigError, UnsafeCheckpointError
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.formats.zips import payload_offset, read_directory
 from ckpt_core.storage import Storage
@@ -41,17 +42,19 @@ class Comparison:
         values: plain values that differ, and files of a host that hold none.
         num_tensors: tensors in either.
         num_read: tensors that were read, because checksums did not decide.
+        undecided: names of tensors that cannot be compared: made of others, and divided otherwise.
     """
 
     tensors: Sequence[TensorDifference] = field(default_factory=tuple[TensorDifference, ...])
     values: Sequence[ValueDifference] = field(default_factory=tuple[ValueDifference, ...])
+    undecided: Sequence[str] = ()
     num_tensors: int = 0
     num_read: int = 0
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.tensors or self.values)
+        """Whether everything was compared, and nothing differs."""
+        return not (self.tensors or self.values or self.undecided)
 
 
 def compare(
@@ -73,6 +76,7 @@ def compare(
 
     Raises:
         CheckpointError: one of them is missing or damaged.
+        ConfigError: a pattern of `only` names nothing in either.
         OSError: storage failed.
     """
     with closing(Contents(*a)) as one, closing(Contents(*b)) as other:
@@ -95,9 +99,11 @@ class _Comparing:
         self._quick = quick
         self._seen = seen
         self._num_read = 0
+        self._undecided: list[str] = []
 
     def run(self) -> Comparison:
         one, other = self._a.tensors(), self._b.tensors()
+        self._refuse_vain_patterns({**one, **other})
         names = [name for name in {**one, **other} if self._wants(name)]
         tensors = [self._difference_of(name, one.get(name), other.get(name)) for name in names]
         return Comparison(
@@ -105,7 +111,32 @@ class _Comparing:
             values=[each for each in self._values() if self._wants(each.name)],
             num_tensors=len(names),
             num_read=self._num_read,
+            undecided=self._undecided,
         )
+
+    def _refuse_vain_patterns(self, tensors: Collection[str]) -> None:
+        """Refuse patterns that match no name: a typing error would mean equal."""
+        unmatched = {
+            pattern for pattern in self._only if not any(fnmatchcase(name, pattern) for name in tensors)
+        }
+        for name in self._names_of_values() if unmatched else ():
+            unmatched = {pattern for pattern in unmatched if not fnmatchcase(name, pattern)}
+        if unmatched:
+            shown = ", ".join(repr(pattern) for pattern in sorted(unmatched))
+            example = f"such as {min(tensors)!r:.200}" if tensors else "of which neither has any tensor"
+            raise ConfigError(
+                f"--only {shown} names nothing in {self._a.url} or {self._b.url}: "
+                f"give dotted names, {example}"
+            )
+
+    def _names_of_values(self) -> Iterator[str]:
+        for contents in (self._a, self._b):
+            yield from contents.byte_entries()
+            yield from contents.files.host_files()
+            for path in contents.files.item_files():
+                for item, value in contents.files.items(path).items():
+                    for leaf in value_differences(f"{_prefix_of(path)}{item}", value, MISSING):
+                        yield leaf.name
 
     def _wants(self, name: str) -> bool:
         return not self._only or any(fnmatchcase(name, pattern) for pattern in self._only)
@@ -124,37 +155,47 @@ class _Comparing:
             return TensorDifference(name=name, difference="dtype", a=one, b=other)
         chunks = self._a.chunks(name), self._b.chunks(name)
         if any(each.place.wrapped for each in (*chunks[0], *chunks[1])):
-            same = self._equal_archives(name, *chunks)
-            return None if same else TensorDifference(name=name, difference="content", a=one, b=other)
-        equal = equal_by_checksums(*chunks)
-        if equal or (self._quick and equal is False):
-            return None if equal else TensorDifference(name=name, difference="content", a=one, b=other)
-        dtype = a.properties.dtype
-        streams = (
-            TensorStream(self._a, chunks[0], dtype, self._seen),
-            TensorStream(self._b, chunks[1], dtype, self._seen),
-        )
+            equal = self._equal_archives(*chunks)
+            if equal is None:
+                self._undecided.append(name)
+        else:
+            equal = equal_by_checksums(*chunks)
+            if equal is None or not (equal or self._quick):
+                return self._measured(name, one, a.properties.dtype, chunks)
+        return TensorDifference(name=name, difference="content", a=one, b=other) if equal is False else None
+
+    def _measured(
+        self,
+        name: str,
+        form: SavedTensor,
+        dtype: torch.dtype,
+        chunks: tuple[Sequence[StoredChunk], Sequence[StoredChunk]],
+    ) -> TensorDifference | None:
+        """Read both tensors; return their difference with its figures."""
+        streams = [
+            TensorStream(contents, each, dtype, self._seen)
+            for contents, each in zip((self._a, self._b), chunks, strict=True)
+        ]
         figures = Figures(dtype)
-        for slab in slabs(one.shape, SLAB_ELEMENTS):
+        for slab in slabs(form.shape, SLAB_ELEMENTS):
             figures.add(*(stream.read(slab) for stream in streams))
         for stream in streams:
             stream.finish()
         self._num_read += 1
-        return figures.of(name, one) if figures.changed else None
+        return figures.of(name, form) if figures.changed else None
 
-    def _equal_archives(self, name: str, one: Sequence[StoredChunk], other: Sequence[StoredChunk]) -> bool:
-        """Compare a tensor that is made of others by the records of its zips."""
-        archives = [
-            {(chunk.offsets, chunk.sizes): self._records(holder, chunk.place) for chunk in chunks}
-            for holder, chunks in ((self._a, one), (self._b, other))
-        ]
+    def _equal_archives(self, one: Sequence[StoredChunk], other: Sequence[StoredChunk]) -> bool | None:
+        """Compare a tensor made of others by its zips' records; None if divided otherwise."""
+        first, second = (
+            {(each.offsets, each.sizes): each.place for each in chunks} for chunks in (one, other)
+        )
+        if first.keys() != second.keys():
+            return None
         self._num_read += 1
-        if archives[0].keys() != archives[1].keys():
-            raise IncompatibleCheckpointError(
-                f"{name!r:.200} is made of other tensors, and the two checkpoints divide it otherwise: it "
-                "cannot be compared. Name what is to be compared with --only"
-            )
-        return archives[0] == archives[1]
+        return all(
+            self._records(self._a, place) == self._records(self._b, second[box])
+            for box, place in first.items()
+        )
 
     def _records(self, contents: Contents, place: ChunkLocation) -> dict[str, tuple[int, int]]:
         """Return size and checksum of every record of a zip, whose padding may differ."""
@@ -184,12 +225,11 @@ class _Comparing:
                 yield from self._entry(name, in_a=name in ours, in_b=name in theirs)
         files = set(self._a.files.item_files()), set(self._b.files.item_files())
         for path in sorted(files[0] | files[1]):
-            prefix = "" if path.startswith("shared") else f"{path.removesuffix('.json')}: "
             one = self._a.files.items(path) if path in files[0] else {}
             other = self._b.files.items(path) if path in files[1] else {}
             for item in {**one, **other}:
                 yield from value_differences(
-                    f"{prefix}{item}", one.get(item, MISSING), other.get(item, MISSING)
+                    f"{_prefix_of(path)}{item}", one.get(item, MISSING), other.get(item, MISSING)
                 )
         yield from self._host_files()
 
@@ -249,6 +289,11 @@ class _Comparing:
             return False
         pieces = zip(self._a.files.pieces(a.path), self._b.files.pieces(b.path), strict=False)
         return all(one == other for one, other in pieces)
+
+
+def _prefix_of(path: str) -> str:
+    """Return what stands before the names of the items of a file: its rank."""
+    return "" if path.startswith("shared") else f"{path.removesuffix('.json')}: "
 
 
 def _form(entry: TensorStorageMetadata | None) -> SavedTensor | None:

@@ -8,7 +8,7 @@
 
 A load that fails before 4 leaves everything unchanged. After that, only storage that answered a moment before
 can fail, or an object without a `begin` that refuses its state; the error says that the state is partly
-overwritten.
+overwritten. With `verify="arrival"` on an object store, step 2 is a part of step 4, and damage fails there.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from ckpt_core.types import CheckpointInfo, SavedState, StateDict
 
 _logger = logger_of(__name__)
 _KEEP_BYTES: Final = 256 << 20
+_COMPARED: Final = frozenset[Verify]({"read", "arrival"})
 
 
 @final
@@ -264,8 +265,12 @@ class Load:
             failures = self._verify_all(opened.files)
         if not failures and self._compares(opened.files):
             twin_of = opened.files.twin if opened.files.has_twins else None
-            failures = opened.files.without_mended(self._engine.verify(reads.checked(), twin_of=twin_of))
-        if not failures and self._request.verification == "read":
+            # A second file is of use only before anything changes.
+            on_arrival = self._request.verification == "arrival" and twin_of is None
+            failures = opened.files.without_mended(
+                self._engine.verify(reads.checked(), twin_of=twin_of, on_arrival=on_arrival)
+            )
+        if not failures and self._request.verification in _COMPARED:
             failures = verify_framing(
                 self._storage,
                 opened.files,
@@ -282,7 +287,7 @@ class Load:
         verification = self._request.verification
         if verification == "off":
             return files.has_twins and files.lacks_any()
-        return verification == "read" or files.has_twins
+        return verification in _COMPARED or files.has_twins
 
     def _verify_all(self, files: CommittedFiles) -> Sequence[FileFailure]:
         """Compare every byte of this rank's share of the files."""

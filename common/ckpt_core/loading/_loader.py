@@ -119,7 +119,9 @@ class Loader:
     def one(
         self, request: LoadRequest, source: StateSource, *, step: int | None, name: str | None
     ) -> tuple[SavedState, CheckpointInfo | None]:
-        """Load a checkpoint by step or name, also a directory that stock DCP wrote.
+        """Load a checkpoint by step or name, or the newest if neither is given.
+
+        A name may also be that of a directory that stock DCP wrote.
 
         Returns:
             Its content, and the checkpoint; None if stock DCP wrote it.
@@ -130,6 +132,11 @@ class Loader:
             UntrustedCheckpointError: no copy of it is trusted; nothing was touched.
             LoadError: it was not found, and a tier could not be listed; nothing was touched.
         """
+        if step is None and name is None:
+            newest = self.newest(request, source)
+            if newest is None:
+                raise self._not_found_error()
+            return newest.saved, newest.info
         found = self._find(step, name)
         if isinstance(found, Held):
             loaded = self._copies.load(found, request, source)
@@ -195,7 +202,7 @@ class Loader:
         storages = [tier.storage for tier in self._tiers]
         return [line for storage in storages for line in look_around(storage).advice(storage.url)]
 
-    def not_found_error(self) -> CheckpointNotFoundError:
+    def _not_found_error(self) -> CheckpointNotFoundError:
         """Make the error of tiers without checkpoints, with their content. Not collective."""
         advice = [line for tier in self._tiers for line in look_around(tier.storage).advice(tier.storage.url)]
         return CheckpointNotFoundError("; ".join([f"nothing has been committed to {self._url} yet", *advice]))

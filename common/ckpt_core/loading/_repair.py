@@ -23,7 +23,7 @@ _ROOM: Final = 2
 """A repair leaves room for a save of the same size."""
 
 
-class _StoppedError(Exception):
+class _ClosedError(Exception):
     """The manager is being closed."""
 
 
@@ -52,6 +52,7 @@ class Repairer:
         self._nearest = nearest
         self._ownership = ownership
         self._pruner = pruner
+        self._reads_every_byte = job.storage.rereads_from_memory or options.verification == "full"
         self._headroom = options.free_headroom
         rate = options.write_bytes_per_second
         self._pace = None if rate is None else Throttle(rate)
@@ -59,7 +60,12 @@ class Repairer:
         self._thread: threading.Thread | None = None
 
     def begin(self, loaded: Loaded) -> None:
-        """Begin the repair that a resume calls for, if any. The root is this job's."""
+        """Begin the repair that a resume calls for, if any, or remove a wrong mark.
+
+        The root is this job's.
+        """
+        if loaded.wrongly_marked and self._reads_every_byte:
+            self._ownership.note_sound(loaded.info.name)
         if not (self._job.coordinator.is_coordinator and self._nearest.shared):
             return
         if self._job.storage.num_disks > 1:
@@ -122,7 +128,7 @@ class Repairer:
                 copy.begin(repair=True)
                 copy.copy_files(copy.manifest.files, CopyTerms(pace=self._pace, stop=self._stop))
                 self._note(copy.finish(check=self._ownership.check, repair=True))
-        except _StoppedError:
+        except _ClosedError:
             _logger.info("%s was not repaired before the end of the job", place)
         except (CheckpointError, OSError) as error:
             _logger.warning("%s could not be repaired from the next tier: %s", place, failure_text(error))
@@ -139,4 +145,4 @@ class Repairer:
 
     def _stop(self) -> None:
         if self._closing.is_set():
-            raise _StoppedError
+            raise _ClosedError

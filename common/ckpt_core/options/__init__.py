@@ -21,7 +21,7 @@ from ckpt_core.options._options import (
     Verify,
     VerifyManifest,
 )
-from ckpt_core.options._parsing import Headroom, bytes_text
+from ckpt_core.options._parsing import Headroom, bytes_text, parse_size
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._uploads import Upload, Uploads, WhenBusy, upload_from
 
@@ -41,6 +41,7 @@ __all__ = [
     "VerifyManifest",
     "WhenBusy",
     "bytes_text",
+    "parse_size",
     "parse_yaml",
     "policy_from",
     "read_document",

@@ -27,7 +27,7 @@ from ckpt_core.validation import boolean, function, imported, integer, one_of, p
 BackPressure = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
 Staging = Literal["blocking", "overlapped"]
-Verify = Literal["full", "read", "off"]
+Verify = Literal["full", "read", "arrival", "off"]
 OnDivergence = Literal["refuse", "warn", "keep-each"]
 Checksums = Literal["crc32", "sha256"]
 SignManifest: TypeAlias = Callable[[str, bytes], bytes]
@@ -102,7 +102,9 @@ class CheckpointOptions:
             `resume` skips it; an OSError means that it cannot decide now, and ends the load.
         verify: which bytes are compared with their checksums before anything live changes: those to be loaded
             and, on a local filesystem, those around them (`read`), the whole checkpoint (`full`), or only the
-            small files (`off`). True means `read`, False means `off`, as YAML reads that word.
+            small files (`off`). `arrival` is `read` on a local filesystem; from an object store tensors are
+            compared as they arrive, in the memory of the model: damage that a second try finds, too, leaves
+            it partly overwritten. True means `read`, False means `off`, as YAML reads that word.
         read_once: whether bytes that several ranks need are read by one of them and broadcast; if False,
             every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast, final, get_args
 
 from ckpt_core.disclosure import public_url
@@ -64,18 +66,15 @@ class Upload:
     deadline_seconds: float = field(default=600.0, kw_only=True)
     on_error: OnUploadError = field(default="warn", kw_only=True)
     storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], kw_only=True, repr=False)
+    # Fixed when the option is made: the process may change its directory, and `tiers.json` is read in others.
+    _url: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        wrong = None
-        if self.keep is not None and not isinstance(self.keep, RetentionPolicy):
-            wrong = (
-                f"keep must be a RetentionPolicy, not {self.keep!r} (plain values go through from_mapping)"
-            )
         require(
             "Upload",
             _place(self.to),
             integer("every", self.every, minimum=1),
-            wrong,
+            _retention(self.keep),
             bytes_option("bandwidth", self.bandwidth, rate=True),
             one_of("when_busy", self.when_busy, get_args(WhenBusy)),
             one_of("on_preemption", self.on_preemption, get_args(OnPreemptionUpload)),
@@ -83,6 +82,7 @@ class Upload:
             one_of("on_error", self.on_error, get_args(OnUploadError)),
             option_keys("storage_options", self.storage_options),
         )
+        object.__setattr__(self, "_url", _absolute(self.to))
 
     def __repr__(self) -> str:
         # A URL may hold credentials.
@@ -91,9 +91,8 @@ class Upload:
 
     @property
     def url(self) -> str:
-        """The place as it was given, without secrets."""
-        given = self.to if isinstance(self.to, str | os.PathLike) else self.to.url
-        return public_url(os.fspath(given))
+        """The place without secrets; a directory by its absolute path."""
+        return self._url
 
     @property
     def bytes_per_second(self) -> int | None:
@@ -102,7 +101,7 @@ class Upload:
 
 
 Uploads: TypeAlias = Upload | Sequence[Upload]
-_FIELDS: Final = tuple(each.name for each in fields(Upload))
+_FIELDS: Final = tuple(each.name for each in fields(Upload) if each.init)
 
 
 def upload_from(value: Any, where: str = "upload") -> Uploads:
@@ -142,6 +141,23 @@ def uploads_problem(value: Any) -> str | None:
     if wrong:
         return f"upload must be an Upload or several, not {', '.join(wrong)} (plain values: from_mapping)"
     return None
+
+
+def _retention(value: Any) -> str | None:
+    if value is None or isinstance(value, RetentionPolicy):
+        return None
+    return f"keep must be a RetentionPolicy, not {value!r} (plain values go through from_mapping)"
+
+
+def _absolute(to: str | os.PathLike[str] | OpenedPlace) -> str:
+    if not isinstance(to, str | os.PathLike):
+        return public_url(to.url)
+    text = os.fspath(to)
+    if "://" in text:
+        return public_url(text)
+    with suppress(RuntimeError):  # no home: the root's storage refuses it
+        text = str(Path(text).expanduser())
+    return str(Path(text).absolute())
 
 
 def _place(value: Any) -> str | None:

@@ -13,6 +13,8 @@ from ckpt_core.storage import ALIGNMENT
 
 REQUEST_BYTES: Final = 4 << 20
 """Largest request that goes through a buffer, except for a range with `take`."""
+NETWORK_REQUEST_BYTES: Final = 8 << 20
+"""Largest request to a network that is verified or read directly into place."""
 
 _LARGE_BYTES: Final = MAX_TAKE_BYTES + 2 * REQUEST_BYTES + ALIGNMENT
 _LARGE_BUFFERS: Final = 4
@@ -30,11 +32,12 @@ class Lender(Protocol):
 class Buffers:
     """A pool of memory for reading threads.
 
-    One buffer of `REQUEST_BYTES` for each thread, and four large ones for all threads, which wait for a free
-    one: at most 16 * 4 MiB + 4 * 40 MiB for 16 threads. Pages that were never written take no memory.
+    One small buffer for each thread, and four large ones for all threads, which wait for a free one: at most
+    12 * 8 MiB + 4 * 40 MiB for 12 threads. Pages that were never written take no memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, small_bytes: int = REQUEST_BYTES) -> None:
+        self._small_bytes = small_bytes
         self._small: list[memoryview] = []
         self._large: list[memoryview] = []
         self._large_free = threading.BoundedSemaphore(_LARGE_BUFFERS)
@@ -43,8 +46,8 @@ class Buffers:
     def lend(self, offset: int, size_bytes: int) -> Generator[memoryview]:
         """Lend memory for bytes at `offset` in a file, with the same alignment to a page."""
         skew = offset % ALIGNMENT
-        if size_bytes <= REQUEST_BYTES:
-            with _lent(self._small, REQUEST_BYTES + ALIGNMENT) as buffer:
+        if size_bytes <= self._small_bytes:
+            with _lent(self._small, self._small_bytes + ALIGNMENT) as buffer:
                 yield buffer[skew : skew + size_bytes]
         else:
             with self._large_free, _lent(self._large, _LARGE_BYTES) as buffer:
@@ -57,14 +60,15 @@ def _lent(free: list[memoryview], size_bytes: int) -> Generator[memoryview]:
     try:
         buffer = free.pop()
     except IndexError:
-        buffer = _allocate(size_bytes)
+        buffer = allocate(size_bytes)
     try:
         yield buffer
     finally:
         free.append(buffer)
 
 
-def _allocate(size_bytes: int) -> memoryview:
+def allocate(size_bytes: int) -> memoryview:
+    """Return new page-aligned memory, in large pages where the system has them."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

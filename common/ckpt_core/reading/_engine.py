@@ -17,11 +17,17 @@ from ckpt_core.reading._open_files import OpenFiles
 from ckpt_core.reading._passes import VerifyPass, deliver
 from ckpt_core.reading._payloads import Payload, RangeRead
 from ckpt_core.reading._placing import VerifiedPlan, check_destinations, plan_unverified
-from ckpt_core.reading._requests import MEMORY_LIMITS, NETWORK_LIMITS, Piece, Request
+from ckpt_core.reading._requests import (
+    MEMORY_LIMITS,
+    NETWORK_LIMITS,
+    Piece,
+    Request,
+    is_comparable_alone,
+)
 from ckpt_core.storage import Storage
 
 _LOCAL_THREADS: Final = 4
-_REMOTE_THREADS: Final = 16
+_REMOTE_THREADS: Final = 12
 _KEEP_BYTES: Final = 256 << 20
 
 
@@ -31,10 +37,11 @@ class Engine:
 
     Where the storage rereads from memory, the second pass finds the bytes there. Elsewhere the first pass
     keeps up to `keep_bytes`. Bytes that must be read twice are verified twice; so are those of files beyond
-    the limit of open files, on any storage. A `fetch` without a `verify` delivers bytes unverified.
+    the limit of open files, on any storage. A `fetch` without a `verify` delivers bytes unverified, one after
+    a `verify` with `on_arrival` compares them where they belong.
 
-    Extra memory: 4 MiB for each thread, up to 160 MiB while longer ranges with `take` are read, and
-    `keep_bytes` where the storage does not reread from memory.
+    Extra memory: 4 MiB for each thread, up to 160 MiB while longer ranges with `take` are read, and where the
+    storage does not reread from memory 8 MiB for each thread and `keep_bytes`.
 
     Concurrency: one pass at a time; a pass reads on its own threads, which have ended when it returns.
     """
@@ -48,17 +55,18 @@ class Engine:
             storage: the root.
             directory: the checkpoint's directory in it; "" for the root itself.
             threads: how many read in parallel; None for the fastest number: up to 4 where bytes come from a
-                page cache, 16 where every request waits for a network.
+                page cache, 12 where every request waits for a network.
             keep_bytes: how many bytes of the first pass may be kept in memory for the second.
         """
         self._rereads = storage.rereads_from_memory
         self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if self._rereads else _REMOTE_THREADS)
         self._limits = MEMORY_LIMITS if self._rereads else NETWORK_LIMITS
         self._files = OpenFiles(storage, directory, keep_bytes)
-        self._buffers = Buffers()
+        self._buffers = Buffers(self._limits.verified_bytes)
         # Checksums from pass 1 of the steps of pieces that are too large for a buffer.
         self._steps: dict[tuple[str, int, int], int] = {}
         self._has_verified = False
+        self._on_arrival = False
         # Payloads that are damaged where they belong, and the whole ones to be read instead.
         self._instead: dict[tuple[str, int], Payload] = {}
 
@@ -74,7 +82,11 @@ class Engine:
         return self._files.bytes_read
 
     def verify(
-        self, ranges: Iterable[RangeRead], *, twin_of: Callable[[str], str | None] | None = None
+        self,
+        ranges: Iterable[RangeRead],
+        *,
+        twin_of: Callable[[str], str | None] | None = None,
+        on_arrival: bool = False,
     ) -> list[FileFailure]:
         """Read every checksummed piece that a range touches, once, and compare it.
 
@@ -82,6 +94,8 @@ class Engine:
             ranges: to be read.
             twin_of: returns the path of a file of the same bytes, None if there is none. A damaged payload is
                 verified and fetched there.
+            on_arrival: leave to `fetch` what it can compare piece by piece, so that every byte is read once;
+                ignored where storage rereads from memory.
 
         Returns:
             The failures, by path and position in the file; empty if there are none. Those with a `twin` are
@@ -90,6 +104,9 @@ class Engine:
         Raises:
             OSError: storage failed; that says nothing about the checkpoint.
         """
+        if on_arrival and not self._rereads:
+            self._on_arrival = True
+            ranges = (each for each in ranges if not is_comparable_alone(each.payload))
         ranges = ranges if twin_of is None else list(ranges)
         verify_pass, requests = self._plan_verify(ranges)
         run_all(self._registered(requests, verify_pass.serve), requests, self._threads)
@@ -108,7 +125,7 @@ class Engine:
 
         Raises:
             ValueError: a range has not exactly one destination, or is too long for `take`; nothing was read.
-            CorruptCheckpointError: bytes that were read twice differ from the first time.
+            CorruptCheckpointError: bytes differ from their checksums; read twice, or verified before.
             EOFError: a file has become shorter; the message names it.
             OSError: storage failed; the error names the file.
         """
@@ -161,7 +178,10 @@ class Engine:
         if not self._has_verified or (self._rereads and not self._files.reopens):
             return plan_unverified(ranges, self._limits)
         self._files.begin({each.payload.path: 0 for each in ranges})
-        return VerifiedPlan(files=self._files, crcs=self._crc32, limits=self._limits).requests(ranges)
+        plan = VerifiedPlan(
+            files=self._files, crcs=self._crc32, limits=self._limits, in_place=self._on_arrival
+        )
+        return plan.requests(ranges)
 
     def _crc32(self, piece: Piece) -> int | None:
         return self._steps.get(piece.identity) if piece.crc32 is None else piece.crc32

@@ -9,24 +9,34 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Final, final
 
+from ckpt_core.reading._buffers import allocate
 from ckpt_core.storage import RangeReader, Storage
+
+_SLAB_BYTES: Final = 64 << 20
 
 
 @final
-class Budget:
-    """The number of bytes that may still be kept, for all files together."""
+class KeptMemory:
+    """The memory for kept bytes of all files together, of bounded size.
+
+    In large pages where the system has them: touching small ones costs more than the copy.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self._remaining = size_bytes
         self._guard = threading.Lock()
+        self._slab = memoryview(b"")
 
-    def take(self, size_bytes: int) -> bool:
-        """Reserve bytes; return False if fewer remain."""
+    def take(self, size_bytes: int) -> memoryview | None:
+        """Return memory of that size, which was not given out before; None if too little remains."""
         with self._guard:
             if size_bytes > self._remaining:
-                return False
+                return None
             self._remaining -= size_bytes
-            return True
+            if size_bytes > len(self._slab):
+                self._slab = allocate(max(size_bytes, _SLAB_BYTES))
+            taken, self._slab = self._slab[:size_bytes], self._slab[size_bytes:]
+            return taken
 
 
 @final
@@ -36,26 +46,27 @@ class KeptFile:
     Concurrency: all methods may be called from several threads.
     """
 
-    def __init__(self, inner: RangeReader, budget: Budget) -> None:
+    def __init__(self, inner: RangeReader, memory: KeptMemory) -> None:
         self._inner = inner
-        self._budget = budget
+        self._memory = memory
         self._guard = threading.Lock()
         self._starts: list[int] = []
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[int, memoryview] = {}
 
     @property
     def size_bytes(self) -> int:
         """The size of the file."""
         return self._inner.size_bytes
 
+    def room(self, offset: int, size_bytes: int) -> memoryview | None:
+        """Return memory for bytes at `offset`; None if they are kept already, or too many."""
+        return None if offset in self._kept else self._memory.take(size_bytes)
+
     def keep(self, offset: int, content: memoryview) -> None:
-        """Keep a copy of the bytes at `offset`, unless the budget is spent."""
-        if offset in self._kept or not self._budget.take(len(content)):
-            return
-        copy = bytes(content)
+        """Keep the bytes at `offset`, in memory from `room`."""
         with self._guard:
             if offset not in self._kept:
-                self._kept[offset] = copy
+                self._kept[offset] = content
                 insort(self._starts, offset)
 
     def holds(self, start: int, stop: int) -> bool:
@@ -76,12 +87,12 @@ class KeptFile:
                 self._inner.read_into(offset, buffer[:count])
             else:
                 start, content = found
-                piece = memoryview(content)[offset - start : offset - start + len(buffer)]
+                piece = content[offset - start : offset - start + len(buffer)]
                 count = len(piece)
                 buffer[:count] = piece
             offset, buffer = offset + count, buffer[count:]
 
-    def _at(self, offset: int) -> tuple[int, bytes] | None:
+    def _at(self, offset: int) -> tuple[int, memoryview] | None:
         """Return the kept range that contains `offset`, and its start."""
         with self._guard:
             place = bisect_right(self._starts, offset)
@@ -112,7 +123,7 @@ class OpenFiles:
     def __init__(self, storage: Storage, directory: str, keep_bytes: int) -> None:
         self._storage = storage
         self._directory = directory
-        self._budget = None if storage.rereads_from_memory else Budget(keep_bytes)
+        self._memory = None if storage.rereads_from_memory else KeptMemory(keep_bytes)
         self._sources: dict[str, _SourceFile] = {}
         self._kept: dict[str, KeptFile] = {}
         self._remaining: dict[str, int] = {}
@@ -135,8 +146,8 @@ class OpenFiles:
             if path not in self._sources:
                 key = f"{self._directory}/{path}" if self._directory else path
                 self._sources[path] = _SourceFile(self._storage, key)
-                if self._budget is not None:
-                    self._kept[path] = KeptFile(self._sources[path], self._budget)
+                if self._memory is not None:
+                    self._kept[path] = KeptFile(self._sources[path], self._memory)
 
     def at(self, path: str) -> RangeReader:
         """Return the file of a path that was given to `begin`."""

@@ -4,38 +4,56 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Sequence
-from typing import final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, final
 
-from ckpt_core.errors import CorruptCheckpointError
+from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import combine_crc32, crc32
 from ckpt_core.reading._buffers import Buffers, Lender
 from ckpt_core.reading._findings import VerifyReport
 from ckpt_core.reading._open_files import OpenFiles
 from ckpt_core.reading._payloads import RangeRead
 from ckpt_core.reading._requests import Limits, Order, Piece, Request, plan_verify, steps_of
-from ckpt_core.storage import ForeignFileError
+from ckpt_core.storage import ForeignFileError, RangeReader
+
+_TRIES: Final = 2
 
 
 def deliver(request: Request, files: OpenFiles, buffers: Lender) -> None:
     """Serve one request; called from several threads.
 
     Raises:
-        CorruptCheckpointError: the bytes differ from their checksum; none of them were delivered.
+        CorruptCheckpointError: the bytes differ from their checksum, also when read again; none of them were
+            delivered, unless the request is direct.
     """
     file = files.at(request.path)
     if request.direct:
         (order,) = request.orders
         assert order.into is not None
-        file.read_into(order.first, order.into)
+        _read_intact(request, file, order.into)
         return
     with buffers.lend(request.start, request.stop - request.start) as buffer:
-        file.read_into(request.start, buffer)
-        _compare(request, buffer)
+        _read_intact(request, file, buffer)
         for order in request.orders:
             _deliver(order, buffer[order.first - request.start : order.last - request.start])
 
 
-def _compare(request: Request, buffer: memoryview) -> None:
+def _read_intact(request: Request, file: RangeReader, buffer: memoryview) -> None:
+    """Read a request, and once more if the bytes differ: a transfer may have failed."""
+    failures: list[FileFailure] = []
+    for _ in range(_TRIES):
+        file.read_into(request.start, buffer)
+        failures = _compare(request, buffer)
+        if not failures:
+            return
+    raise CorruptCheckpointError(
+        f"{failures[0]}; it was read {_TRIES} times. The storage is failing, or another program writes to "
+        "this checkpoint",
+        failures=failures,
+    )
+
+
+def _compare(request: Request, buffer: memoryview) -> list[FileFailure]:
     report = VerifyReport()
     for order in request.orders:
         for piece in order.pieces:
@@ -43,12 +61,7 @@ def _compare(request: Request, buffer: memoryview) -> None:
             found = crc32(buffer[start : start + piece.stop - piece.start])
             if piece.crc32 not in {None, found}:
                 report.add_changed(piece, found)
-    if failures := report.report():
-        raise CorruptCheckpointError(
-            f"{failures[0]}; it was whole when it was verified a moment ago, so another program writes to "
-            "this checkpoint, or the storage is failing",
-            failures=failures,
-        )
+    return report.report()
 
 
 def _deliver(order: Order, content: memoryview) -> None:
@@ -106,7 +119,9 @@ class VerifyPass:
         return self._report
 
     def _compare(self, request: Request) -> None:
-        with self._buffers.lend(request.start, request.stop - request.start) as buffer:
+        kept = self._files.kept(request.path)
+        room = None if kept is None else kept.room(request.start, request.stop - request.start)
+        with self._memory(request, room) as buffer:
             self._files.at(request.path).read_into(request.start, buffer)
             parts = [
                 (order, buffer[order.start - request.start : order.stop - request.start])
@@ -115,9 +130,14 @@ class VerifyPass:
             changed = [
                 piece for order, part in parts for piece in order.pieces if not self._is_intact(piece, part)
             ]
-            kept = self._files.kept(request.path)
-            if kept is not None and not changed:
-                kept.keep(request.start, buffer)
+            if kept is not None and room is not None and not changed:
+                kept.keep(request.start, room)
+
+    def _memory(self, request: Request, room: memoryview | None) -> AbstractContextManager[memoryview]:
+        """Return where to read a request: where its bytes are kept, or in a buffer."""
+        if room is not None:
+            return nullcontext(room)
+        return self._buffers.lend(request.start, request.stop - request.start)
 
     def _is_intact(self, piece: Piece, content: memoryview) -> bool:
         """Return whether the piece is intact; that of a step is known only later."""

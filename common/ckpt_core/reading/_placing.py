@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import final
 
 from ckpt_core.reading._open_files import OpenFiles
 from ckpt_core.reading._payloads import MAX_TAKE_BYTES, RangeRead
@@ -20,9 +20,6 @@ from ckpt_core.reading._requests import (
     steps_of,
 )
 
-DIRECT_BYTES: Final = 16 << 20
-"""Largest request that is read directly into place."""
-
 Crcs = Callable[[Piece], int | None]
 """The checksum of a piece, if known."""
 
@@ -34,7 +31,7 @@ def plan_unverified(ranges: Sequence[RangeRead], limits: Limits) -> list[Request
         orders: list[Order] = []
         for each in in_file:
             if each.into is not None and each.size_bytes > limits.copied_bytes:
-                requests.extend(_directly(path, _order(each)))
+                requests.extend(_directly(path, _order(each), limits.direct_bytes))
             else:
                 orders.append(_order(each))
         requests.extend(map(_direct_if_alone, joined(path, orders, limits.gap_bytes)))
@@ -45,11 +42,15 @@ def plan_unverified(ranges: Sequence[RangeRead], limits: Limits) -> list[Request
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedPlan:
-    """The plan for ranges that are read again: whole pieces, compared before delivery."""
+    """The plan for ranges that are compared as they are read: whole pieces, before delivery.
+
+    With `in_place`, pieces of long ranges are compared where they belong, which saves a copy.
+    """
 
     files: OpenFiles
     crcs: Crcs
     limits: Limits
+    in_place: bool = False
 
     def requests(self, ranges: Sequence[RangeRead]) -> list[Request]:
         """Plan the requests; kept ranges are served from memory without comparison."""
@@ -60,6 +61,8 @@ class VerifiedPlan:
                 if self._is_held(path, order):
                     alone = order._replace(start=order.first, stop=order.last, pieces=())
                     requests.append(_direct_if_alone(Request(path, alone.start, alone.stop, [alone])))
+                elif self._fits_in_place(order):
+                    requests.append(Request(path, order.start, order.stop, [order], direct=True))
                 else:
                     orders.append(order)
             requests.extend(joined(path, orders, self.limits.gap_bytes))
@@ -77,7 +80,27 @@ class VerifiedPlan:
         elif whole.into is None:
             yield whole._replace(start=pieces[0].file_start, stop=pieces[-1].file_stop, pieces=pieces)
         else:
-            yield from (_part(whole, piece) for piece in pieces)
+            yield from (_part(whole, run) for run in self._runs(whole, pieces))
+
+    def _runs(self, whole: Order, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+        """Yield the pieces one by one, or as many as one request reads into place."""
+        run: list[Piece] = []
+        for piece in pieces:
+            inside = whole.first <= piece.file_start and piece.file_stop <= whole.last
+            joins = self.in_place and inside
+            if run and not (joins and piece.file_stop - run[0].file_start <= self.limits.direct_bytes):
+                yield run
+                run = []
+            if joins:
+                run.append(piece)
+            else:
+                yield [piece]
+        if run:
+            yield run
+
+    def _fits_in_place(self, order: Order) -> bool:
+        is_whole = order.into is not None and (order.first, order.last) == (order.start, order.stop)
+        return self.in_place and is_whole and order.stop - order.start >= self.limits.copied_bytes
 
     def _pieces(self, read: RangeRead) -> Iterator[Piece]:
         """Yield the pieces that a range touches, with their checksums where known."""
@@ -113,18 +136,19 @@ def _order(read: RangeRead) -> Order:
     return Order(first, last, (), first, last, into, read.take)
 
 
-def _part(whole: Order, piece: Piece) -> Order:
-    """Return the part of an order that one piece covers."""
-    first, last = max(whole.first, piece.file_start), min(whole.last, piece.file_stop)
+def _part(whole: Order, pieces: Sequence[Piece]) -> Order:
+    """Return the part of an order that some pieces in a row cover."""
+    start, stop = pieces[0].file_start, pieces[-1].file_stop
+    first, last = max(whole.first, start), min(whole.last, stop)
     assert whole.into is not None
     into = whole.into[first - whole.first : last - whole.first]
-    return Order(piece.file_start, piece.file_stop, (piece,), first, last, into)
+    return Order(start, stop, pieces, first, last, into)
 
 
-def _directly(path: str, order: Order) -> Iterator[Request]:
+def _directly(path: str, order: Order, most_bytes: int) -> Iterator[Request]:
     assert order.into is not None
-    for start in range(order.start, order.stop, DIRECT_BYTES):
-        stop = min(start + DIRECT_BYTES, order.stop)
+    for start in range(order.start, order.stop, most_bytes):
+        stop = min(start + most_bytes, order.stop)
         into = order.into[start - order.start : stop - order.start]
         yield Request(path, start, stop, [Order(start, stop, (), start, stop, into)], direct=True)
 

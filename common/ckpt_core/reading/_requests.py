@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from ckpt_core.reading._buffers import REQUEST_BYTES
+from ckpt_core.reading._buffers import NETWORK_REQUEST_BYTES, REQUEST_BYTES
 from ckpt_core.reading._payloads import Payload, RangeRead
 
 
@@ -42,6 +42,11 @@ def is_verifiable(payload: Payload) -> bool:
     return payload.crc32 is not None or bool(payload.block_crcs)
 
 
+def is_comparable_alone(payload: Payload) -> bool:
+    """Return whether every request of the payload can be compared by itself."""
+    return bool(payload.block_crcs) or (payload.crc32 is not None and payload.size_bytes <= REQUEST_BYTES)
+
+
 def pieces_around(payload: Payload, ranges: Iterable[tuple[int, int]]) -> Iterator[Piece]:
     """Yield the checksummed pieces that some of the ranges touch, once each, in order."""
     if not payload.block_crcs:
@@ -72,12 +77,23 @@ class Limits(NamedTuple):
     """Ranges at most this far apart are one request; the bytes between are read and dropped."""
     copied_bytes: int
     """Ranges up to this length share a request and are copied; longer ones are read directly into place."""
+    verified_bytes: int
+    """Largest request of the verify pass."""
+    direct_bytes: int
+    """Largest request that is read directly into place."""
 
 
-MEMORY_LIMITS: Final = Limits(gap_bytes=16 << 10, copied_bytes=64 << 10)
+MEMORY_LIMITS: Final = Limits(
+    gap_bytes=16 << 10, copied_bytes=64 << 10, verified_bytes=REQUEST_BYTES, direct_bytes=16 << 20
+)
 """Where a request costs microseconds. The gap covers a zip header, not a small tensor of another rank."""
-NETWORK_LIMITS: Final = Limits(gap_bytes=64 << 10, copied_bytes=1 << 20)
-"""Where a request costs milliseconds."""
+NETWORK_LIMITS: Final = Limits(
+    gap_bytes=64 << 10,
+    copied_bytes=1 << 20,
+    verified_bytes=NETWORK_REQUEST_BYTES,
+    direct_bytes=NETWORK_REQUEST_BYTES,
+)
+"""Where a request costs milliseconds, and its client may need as much memory as it asks for."""
 
 
 class Order(NamedTuple):
@@ -128,7 +144,7 @@ def plan_verify(ranges: Iterable[RangeRead], limits: Limits) -> VerifyPlan:
                 if piece.stop - piece.start > REQUEST_BYTES:
                     large.append(piece)
                 orders.extend(Order(step.file_start, step.file_stop, (step,)) for step in steps_of(piece))
-        requests.extend(joined(path, orders, limits.gap_bytes))
+        requests.extend(joined(path, orders, limits.gap_bytes, limits.verified_bytes))
     return VerifyPlan(requests, large, unverifiable)
 
 
@@ -143,12 +159,15 @@ def by_path(ranges: Iterable[RangeRead]) -> list[tuple[str, list[RangeRead]]]:
     return sorted(files.items())
 
 
-def joined(path: str, orders: Iterable[Order], gap_bytes: int) -> Iterator[Request]:
-    """Yield the requests for the orders of one file."""
+def joined(
+    path: str, orders: Iterable[Order], gap_bytes: int, most_bytes: int | None = None
+) -> Iterator[Request]:
+    """Yield the requests for the orders of one file, of `REQUEST_BYTES` unless `most_bytes`."""
+    most_bytes = most_bytes or REQUEST_BYTES
     pending: list[Order] = []
     start = stop = 0
     for order in sorted(orders, key=itemgetter(0)):
-        if pending and (order.start - stop > gap_bytes or order.stop - start > REQUEST_BYTES):
+        if pending and (order.start - stop > gap_bytes or order.stop - start > most_bytes):
             yield Request(path, start, stop, pending)
             pending = []
         if not pending:

@@ -4,6 +4,7 @@ from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, Storage, Stora
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import open_storage
+from ckpt_core.storage._putting import Pace, Progress, ReadAt
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_small
 from ckpt_core.storage._throttle import Throttle
 from ckpt_core.storage.local import LocalStorage, excludes_others
@@ -18,7 +19,10 @@ __all__ = [
     "Lock",
     "MemoryStorage",
     "ObjectStorage",
+    "Pace",
+    "Progress",
     "RangeReader",
+    "ReadAt",
     "Storage",
     "StorageEntry",
     "Throttle",

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Final, NamedTuple, Protocol
 
 from ckpt_core.storage._keys import StreamRanges
+from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothing, put_whole, unlimited
 
 ALIGNMENT: Final = 4096
 """Direct writes need memory, offsets and lengths that are multiples of this, and so do fast direct reads."""
@@ -134,51 +135,37 @@ class Storage(ABC):
         self,
         key: str,
         size_bytes: int,
-        read: Callable[[int, memoryview], None],
+        read: ReadAt,
         *,
         identity: str,
-        pace: Callable[[Iterable[memoryview]], Iterable[memoryview]] | None = None,
-        progress: Callable[[int], None] | None = None,
+        pace: Pace | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """Create a file whose content can be read at any offset; durable on return.
+        """Create a file whose content can be read at any offset, durable on return.
 
-        A file of the same content stays. Where uploads have parts, those of an unfinished call with the same
-        identity are not sent again.
+        Only one process at a time may put a key. A call that failed or was killed can be repeated: a file
+        with this identity and size, or with equal bytes, stays. Where storage takes a file in parts, parts
+        of an earlier call with this identity are not sent again. Memory is bounded per storage.
 
         Args:
             key: of the file.
             size_bytes: of the file.
-            read: fills a buffer from an offset on; thread-safe. Every byte passes through it before the file
-                is complete, and its error ends the call.
-            identity: what the content is, in few characters, kept with an object.
-            pace: limits the rate of what is sent.
-            progress: called with bytes done; in all with every byte once.
+            read: every byte goes through it before the file is complete, so that it can check them; an
+                error of it ends the call, and no object appears.
+            identity: a short text, such as a checksum, that no other content of this key has.
+            pace: slows what is sent.
+            progress: called with counts of bytes that are there; all of them make `size_bytes`.
 
         Raises:
-            FileExistsError: something else is there, and storage cannot tell it from a torn file.
+            FileExistsError: something else is there.
+            OSError: storage failed.
         """
-        del identity
-        done = progress or (lambda _: None)
-        buffer = memoryview(bytearray(min(max(size_bytes, 1), 4 << 20)))
+        del identity  # a disk keeps none: bytes are compared
+        put_whole(self, key, PutSource(size_bytes, read, pace or unlimited, progress or nothing))
 
-        def pieces() -> Generator[memoryview]:
-            for offset in range(0, size_bytes, len(buffer)):
-                piece = buffer[: size_bytes - offset]
-                read(offset, piece)
-                yield piece
-
-        try:
-            same = self.size(key) == size_bytes
-        except FileNotFoundError:
-            same = False
-        if same:
-            with self.open(key) as there:
-                same = all(there.read(len(piece)) == piece for piece in pieces())
-        self.delete(key)
-        with self.create(key) as stream:
-            for piece in pieces() if pace is None or same else pace(pieces()):
-                stream.write(piece)
-                done(len(piece))
+    def sync_file(self, key: str) -> None:
+        """Make a file durable that another process may have left unfinished; no-op on object stores."""
+        del key
 
     @abstractmethod
     def open(self, key: str) -> AbstractContextManager[IO[bytes]]:

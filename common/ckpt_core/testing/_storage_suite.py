@@ -129,6 +129,35 @@ class StorageTests:
         assert {entry.name for entry in storage.list("step/deep")} == {str(i) for i in range(12)}
         assert all(self.raw_read(storage, f"step/deep/{i}") == b"%d" % i * 1000 for i in range(12))
 
+    def test_a_put_file_is_what_was_read_and_is_put_once(self, storage: Storage) -> None:
+        for size in (0, 10, 100_000):
+            content, done = _varied(size), list[int]()
+            for _ in range(2):
+                storage.put_file(f"step/{size}", size, _Source(content), identity="a:1", progress=done.append)
+                assert self.raw_read(storage, f"step/{size}") == content
+            assert sum(done) == 2 * size
+        assert [entry.name for entry in storage.list("step")] == ["0", "10", "100000"]
+
+    def test_a_put_file_is_never_complete_when_its_source_fails(self, storage: Storage) -> None:
+        content = _varied(100_000)
+        with pytest.raises(ZeroDivisionError):
+            storage.put_file("step/a", 100_000, _Source(content, fails=True), identity="a:1")
+        if not storage.supports_rename:
+            assert not storage.exists("step/a")
+        storage.put_file("step/a", 100_000, _Source(content), identity="a:1")
+        assert self.raw_read(storage, "step/a") == content
+
+    def test_a_put_file_replaces_leftovers_on_a_disk_and_nothing_in_a_bucket(self, storage: Storage) -> None:
+        self.raw_write(storage, "step/a", b"0123456789")
+        if not storage.supports_rename:
+            with pytest.raises(FileExistsError):
+                storage.put_file("step/a", 10, _Source(bytes(10)), identity="a:1")
+            assert self.raw_read(storage, "step/a") == b"0123456789"
+            return
+        for size in (10, 4):
+            storage.put_file("step/a", size, _Source(bytes(size)), identity="a:1")
+            assert self.raw_read(storage, "step/a") == bytes(size)
+
     # --- reading
 
     def test_what_others_wrote_is_seen_at_once(self, storage: Storage) -> None:
@@ -343,6 +372,20 @@ class StorageTests:
         assert storage.lock_holder("writer.json") in {os.getpid(), None}
         lock.release()
         assert storage.lock_holder("writer.json") is None
+
+
+class _Source:
+    """The content of a file to put; fails at its end if a test wants that."""
+
+    def __init__(self, content: bytes, *, fails: bool = False) -> None:
+        self._content = content
+        self._fails = fails
+
+    def __call__(self, offset: int, buffer: memoryview) -> None:
+        end = offset + len(buffer)
+        if self._fails and end == len(self._content):
+            raise ZeroDivisionError
+        buffer[:] = self._content[offset:end]
 
 
 def _varied(size_bytes: int) -> bytes:

@@ -9,7 +9,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, Self, final
 
 from ckpt_core.commit import (
@@ -143,6 +143,9 @@ class CheckpointCopy:
             CheckpointExistsError: the name was taken meanwhile.
             RootBusyError: from `check`.
         """
+        # Parts of an attempt that this one did not continue; an owner may lack the right to list them.
+        with suppress(OSError):
+            self._target.abandon_uploads(lambda key: key.startswith(f"{self.working}/"))
         return commit_copy(self._target, self.working, self.name, self.manifest, check=check, repair=repair)
 
     @property

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NoReturn
 
-from ckpt_core.commit import Catalog, Manifest, Occupant, finish_merge, require_free, working_name
+from ckpt_core.commit import (
+    Catalog,
+    Manifest,
+    Occupant,
+    abandon,
+    finish_merge,
+    require_free,
+    working_name,
+)
 from ckpt_core.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -49,6 +57,8 @@ def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: by
             "touched: move or delete it, then copy again"
         ) from error
     if marker.matches(content):
+        if storage.supports_rename:
+            abandon(storage, working)  # what is left after an interrupted commit into a user's directory
         return True
     raise CheckpointExistsError(
         f"{storage.url}/{name} is another checkpoint: step {marker.step} of save {marker.save_id}, not step "

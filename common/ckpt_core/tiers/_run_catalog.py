@@ -44,7 +44,7 @@ class RunCatalog:
         Raises:
             LoadError: a further tier could not be listed.
         """
-        infos = self._union().infos
+        infos = self.union().infos
         return infos if abandoned else [info for info in infos if not info.abandoned]
 
     def latest(self) -> CheckpointInfo | None:
@@ -62,7 +62,7 @@ class RunCatalog:
             IncompatibleCheckpointError: it was written by a newer version.
             LoadError: a further tier could not be listed.
         """
-        union = self._union()
+        union = self.union()
         found = union.find(step=step, name=name) if (step, name) != (None, None) else union.newest
         if found is not None:
             return found
@@ -131,7 +131,7 @@ class RunCatalog:
 
     def unmark_bad(self, step: int) -> None:
         """Remove the mark from every copy of the step's checkpoints."""
-        for held in self._union().everything:
+        for held in self.union().everything:
             for copy in held.copies if held.info.step == step else ():
                 if copy.info.bad is not None:
                     Catalog(self._tiers[copy.tier].storage).unmark(copy.info.name, bad=True)
@@ -154,7 +154,12 @@ class RunCatalog:
         union = unite(surveys)
         return [held.info for held in union.everything if held.copies[0].tier], union.lineage
 
-    def _union(self) -> United:
+    def union(self) -> United:
+        """List all tiers, and log directories whose marker cannot be read.
+
+        Raises:
+            LoadError: a further tier could not be listed.
+        """
         nearest, *others = self._tiers
         surveys = [nearest.survey()]
         for tier in others:

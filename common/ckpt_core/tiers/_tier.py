@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_core.commit import Catalog, Survey, file_as_root
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.storage import Storage, open_storage
+from ckpt_core.storage import LayeredStorage, Storage, open_storage
 from ckpt_core.types import CheckpointInfo
 
 if TYPE_CHECKING:  # the command line runs without torch
@@ -52,14 +52,24 @@ class Tier:
         return self.storage
 
 
+def read_through(nearest: Storage, options: CheckpointOptions) -> Storage:
+    """Return the nearest storage, or one that reads through it into further tiers.
+
+    For looking at a run before it has a manager. The same name is the same checkpoint here.
+    """
+    storages = [tier.storage for tier in open_tiers(nearest, options)]
+    return nearest if len(storages) == 1 else LayeredStorage(*storages)
+
+
 def open_tiers(nearest: Storage, options: CheckpointOptions) -> tuple[Tier, ...]:
     """Open the tiers of a run: its root, then those of the option `upload`.
 
     Raises:
         ConfigError: one cannot be opened, or its extra is not installed.
     """
-    further = (
-        Tier(each.url, open_storage(each.to, each.storage_options, deadline_seconds=options.deadline_seconds))
-        for each in options.uploads
-    )
-    return Tier(nearest.url, nearest), *further
+    found = [Tier(nearest.url, nearest)]
+    for each in options.uploads:
+        to: Any = each.to  # a Storage has a `url`, and `open_storage` refuses what is none
+        storage = open_storage(to, each.storage_options, deadline_seconds=options.deadline_seconds)
+        found.append(Tier(each.url, storage))
+    return tuple(found)

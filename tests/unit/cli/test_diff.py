@@ -220,3 +220,12 @@ def test_what_cannot_be_compared_is_trouble_and_no_difference(capsys, tmp_path):
     assert diff(capsys, one, other, "--storage-option", "key=x")[0] == 2
     assert diff(capsys, one, other, "--quick")[0] == 1  # of which the checksums tell
     assert diff(capsys, tmp_path / "one", "--steps", 1, 1)[0] == 0
+
+
+@pytest.mark.parametrize("names", [["mdoel.*"], ["weight", "wieght"], ["shared"]], ids=" ".join)
+def test_a_pattern_that_names_nothing_is_trouble_and_not_equal(capsys, tmp_path, names):
+    place = saved(tmp_path, 1, {"weight": torch.zeros(2), "counts": {"step": 3}})
+    only = [argument for name in names for argument in ("--only", name)]
+    assert main(["diff", str(place), str(place), *only]) == 2
+    assert repr(names[-1]) in capsys.readouterr().err
+    assert diff(capsys, place, place, "--only", "counts*", "--only", "weigh?")[0] == 0

@@ -7,6 +7,9 @@ import errno
 import random
 import threading
 from array import array
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +20,26 @@ from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.reading.payloads import MIB, STORAGES, DataFile, TensorTarget, descriptors, make_storage
 
 SIZES = [1, 300, 16_384, 70_000, 3 * MIB, 70_000, 5, 19 * MIB + 3, 9]
+
+
+class Network(MemoryStorage):
+    """Like an object store: nothing is read again from memory, and something may happen on the way."""
+
+    rereads_from_memory = False
+
+    def __init__(self, on_the_way: Callable[[int, memoryview], object]) -> None:
+        super().__init__()
+        self._on_the_way = on_the_way
+
+    @contextmanager
+    def open_ranges(self, key):
+        with super().open_ranges(key) as inner:
+
+            def read_into(offset: int, buffer: memoryview) -> None:
+                inner.read_into(offset, buffer)
+                self._on_the_way(offset, buffer)
+
+            yield SimpleNamespace(size_bytes=inner.size_bytes, read_into=read_into)
 
 
 def engine_threads() -> list[str]:
@@ -179,12 +202,59 @@ def test_what_is_read_again_is_verified_again_before_it_is_delivered(file, take,
     with Engine(storage, "step", keep_bytes=0) as engine:
         assert engine.verify(wanted) == []
         file.put(storage, file.flipped(payload.offset + 50))
-        with pytest.raises(CorruptCheckpointError, match="verified a moment ago") as caught:
+        with pytest.raises(CorruptCheckpointError, match="read 2 times") as caught:
             engine.fetch(wanted)
     assert caught.value.failures[0].path == "0.distcp"
     _, found = landing.landed()[0]
     # Of a large range other pieces may have arrived; the changed one has not.
     assert found[:1_000] == (b"" if take else b"\xaa" * len(found[:1_000]))
+
+
+def test_what_is_compared_on_arrival_crosses_the_network_once(file):
+    """In any piece: into place, through buffers, and where only the whole payload has a checksum."""
+    file.put(storage := ObjectStorage("memory://arrival"))
+    landing = TensorTarget()
+    wanted = ranges(file, landing, "arrival")
+    whole = [landing.whole(payload) for payload in file.payloads]
+    with Engine(storage, "step") as engine:
+        assert engine.verify(whole, on_arrival=True) == []
+        engine.fetch(whole)
+        assert engine.bytes_read <= len(file.content)
+        engine.fetch(wanted)
+    assert all(found == file.bytes_of(each) for each, found in landing.landed())
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("place", [3, 4, 7], ids=["small", "medium", "large"])
+def test_what_differs_on_arrival_is_asked_for_once_more(place, lasting):
+    file = DataFile("0.distcp", SIZES, block_bytes=MIB)
+    payload = file.payloads[place]
+    failed = []
+
+    def alter(start: int, buffer: memoryview) -> None:
+        if lasting or not failed:
+            failed.append(start)
+            buffer[payload.offset + 50 - start] ^= 1
+
+    file.put(storage := Network(alter))
+    landing = TensorTarget()
+    with Engine(storage, "step", threads=1) as engine:
+        assert engine.verify([landing.whole(payload)], on_arrival=True) == []
+        assert engine.bytes_read == 0
+        if lasting:
+            with pytest.raises(CorruptCheckpointError, match="read 2 times"):
+                engine.fetch([landing.whole(payload)])
+        else:
+            engine.fetch([landing.whole(payload)])
+            assert landing.landed()[1][1] == file.bytes_of(landing.landed()[1][0])
+            assert len(failed) == 1
+
+
+def test_a_page_cache_is_verified_before_anything_arrives(tmp_path, file):
+    file.put(storage := LocalStorage(tmp_path), file.flipped(file.payloads[3].offset))
+    with Engine(storage, "step") as engine:
+        found = engine.verify([TensorTarget().whole(file.payloads[3])], on_arrival=True)
+    assert [failure.path for failure in found] == ["0.distcp"]
 
 
 def test_a_range_that_is_too_long_to_be_taken_is_refused_before_anything_is_read():
@@ -244,15 +314,9 @@ def test_block_checksums_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("verified", [False, True])
 def test_an_object_store_is_asked_by_all_threads_at_once(verified):
-    file = DataFile("0.distcp", [2 * MIB] * 8, block_bytes=MIB)
-    file.put(storage := ObjectStorage("memory://at-once"))
-    meeting, real = threading.Barrier(4, timeout=60), storage._service.filesystem.cat_file
-
-    def cat_file(*arguments, **options):
-        meeting.wait()
-        return real(*arguments, **options)
-
-    storage._service.filesystem.cat_file = cat_file
+    file = DataFile("0.distcp", [5 * MIB] * 8, block_bytes=MIB)
+    meeting = threading.Barrier(4, timeout=60)
+    file.put(storage := Network(lambda start, buffer: meeting.wait()))
     landing = TensorTarget()
     wanted = [landing.whole(payload) for payload in file.payloads]
     with Engine(storage, "step", threads=4) as engine:

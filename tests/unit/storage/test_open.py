@@ -65,13 +65,15 @@ def test_an_unknown_protocol_is_refused():
         open_storage("nonsense://bucket/run")
 
 
-@pytest.mark.parametrize(("package", "protocol", "extra"), [("s3fs", "s3", "s3"), ("gcsfs", "gs", "gcs")])
-def test_a_missing_extra_says_what_to_install(package, protocol, extra):
+@pytest.mark.parametrize(
+    ("packages", "protocol", "extra"), [(["s3fs", "botocore"], "s3", "s3"), (["gcsfs"], "gs", "gcs")]
+)
+def test_a_missing_extra_says_what_to_install(packages, protocol, extra):
     program = (
         "import sys\n"
         "class Absent:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name.partition('.')[0] == {package!r}: raise ModuleNotFoundError(name=name)\n"
+        f"        if name.partition('.')[0] in {packages!r}: raise ModuleNotFoundError(name=name)\n"
         "sys.meta_path.insert(0, Absent())\n"
         "from ckpt_core.errors import ConfigError\n"
         "from ckpt_core.storage import open_storage\n"

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Iterable
-from queue import Queue
-from typing import Self, final
+from typing import final
 
+from ckpt_core.crew import Workers
 from ckpt_core.storage._base import ALIGNMENT
 from ckpt_core.storage.local._paths import PathAt
 
@@ -29,67 +28,13 @@ def write_direct(target: PathAt, pieces: Iterable[memoryview]) -> None:
         OSError: a write or the fsync failed.
     """
     with target.create_stream(buffering=0) as file, _DirectFile(target, file.fileno()) as direct:
-        with _Writers(direct) as crew:
+        with Workers(direct.write, _THREADS, name="ckpt-write") as crew:
             offset = 0
             for piece in pieces:
-                crew.take(piece, offset)
+                crew.take((piece, offset))
                 offset += len(piece)
         crew.raise_first()
         os.fsync(file.fileno())
-
-
-@final
-class _Writers:
-    """Threads that each write a piece while the next one is being prepared.
-
-    Plain threads, because an executor takes no work while the interpreter ends, when a last save may still
-    run. Where no thread can be started then (Python 3.12), the calling thread writes.
-    """
-
-    def __init__(self, direct: _DirectFile) -> None:
-        self._direct = direct
-        self._work: Queue[tuple[memoryview, int] | None] = Queue(maxsize=_THREADS)
-        self._failures: list[BaseException] = []
-        # Daemons: a write that hangs must not keep the process from ending.
-        self._threads: list[threading.Thread] = []
-        for number in range(_THREADS):
-            thread = threading.Thread(target=self._run, name=f"ckpt-write-{number}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                break
-            self._threads.append(thread)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Wait until all pieces are written or one has failed."""
-        for _ in self._threads:
-            self._work.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def take(self, piece: memoryview, offset: int) -> None:
-        """Queue `piece` for writing; raise the failure of an earlier piece."""
-        self.raise_first()
-        if self._threads:
-            self._work.put((piece, offset))
-        else:
-            self._direct.write(piece, offset)
-
-    def raise_first(self) -> None:
-        """Raise the first failure, if there is one."""
-        if self._failures:
-            raise self._failures[0]
-
-    def _run(self) -> None:
-        while (task := self._work.get()) is not None:
-            try:
-                if not self._failures:
-                    self._direct.write(*task)
-            except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
-                self._failures.append(error)
 
 
 @final
@@ -107,8 +52,9 @@ class _DirectFile:
         if self._direct is not None:
             os.close(self._direct)
 
-    def write(self, piece: memoryview, offset: int) -> None:
-        """Write all of `piece` at `offset`; called from several threads at the same time."""
+    def write(self, task: tuple[memoryview, int]) -> None:
+        """Write all of a piece at an offset; called from several threads at the same time."""
+        piece, offset = task
         while len(piece):
             direct = self._direct
             whole = len(piece) - len(piece) % ALIGNMENT

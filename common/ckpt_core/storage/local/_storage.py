@@ -96,6 +96,11 @@ class LocalStorage(Storage):
         with self._at(key, make=True) as target:
             write_direct(target, pieces)
 
+    def sync_file(self, key: str) -> None:
+        """Fsync a file."""
+        with self.open(key) as stream:
+            os.fsync(stream.fileno())
+
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
         """Open a file for reading.

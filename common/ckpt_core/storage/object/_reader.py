@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import io
 import os
-from typing import Any, cast, final
+from typing import Any, final
 
 from ckpt_core.storage._keys import ends_early
-from ckpt_core.storage.object._service import ObjectService
+from ckpt_core.storage.object._client import ObjectClient
 
 _BUFFER_BYTES = 4 * 2**20
 
 
-def open_object(service: ObjectService, path: str, size_bytes: int) -> io.BufferedReader:
+def open_object(client: ObjectClient, path: str, size_bytes: int) -> io.BufferedReader:
     """Open a buffered stream over an object.
 
     Small reads are served from blocks, large ones are one ranged request. fsspec's own files are not used
     because some share their position between readers, and others read tens of megabytes ahead.
     """
-    raw = _ObjectReader(service, path, size_bytes)
+    raw = _ObjectReader(client, path, size_bytes)
     return io.BufferedReader(raw, min(_BUFFER_BYTES, max(size_bytes, 1)))
 
 
@@ -26,8 +26,8 @@ def open_object(service: ObjectService, path: str, size_bytes: int) -> io.Buffer
 class ObjectRanges:
     """Ranges of an object, one request each, so that several threads run in parallel."""
 
-    def __init__(self, service: ObjectService, path: str, size_bytes: int) -> None:
-        self._service = service
+    def __init__(self, client: ObjectClient, path: str, size_bytes: int) -> None:
+        self._client = client
         self._path = path
         self.size_bytes = size_bytes
 
@@ -38,18 +38,17 @@ class ObjectRanges:
         end = offset + len(buffer)
         # Stores differ in their answers to a range past the end.
         if end > self.size_bytes:
-            raise ends_early(self._service.shown(self._path), end, self.size_bytes)
-        content = cast("bytes", self._service.call("cat_file", self._path, start=offset, end=end))
-        if len(content) != len(buffer):
-            raise ends_early(self._service.shown(self._path), end, offset + len(content))
-        buffer[:] = content
+            raise ends_early(self._client.shown(self._path), end, self.size_bytes)
+        count = self._client.read_into(self._path, offset, buffer)
+        if count != len(buffer):
+            raise ends_early(self._client.shown(self._path), end, offset + count)
 
 
 @final
 class _ObjectReader(io.RawIOBase):
-    def __init__(self, service: ObjectService, path: str, size_bytes: int) -> None:
+    def __init__(self, client: ObjectClient, path: str, size_bytes: int) -> None:
         super().__init__()
-        self._service = service
+        self._client = client
         self._path = path
         self._size_bytes = size_bytes
         self._position = 0
@@ -66,23 +65,16 @@ class _ObjectReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
         if start + offset < 0:
-            raise ValueError(f"negative position {start + offset} in {self._service.shown(self._path)}")
+            raise ValueError(f"negative position {start + offset} in {self._client.shown(self._path)}")
         self._position = start + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        content = self._fetch(len(view))
-        view[: len(content)] = content
-        return len(content)
+        view = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._position)]
+        count = self._client.read_into(self._path, self._position, view) if view else 0
+        self._position += count
+        return count
 
     def readall(self) -> bytes:
-        return self._fetch(self._size_bytes)
-
-    def _fetch(self, count: int) -> bytes:
-        end = min(self._position + count, self._size_bytes)
-        if end <= self._position:
-            return b""
-        content = cast("bytes", self._service.call("cat_file", self._path, start=self._position, end=end))
-        self._position += len(content)
-        return content
+        content = bytearray(max(0, self._size_bytes - self._position))
+        return bytes(content[: self.readinto(content)])

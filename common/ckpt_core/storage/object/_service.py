@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import errno
-import math
-from collections.abc import Callable
-from contextlib import suppress
+import secrets
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, final
+from typing import IO, Any, Final, final
 
 from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage._keys import key_parts
-from ckpt_core.storage.object._translation import translated_errors
+from ckpt_core.storage._putting import PutSource
+from ckpt_core.storage.object._azure import AZURE_METADATA
+from ckpt_core.storage.object._client import Found, ObjectClient
+from ckpt_core.storage.object._gcs import GCS_METADATA
+from ckpt_core.storage.object._parts import token_of
+from ckpt_core.storage.object._reader import ObjectRanges
+from ckpt_core.storage.object._s3_options import time_limits
+from ckpt_core.storage.object._translation import late, translated_errors
+from ckpt_core.storage.object._upload import abandon_uploads, upload
+from ckpt_core.storage.object._words import refused
 
-_EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-_UPLOAD: Final = "ckpt-upload"
+_EXTRAS: Final = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+}
 # The argument for metadata of an object. Only these services create objects atomically and support
 # conditional creation.
-_TOKEN_ARGUMENT: Final = {"s3": "Metadata", "gs": "metadata"}
+_TOKEN_ARGUMENT: Final = {"s3": "Metadata", "gs": "metadata", "abfs": "metadata"}
+_UPLOAD: Final = {"s3": "ckpt-upload", "gs": GCS_METADATA, "abfs": AZURE_METADATA}
 # Made by fsspec from coroutines and called by its file objects, which pass no time limit.
 _CALLED_BY_STREAMS: Final = ("call_s3", "call", "abort_mpu")
+# 10,000 parts, the limit of S3, then make 640 GiB per object.
+_BLOCK_BYTES: Final = 64 * 2**20
 _CLEANING_SHARE: Final = 0.25
-_MOST_ATTEMPTS: Final = 6
 # Retries by s3fs, besides those of botocore: throttling, and answers that end too early.
 _S3FS_ATTEMPTS: Final = 2
 
 
 @final
-class ObjectService:
+class ObjectService(ObjectClient):
     """An object store, accessed through fsspec.
 
     Args:
@@ -36,13 +53,20 @@ class ObjectService:
         storage_options: for the filesystem.
         request_seconds: the time limit of one request, retries included.
         conditional_writes: whether to create objects only if there is none, where the service supports that.
+        block_bytes: size of the parts of an upload, one such buffer per open stream; None for the default.
 
     Raises:
         ConfigError: the protocol is unknown or its extra is not installed.
     """
 
     def __init__(
-        self, url: str, storage_options: dict[str, Any], *, request_seconds: float, conditional_writes: bool
+        self,
+        url: str,
+        storage_options: dict[str, Any],
+        *,
+        request_seconds: float,
+        conditional_writes: bool,
+        block_bytes: int | None,
     ) -> None:
         self.url = public_url(url).rstrip("/")
         self.redaction = Redaction.of(url, storage_options)
@@ -50,9 +74,12 @@ class ObjectService:
         options = _with_time_limits(url, storage_options, request_seconds)
         self.filesystem, path = _connect(url, options, self.redaction)
         self.base = path.rstrip("/")
+        self.bucket = path.strip("/").partition("/")[0]
+        self._block_bytes = block_bytes or _BLOCK_BYTES
         self._request_seconds = request_seconds
         names = self.filesystem.protocol
-        self._token_argument = _TOKEN_ARGUMENT.get(names if isinstance(names, str) else names[0])
+        self._kind = names if isinstance(names, str) else names[0]
+        self._token_argument = _TOKEN_ARGUMENT.get(self._kind)
         self._conditional_writes = conditional_writes and self.is_atomic
         self._takes_limit = _takes_limit(self.filesystem)
         self._limit_streams()
@@ -65,15 +92,7 @@ class ObjectService:
     @property
     def is_s3(self) -> bool:
         """Whether the service speaks S3."""
-        return self._token_argument == _TOKEN_ARGUMENT["s3"]
-
-    def shown(self, text: object) -> str:
-        """Remove secrets from a path or an error of the filesystem, for messages."""
-        return self.redaction.text(str(text))
-
-    def path(self, key: str) -> str:
-        """Return the filesystem's name of the object."""
-        return "/".join([self.base, *key_parts(key)])
+        return bool(self._kind == "s3")
 
     def call(self, method: str, *args: Any, cleaning: bool = False, **kwargs: Any) -> Any:
         """Call a method of the filesystem within the time limit.
@@ -93,9 +112,82 @@ class ObjectService:
                     return act(*args, **kwargs)
                 return self._limited(act, seconds, *args, **kwargs)
             except (ValueError, TypeError) as error:
-                raise _refused(self.url, error, self.redaction, self._options) from None
+                raise refused(
+                    self.url, "fsspec", self._options, error=error, redaction=self.redaction
+                ) from None
 
-    def new_object(self, path: str, token: str, block_bytes: int) -> Any:
+    def size(self, path: str) -> int:
+        """Return the size of an object in bytes."""
+        self.filesystem.invalidate_cache()
+        info = self.call("info", path)
+        if info["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "a prefix, not an object", self.shown(path))
+        return int(info["size"])
+
+    def children(self, path: str) -> list[Found]:
+        """List the names below a prefix, up to the next slash."""
+        try:
+            self.filesystem.invalidate_cache()
+            found = self.call("ls", path, detail=True)
+        except FileNotFoundError:
+            return []
+        prefix = path.strip("/") + "/"
+        children = [(str(info["name"]).strip("/"), info) for info in found]
+        return [_found(name, info) for name, info in children if name.startswith(prefix)]
+
+    def below(self, path: str) -> list[str]:
+        """List an object, which is found even if listings do not show it yet, and all below it."""
+        self.filesystem.invalidate_cache()
+        found = [str(name) for name in self.call("find", path)]
+        return [name for name in found if name == path or name.startswith(path + "/")]
+
+    def replace(self, path: str, content: bytes) -> None:
+        """Write a small object, over an existing one."""
+        self.call("pipe_file", path, content)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        """Read a range in one request."""
+        content: bytes = self.call("cat_file", path, start=offset, end=offset + len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    @contextmanager
+    def create(self, path: str) -> Generator[IO[bytes]]:
+        """Open a stream into a new object."""
+        with self._creating(path, secrets.token_hex(8)) as stream:
+            yield stream
+
+    def put_file(self, path: str, source: PutSource, identity: str) -> None:
+        """Send a file whole, unless it is there."""
+        token = token_of(identity, source.size_bytes)
+        with suppress(FileNotFoundError):
+            if self.size(path) == source.size_bytes and self._has(path, source, token):
+                source.progress(source.size_bytes)
+                return
+            if not self.is_atomic:
+                self.remove(path)
+        with self._creating(path, token) as stream:
+            for piece in source.counted():
+                stream.write(piece)
+
+    def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
+        """Abort multipart uploads that were never completed; S3 bills them."""
+        return abandon_uploads(self, unwanted)
+
+    @contextmanager
+    def _creating(self, path: str, token: str) -> Generator[IO[bytes]]:
+        with translated_errors(self.url, self.redaction):
+            if self.call("exists", path):
+                raise FileExistsError(errno.EEXIST, "the object exists already", self.shown(path))
+            with upload(self, path, token) as stream:
+                yield stream
+
+    def _has(self, path: str, source: PutSource, token: str) -> bool:
+        if self.is_atomic:
+            return self.holds(path, token)
+        return source.equals(ObjectRanges(self, path, source.size_bytes))
+
+    def new_object(self, path: str, token: str) -> Any:
         """Open a stream that creates an object.
 
         Where the service supports it, only if there is none.
@@ -103,18 +195,24 @@ class ObjectService:
         options: dict[str, Any] = {}
         if self._token_argument is not None:
             known = getattr(self.filesystem, "s3_additional_kwargs", {}).get(self._token_argument, {})
-            options[self._token_argument] = {**known, _UPLOAD: token}
-        if self.is_atomic and not self.is_s3:
+            options[self._token_argument] = {**known, _UPLOAD[self._kind]: token}
+        if self._kind == "gs":
             # gcsfs sends some requests without `call`.
             options["timeout"] = self._request_seconds
         mode = "xb" if self._conditional_writes else "wb"
-        return self.filesystem.open(path, mode, block_size=block_bytes, **options)
+        stream = self.filesystem.open(path, mode, block_size=self._block_bytes, **options)
+        if self._kind == "abfs":
+            stream._upload_chunk = partial(self._limited, stream._upload_chunk, self._request_seconds)
+        return stream
 
     def holds(self, path: str, token: str) -> bool:
         """Return whether the object is certainly there and made with that token."""
         # After any error the answer is unknown.
         with suppress(Exception):
-            return bool(self.call("getxattr", path, _UPLOAD, cleaning=True) == token)
+            if self._kind == "abfs":
+                found = self.call("info", path, cleaning=True)["metadata"]
+                return bool(found[AZURE_METADATA] == token)
+            return bool(self.call("getxattr", path, _UPLOAD[self._kind], cleaning=True) == token)
         return False
 
     def remove(self, path: str, *, cleaning: bool = False) -> None:
@@ -135,18 +233,12 @@ class ObjectService:
         try:
             return act(*args, timeout=seconds, **kwargs)
         except FSTimeoutError as error:
-            raise TimeoutError(
-                errno.ETIMEDOUT,
-                f"no answer from the object store within {seconds:g} s, further tries included; check the "
-                "network, or allow more with storage_options={'request_seconds': …}",
-                self.url,
-            ) from error
+            raise late(self.url, seconds) from error
 
 
-def _refused(url: str, error: Exception, redaction: Redaction, options: tuple[str, ...]) -> ConfigError:
-    given = f", and storage_options ({', '.join(options)})" if options else ""
-    text = redaction.text(f"{type(error).__name__}: {error}")
-    return ConfigError(f"{url}: fsspec cannot open this ({text}); check the URL{given}")
+def _found(path: str, info: dict[str, Any]) -> Found:
+    is_directory = info["type"] == "directory"
+    return Found(path.rpartition("/")[2], is_directory, 0 if is_directory else int(info["size"]))
 
 
 def _takes_limit(filesystem: Any) -> bool:
@@ -170,7 +262,7 @@ def _connect(url: str, options: dict[str, Any], redaction: Redaction) -> tuple[A
         fix = redaction.text(str(error)) if extra is None else f'pip install "ckpt-suite[{extra}]"'
         raise ConfigError(f"{place}: storage for {protocol}:// is not installed; {fix}") from None
     except (ValueError, TypeError) as error:
-        raise _refused(place, error, redaction, tuple(options)) from None
+        raise refused(place, "fsspec", options, error=error, redaction=redaction) from None
     if _EXTRAS.get(protocol) == "s3":
         filesystem.retries = _S3FS_ATTEMPTS
     return filesystem, str(path)
@@ -180,11 +272,5 @@ def _with_time_limits(url: str, options: dict[str, Any], seconds: float) -> dict
     """Add time-outs and retries that fit into `seconds`; the user's settings win."""
     if _EXTRAS.get(url.partition("://")[0]) != "s3":
         return options
-    # The waits between tries double from at most 1 s on.
-    attempts = int(math.log2(seconds / _S3FS_ATTEMPTS + 1)) + 1
-    config = {
-        "connect_timeout": max(1.0, min(10.0, seconds / 4)),
-        "read_timeout": max(1.0, min(60.0, seconds / 4)),
-        "retries": {"mode": "standard", "total_max_attempts": max(2, min(attempts, _MOST_ATTEMPTS))},
-    }
+    config = time_limits(seconds)
     return {**options, "config_kwargs": {**config, **options.get("config_kwargs", {})}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, Final, final
 
@@ -11,18 +11,15 @@ from ckpt_core.crew import run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, is_plain, key_parts
+from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothing, unlimited
 from ckpt_core.storage.local._locks import UnguardedLock
+from ckpt_core.storage.object._connect import connect
 from ckpt_core.storage.object._reader import ObjectRanges, open_object
-from ckpt_core.storage.object._service import ObjectService
-from ckpt_core.storage.object._translation import translated_errors
-from ckpt_core.storage.object._upload import abandon_uploads, upload
 
 REQUEST_SECONDS: Final = 600.0
 """The default time limit of one request."""
 
 _DELETE_THREADS: Final = 16
-# 10,000 parts, the limit of S3, then make 640 GiB per object.
-_WRITE_BLOCK_BYTES: Final = 64 * 2**20
 _PROBE: Final = ".probe"
 
 _logger = logger_of(__name__)
@@ -31,7 +28,7 @@ _warned_odd: set[str] = set()
 
 @final
 class ObjectStorage(Storage):
-    """A prefix in an object store, through fsspec.
+    """A prefix in an object store.
 
     Objects appear whole or not at all, but there are no directories and no renames, so a commit is the
     creation of the marker object, after all others. On S3 and GCS objects are created only if there is none,
@@ -44,7 +41,8 @@ class ObjectStorage(Storage):
         self,
         url: str,
         *,
-        write_block_bytes: int = _WRITE_BLOCK_BYTES,
+        client: str | None = None,
+        write_block_bytes: int | None = None,
         request_seconds: float = REQUEST_SECONDS,
         conditional_writes: bool = True,
         **storage_options: Any,
@@ -53,21 +51,28 @@ class ObjectStorage(Storage):
 
         Args:
             url: any URL that fsspec knows, with or without a trailing slash.
-            write_block_bytes: size of the parts of an upload; one such buffer per open stream.
+            client: the library that sends the requests: "botocore" for S3, "fsspec" for any URL; None for
+                the fastest that is installed.
+            write_block_bytes: size of the parts of an upload; None for the client's.
             request_seconds: the time limit of one request, retries included.
             conditional_writes: whether to create objects only if there is none; a store that speaks S3 but
                 lacks `If-None-Match` needs False, and then two jobs must not write to one root.
-            storage_options: passed to the fsspec filesystem (credentials, endpoint…). On S3, time-outs and
-                retries are set to fit into `request_seconds` unless `config_kwargs` sets them.
+            storage_options: in the words of the fsspec filesystem (credentials, endpoint…). On S3, time-outs
+                and retries are set to fit into `request_seconds` unless `config_kwargs` sets them.
 
         Raises:
-            ConfigError: the protocol is unknown or its extra is not installed.
+            ConfigError: the protocol is unknown or its extra is not installed, or the client does not take
+                an option.
         """
-        self._service = ObjectService(
-            url, storage_options, request_seconds=request_seconds, conditional_writes=conditional_writes
+        self._client = connect(
+            url,
+            client,
+            storage_options,
+            request_seconds=request_seconds,
+            conditional_writes=conditional_writes,
+            block_bytes=write_block_bytes,
         )
-        self._url = self._service.url
-        self._write_block_bytes = write_block_bytes
+        self._url = self._client.url
 
     @property
     def url(self) -> str:
@@ -85,49 +90,56 @@ class ObjectStorage(Storage):
             # Always under the same name, so that the next job deletes the leftover of a killed one.
             self.replace(_PROBE, b"probe")
         except FileNotFoundError as error:
-            bucket = self._service.shown(self._service.base.strip("/").partition("/")[0])
+            bucket = self._client.shown(self._client.bucket)
             message = f"bucket {bucket!r} does not exist; create it, or correct the URL"
             raise FileNotFoundError(errno.ENOENT, message, self._url) from error
-        self._service.remove(self._service.path(_PROBE))
+        self._client.remove(self._client.path(_PROBE))
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
         """Upload a new object; it appears on a clean exit, and not at all on an error."""
-        path = self._service.path(file_key(key))
-        with translated_errors(self._url, self._service.redaction):
-            if self._service.call("exists", path):
-                raise FileExistsError(errno.EEXIST, "the object exists already", f"{self._url}/{key}")
-            with upload(self._service, path, self._write_block_bytes) as stream:
-                yield stream
+        with self._client.create(self._client.path(file_key(key))) as stream:
+            yield stream
+
+    def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
+        """Upload a large object, where the client can in parts from where they lie in memory."""
+        self._client.write_pieces(self._client.path(file_key(key)), pieces)
+
+    def put_file(
+        self,
+        key: str,
+        size_bytes: int,
+        read: ReadAt,
+        *,
+        identity: str,
+        pace: Pace | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Upload a file, without parts that an earlier call has sent where the client can."""
+        source = PutSource(size_bytes, read, pace or unlimited, progress or nothing)
+        self._client.put_file(self._client.path(file_key(key)), source, identity)
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
         """Open an object for reading, by ranged requests."""
-        path = self._service.path(file_key(key))
-        with open_object(self._service, path, self.size(key)) as stream:
+        path = self._client.path(file_key(key))
+        with open_object(self._client, path, self.size(key)) as stream:
             yield stream
 
     @contextmanager
     def open_ranges(self, key: str) -> Generator[RangeReader]:
         """Open an object for ranged reads, one request each."""
-        path, size = self._service.path(file_key(key)), self.size(key)
-        yield ObjectRanges(self._service, path, size)
+        path, size = self._client.path(file_key(key)), self.size(key)
+        yield ObjectRanges(self._client, path, size)
 
     def replace(self, key: str, content: bytes) -> None:
         """Write a small object; stores replace atomically."""
-        self._service.call("pipe_file", self._service.path(file_key(key)), content)
+        self._client.replace(self._client.path(file_key(key)), content)
 
     def list(self, key: str) -> list[StorageEntry]:
         """List the names below a prefix, up to the next slash, sorted; [] if none."""
-        path = self._service.path(key)
-        try:
-            self._service.filesystem.invalidate_cache()
-            found = self._service.call("ls", path, detail=True)
-        except FileNotFoundError:
-            return []
-        prefix = path.strip("/") + "/"
-        children = [(str(info["name"]).strip("/"), info) for info in found]
-        entries = [_entry(name, info) for name, info in children if name.startswith(prefix)]
+        found = self._client.children(self._client.path(key))
+        entries = [StorageEntry(*each) for each in found]
         odd = [entry.name for entry in entries if not is_plain(entry.name)]
         if odd:
             _warn_odd(self._url, key, odd)
@@ -136,11 +148,7 @@ class ObjectStorage(Storage):
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
-        self._service.filesystem.invalidate_cache()
-        info = self._service.call("info", self._service.path(file_key(key)))
-        if info["type"] != "file":
-            raise FileNotFoundError(errno.ENOENT, "a prefix, not an object", f"{self._url}/{key}")
-        return int(info["size"])
+        return self._client.size(self._client.path(file_key(key)))
 
     def delete(self, key: str) -> None:
         """Delete an object, or all objects under a prefix.
@@ -148,20 +156,16 @@ class ObjectStorage(Storage):
         One by one: fsspec's bulk deletions expand wildcards in keys, and that of s3fs hides refused
         deletions.
         """
-        path = self._service.path(file_key(key))
-        self._service.filesystem.invalidate_cache()
-        # The filesystem finds a single object by its name, even if listings do not show it yet.
-        found = [str(name) for name in self._service.call("find", path)]
+        path = self._client.path(file_key(key))
         # A key that is no valid path is not ours; see `list`.
-        below = [name for name in found if name.startswith(path + "/") and _is_key(name[len(path) + 1 :])]
-        doomed = [name for name in found if name == path] + below
-        if not doomed:
-            return
-        run_all(self._service.remove, doomed, _DELETE_THREADS, name="ckpt-delete")
+        found = self._client.below(path)
+        doomed = [name for name in found if name == path or _is_key(name[len(path) + 1 :])]
+        if doomed:
+            run_all(self._client.remove, doomed, _DELETE_THREADS, name="ckpt-delete")
 
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
         """Abort multipart uploads that were never completed; S3 bills them."""
-        return abandon_uploads(self._service, unwanted)
+        return self._client.abandon_uploads(unwanted)
 
     def make_directory(self, key: str) -> None:
         """Do nothing but check the key: prefixes need not be created.
@@ -207,12 +211,3 @@ def _warn_odd(url: str, key: str, names: Sequence[str]) -> None:
             place,
             " and ".join(repr(name) for name in names),
         )
-
-
-def _entry(name: str, info: dict[str, Any]) -> StorageEntry:
-    is_directory = info["type"] == "directory"
-    return StorageEntry(
-        name=name.rpartition("/")[2],
-        is_directory=is_directory,
-        size_bytes=0 if is_directory else int(info["size"]),
-    )

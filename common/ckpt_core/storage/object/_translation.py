@@ -6,9 +6,11 @@ Those libraries are optional, so their errors are recognised by name, without im
 from __future__ import annotations
 
 import errno
-from collections.abc import Generator
+import re
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import cast
+from http import HTTPStatus
+from typing import Final, cast
 
 from ckpt_core.disclosure import Redaction
 from ckpt_core.errors import ArchivedError
@@ -16,10 +18,12 @@ from ckpt_core.errors import ArchivedError
 _LIBRARIES = {
     "aiobotocore",
     "aiohttp",
+    "azure",
     "botocore",
     "ftplib",
     "gcsfs",
     "google",
+    "obstore",
     "requests",
     "s3fs",
     "urllib3",
@@ -36,6 +40,7 @@ _NO_CREDENTIALS = {
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 _ARCHIVED = {"InvalidObjectState"}
+_CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict"}
 _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
@@ -71,8 +76,8 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
         if translation is None:
             raise
         setattr(translation, _IN_OUR_WORDS, True)
-        if secret:
-            raise translation from None
+        if secret or _library(error) == "obstore":
+            raise translation from None  # obstore shows whole requests
         raise translation from error
 
 
@@ -89,8 +94,8 @@ def _plain(error: Exception, redaction: Redaction) -> OSError | None:
 
 def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | None:
     """Translate an error, with the library's text; None if it needs no translation."""
-    text = redaction.text(f"{type(error).__name__}: {error}")
-    if isinstance(error, OSError):
+    text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
+    if isinstance(error, OSError) and type(error).__module__ != "requests.exceptions":
         if type(error).__name__ == "FSTimeoutError":
             return TimeoutError(errno.ETIMEDOUT, "no answer from the object store in time", url)
         # gcsfs reports 403 as a plain OSError, s3fs answers of all kinds as the nearest OSError.
@@ -100,23 +105,77 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
         if answer is None or isinstance(error, _NAMED):
             return None
         return _of_answer(error, answer, redaction.text(str(answer)), url)
-    if type(error).__module__.partition(".")[0] not in _LIBRARIES:
+    # adlfs gives the errors of Azure's library other types while it uploads.
+    origin = error.__cause__ if isinstance(error, RuntimeError) else error
+    if _library(origin) not in _LIBRARIES or not isinstance(origin, Exception):
         return None
-    return _of_library(error, text, url)
+    return _of_library(origin, text, url)
+
+
+def _brief(error: Exception) -> str:
+    """Return the text of an error; of obstore the first line, without queries, which may hold a signature."""
+    if _library(error) != "obstore":
+        return str(error)
+    return re.sub(r"\?\S*", "", str(error).partition("\n")[0])
+
+
+def late(url: str, seconds: float) -> TimeoutError:
+    """Build the error for a request that took too long, further tries included."""
+    return TimeoutError(
+        errno.ETIMEDOUT,
+        f"no answer from the object store within {seconds:g} s, further tries included; check the "
+        "network, or allow more with storage_options={'request_seconds': …}",
+        url,
+    )
+
+
+def answer_ended(url: str) -> OSError:
+    """Build the error for answers that end before their announced length."""
+    return OSError(_STORE_FAILED, "the object store's answers end too early, further tries included", url)
+
+
+def _of_status(error: Exception, text: str, url: str) -> OSError | None:
+    """Translate an answer of S3, as botocore raises it, by its status; None for other errors."""
+    response = getattr(error, "response", None)
+    if not isinstance(response, dict):
+        return None
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if status == HTTPStatus.NOT_FOUND:
+        return FileNotFoundError(errno.ENOENT, text, url)
+    if status == HTTPStatus.PRECONDITION_FAILED or _code(error) in _CONFLICTS:
+        return FileExistsError(errno.EEXIST, text, url)
+    refused = PermissionError if status in _DENIED else OSError
+    return _of_answer(refused(_STORE_FAILED, text), error, text, url)
+
+
+def _library(error: object) -> str:
+    return type(error).__module__.partition(".")[0]
 
 
 def _of_library(error: Exception, text: str, url: str) -> OSError:
+    if _library(error) == "botocore" and (found := _of_status(error, text, url)):
+        return found
+    if type(error).__name__ in _AS_OS_ERRORS:
+        return _AS_OS_ERRORS[type(error).__name__](text, url)
     if _code(error) in _ARCHIVED:
         return _archived(text, url)
+    if _status(error) == HTTPStatus.UNAUTHORIZED:
+        return _expired(text, url)
     if _is_denied(error):
         return _denied(text, url)
     return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
 
 
+def _status(error: Exception) -> int | None:
+    """Return the status of the answer behind an error of Azure's library or of requests."""
+    answer = error if hasattr(error, "status_code") else getattr(error, "response", None)
+    return getattr(answer, "status_code", None)
+
+
 def _answer_behind(error: OSError) -> Exception | None:
     """Return the error of botocore that s3fs has wrapped."""
     cause = error.__cause__
-    if isinstance(cause, Exception) and type(cause).__module__.partition(".")[0] == "botocore":
+    if isinstance(cause, Exception) and _library(cause) == "botocore":
         return cause
     return None
 
@@ -157,6 +216,7 @@ def _is_denied(error: Exception) -> bool:
         type(error).__name__ in _NO_CREDENTIALS
         or type(error).__module__ == "google.auth.exceptions"
         or getattr(error, "code", None) in _DENIED
+        or _status(error) in _DENIED
     )
 
 
@@ -173,3 +233,20 @@ def _expired(text: str, url: str) -> PermissionError:
         f"itself instead of a fixed session token ({text})",
         url,
     )
+
+
+def _no_answer(text: str, url: str) -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, f"no answer from the object store in time ({text})", url)
+
+
+# Of botocore, of Azure's library, of obstore.
+_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
+    "ReadTimeoutError": _no_answer,
+    "ConnectTimeoutError": _no_answer,
+    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
+    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PreconditionError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+    "PermissionDeniedError": _denied,
+    "UnauthenticatedError": _expired,
+}

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import errno
-import secrets
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from ckpt_core.disclosure import logger_of
-from ckpt_core.storage.object._service import ObjectService
+
+if TYPE_CHECKING:
+    from ckpt_core.storage.object._service import ObjectService
 
 _logger = logger_of(__name__)
 
 
 @contextmanager
-def upload(service: ObjectService, path: str, block_bytes: int) -> Generator[IO[bytes]]:
+def upload(service: ObjectService, path: str, token: str) -> Generator[IO[bytes]]:
     """Open a stream into a new object, which exists after a clean exit.
 
-    Every upload has a token, stored with the object. If the outcome of an upload is unknown, or it was
+    Its token is stored with the object. If the outcome of an upload is unknown, or it was
     refused because the object exists, the token tells whether the object is this upload's.
 
     Raises:
         FileExistsError: the object exists already.
         OSError: the upload failed, or its outcome is unknown.
     """
-    token = secrets.token_hex(8)
-    stream = service.new_object(path, token, block_bytes)
+    stream = service.new_object(path, token)
     complete = False
     try:
         yield cast("IO[bytes]", stream)

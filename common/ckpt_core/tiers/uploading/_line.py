@@ -47,6 +47,7 @@ class UploadLine:
         self._when_busy = when_busy
         self._waiting: deque[DueCheckpoint] = deque()
         self._running: DueCheckpoint | None = None
+        self._left: list[CheckpointInfo] = []
         self._closed = False
         self._changed = threading.Condition()
 
@@ -67,9 +68,11 @@ class UploadLine:
             self._changed.notify_all()
             return self._running
 
-    def done(self) -> None:
-        """Note that the running one has ended."""
+    def done(self, *, left: bool) -> None:
+        """Note that the running one has ended, or was left to the next run."""
         with self._changed:
+            if left and self._running is not None:
+                self._left.append(self._running.info)
             self._running = None
             self._changed.notify_all()
 
@@ -87,16 +90,20 @@ class UploadLine:
     def held(self) -> Collection[str]:
         """The names of checkpoints that are still needed in the root."""
         with self._changed:
-            waiting = list(self._waiting)
-            if self._when_busy == "overtake":
-                waiting = waiting[-1:]
-            return {each.info.name for each in (*waiting, *filter(None, (self._running,)))}
+            return {info.name for info in self._needed()}
 
     @property
     def unfinished(self) -> list[CheckpointInfo]:
-        """The checkpoints that run or wait, the next first."""
+        """The checkpoints that run, wait, or were left to the next run."""
         with self._changed:
-            return [each.info for each in (*filter(None, (self._running,)), *self._waiting)]
+            return [*self._left, *self._needed()]
+
+    def _needed(self) -> list[CheckpointInfo]:
+        """Return what runs, and what waits and is not overtaken."""
+        waiting = list(self._waiting)
+        if self._when_busy == "overtake":
+            waiting = waiting[-1:]
+        return [each.info for each in (*filter(None, (self._running,)), *waiting)]
 
     def wait_for_turn(self) -> None:
         """Block until none waits, where a save must wait for that."""

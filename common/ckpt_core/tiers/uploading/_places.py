@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
+from ckpt_core.groups import own_part
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.storage import LocalStorage, ObjectStorage, Storage
 
@@ -26,7 +27,7 @@ def refuse_one_place(tiers: Sequence[Storage], options: CheckpointOptions) -> No
         ConfigError: there are such.
     """
     given = [options.storage_options, *(upload.storage_options for upload in options.uploads)]
-    places = list(zip(tiers, given, strict=True))
+    places = list(zip(map(own_part, tiers), given, strict=True))
     for (one, its_options), (other, others_options) in combinations(places, 2):
         if _is_one_place(one, its_options, other, others_options):
             raise ConfigError(

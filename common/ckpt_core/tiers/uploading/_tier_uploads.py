@@ -164,7 +164,7 @@ class TierUploads:
             uploader = Uploader(upload, tier.storage, context, durable)
             self._uploaders.append(uploader)
             for info in backlog[index]:
-                uploader.line.add(DueCheckpoint(info, partial(self._note, index, info)))
+                uploader.line.add(DueCheckpoint(info, partial(self._note, index, info, None)))
             uploader.start()
 
     def _claim(self) -> tuple[str, list[list[CheckpointInfo]]]:
@@ -206,10 +206,10 @@ class TierUploads:
         for uploader in due:
             index = self._uploaders.index(uploader)
             uploader.line.add(DueCheckpoint(info, partial(self._note, index, info, outcomes)))
+        if self._job.coordinator.is_coordinator:
+            self._record.write()
 
-    def _note(
-        self, index: int, info: CheckpointInfo, outcomes: AllTiers | None, outcome: Outcome = None
-    ) -> None:
+    def _note(self, index: int, info: CheckpointInfo, outcomes: AllTiers | None, outcome: Outcome) -> None:
         if isinstance(outcome, CheckpointInfo):
             self._there[index] = info.save_id
         if outcomes is not None:
@@ -235,7 +235,8 @@ class TierUploads:
             if time.monotonic() >= deadline:
                 self._leave(uploader)
                 return
-            self._record.say()
+            if self._job.coordinator.is_coordinator:
+                self._record.say(uploader.upload, uploader.line.unfinished)
 
     def _leave(self, uploader: Uploader) -> None:
         """Stop an upload, and say what is not there and how it gets there."""

@@ -12,6 +12,7 @@ from ckpt_core.options import Upload
 from ckpt_core.storage import Storage
 from ckpt_core.tiers import TierRecord, Uploading, write_tiers
 from ckpt_core.tiers.uploading._upload_context import UploadProgress
+from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
@@ -45,12 +46,16 @@ class TiersRecord:
         if begins or progress is None or time.monotonic() - self._written_at > SAID_EVERY:
             self.write()
 
-    def say(self) -> None:
-        """Log how far the uploads are."""
+    def say(self, upload: Upload, unfinished: Sequence[CheckpointInfo]) -> None:
+        """Log how far the upload to a tier is, and what waits for it."""
         with self._guard:
-            running = dict(self._running)
-        for index, progress in running.items():
-            _logger.info("uploading %s to %s: %s", progress.name, self._uploads[index].url, progress.text)
+            running = self._running.get(self._uploads.index(upload))
+        _logger.info(
+            "waiting for step(s) %s to be in %s: %s",
+            ", ".join(str(info.step) for info in unfinished),
+            upload.url,
+            "not begun, or to be tried again" if running is None else f"{running.name}, {running.text}",
+        )
 
     def write(self) -> None:
         """Write the record; a failure is a warning, once."""

@@ -92,9 +92,8 @@ class Transfer:
         self._stopped = threading.Event()
         self._ended = threading.Event()
         self._wake = threading.Event()
-        pause = self._stopped.wait
         self._pace = (
-            None if bytes_per_second is None else Throttle(bytes_per_second, clock=clock, sleep=pause)
+            None if bytes_per_second is None else Throttle(bytes_per_second, clock=clock, sleep=self._sleep)
         )
         self._done = self._size = 0
         self._moved_at = clock()
@@ -140,7 +139,9 @@ class Transfer:
     def end(self, seconds: float) -> bool:
         """Stop, and return whether the thread has ended within `seconds`."""
         self.stop()
-        return self._ended.wait(seconds)
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -156,6 +157,9 @@ class Transfer:
         finally:
             self._ended.set()
             self._wake.set()
+
+    def _sleep(self, seconds: float) -> None:
+        self._stopped.wait(seconds)
 
     def _note(self, size_bytes: int) -> None:
         with self._guard:

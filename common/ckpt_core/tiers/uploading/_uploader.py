@@ -27,6 +27,7 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
+_SHORTEST_PAUSE: Final = 0.25
 _LONGEST_PAUSE: Final = 60.0
 _END_SECONDS: Final = 10.0
 
@@ -105,6 +106,7 @@ class Uploader:
         self._durable = durable
         self._channel: CommitChannel | None = None
         self._stopped = threading.Event()
+        self._running: Transfer | None = None
         self._hanging: Transfer | None = None
         # A daemon: the process must be able to end while storage hangs.
         self._thread = threading.Thread(target=self._loop, name="ckpt-upload", daemon=True)
@@ -117,6 +119,8 @@ class Uploader:
     def stop(self) -> None:
         """Leave what is not uploaded yet to the next run."""
         self._stopped.set()
+        if self._running is not None:
+            self._running.stop()
         self.line.close()
 
     def join(self, seconds: float) -> bool:
@@ -132,7 +136,7 @@ class Uploader:
             except Exception as error:
                 _logger.exception("the upload of step %d to %s ended", due.info.step, self.upload.url)
                 outcome = upload_error(due.info, self.upload.url, failure_text(error))
-            self.line.done()
+            self.line.done(left=outcome is None and self._stopped.is_set())
             due.report(outcome)
             self._context.note(None)
         if self._channel is not None:
@@ -146,7 +150,7 @@ class Uploader:
             except CheckpointError as error:
                 self._note_failure(turn, error)
                 if _is_lasting(error):
-                    return self._report(turn, str(error))
+                    return self._report(turn, turn.problem)
 
     def _attempt(self, turn: _Turn) -> CheckpointInfo | None:
         """Make one attempt; return the checkpoint if it is there, None if it was left."""
@@ -191,7 +195,7 @@ class Uploader:
         durable, info = self._require_durable(), turn.due.info
         if turn.attempts:
             longest = min(_LONGEST_PAUSE, self._context.deadline_seconds / 4)
-            self._context.pause(self._stopped, min(2.0 ** (turn.attempts - 1), longest))
+            self._context.pause(self._stopped, min(_SHORTEST_PAUSE * 2.0 ** (turn.attempts - 1), longest))
         spent = self._context.clock() - turn.began_at >= self.upload.deadline_seconds
         overdue = turn.problem if turn.attempts and spent and not turn.overdue else ""
         if self._stopped.is_set():
@@ -217,9 +221,11 @@ class Uploader:
             self._context,
             commit=lambda copy: self._require_durable().commit(copy),
         )
+        self._running = attempt.transfer
         try:
             return attempt.run(self._connected(), turn.topic, self._stopped.is_set)
         finally:
+            self._running = None
             if not attempt.transfer.end(_END_SECONDS):
                 self._hanging = self._hanging or attempt.transfer
 
@@ -248,13 +254,15 @@ class Uploader:
         if not turn.attempts and not _is_lasting(error):
             _logger.warning("an upload is tried again: %s", error)
         turn.attempts += 1
+        if not isinstance(error, UploadError):
+            error = upload_error(turn.due.info, self.upload.url, str(error))
         turn.problem = str(error)
 
     def _report(self, turn: _Turn, problem: str) -> UploadError:
         """Report, once and on every rank, that a checkpoint is not in the tier in time."""
         info = turn.due.info
         turn.overdue = True
-        self.failure = error = upload_error(info, self.upload.url, problem)
+        self.failure = error = UploadError(problem, step=info.step, name=info.name)
         self._context.telemetry.point("upload.failed", step=info.step, to=self.upload.url, error=problem)
         _logger.error("%s", error)
         turn.due.report(error)

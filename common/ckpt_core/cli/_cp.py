@@ -1,0 +1,343 @@
+"""`cp`: copy checkpoints or a run to another root, verified and resumable."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Final, final
+
+from ckpt_core.cli._arguments import (
+    claimed,
+    find_root,
+    is_left_over,
+    is_local,
+    open_checkpoint,
+    open_root,
+    open_target,
+    storage_options,
+)
+from ckpt_core.cli._outcome import Outcome
+from ckpt_core.cli._progress_line import ProgressLine
+from ckpt_core.commit import Catalog, Lease, Owner, Survey, abandon, working_name
+from ckpt_core.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    FileFailure,
+)
+from ckpt_core.names import MARKER
+from ckpt_core.options import bytes_text, parse_size
+from ckpt_core.storage import Storage, Throttle
+from ckpt_core.tiers import CopyTerms, copy_checkpoint
+from ckpt_core.types import CheckpointInfo
+
+_MOST_LISTED: Final = 5
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopySource:
+    """Checkpoints of one root that are to be copied.
+
+    Attributes:
+        source: the root.
+        infos: the checkpoints, in the order of their copies.
+        relatives: everything in the root: what belongs to the same run.
+        is_run: whether the run was named, not a checkpoint.
+        unreadable: problems of directories that may be checkpoints.
+    """
+
+    source: Storage
+    infos: Sequence[CheckpointInfo]
+    relatives: Sequence[CheckpointInfo]
+    is_run: bool = False
+    unreadable: Sequence[str] = ()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyResult:
+    """The result for one checkpoint.
+
+    Attributes:
+        state: `copied`; `there`: the target had it; `gone`: pruned meanwhile; or `FAILED`.
+        problem: why it failed.
+    """
+
+    info: CheckpointInfo
+    source: str
+    state: str
+    problem: str = ""
+    failures: Sequence[FileFailure] = ()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields for `--json`."""
+        return {
+            "source": self.source,
+            "name": self.info.name,
+            "step": self.info.step,
+            "size_bytes": self.info.size_bytes,
+            "state": self.state,
+            "problem": self.problem or None,
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+
+
+def run(arguments: Namespace) -> Outcome:
+    """Copy what was named to the target root."""
+    pace = pace_of(arguments)
+    selections = [_select(place, arguments) for place in arguments.sources]
+    target = open_target(arguments.target, _options_of_target(arguments))
+    if any(selection.source.url == target.url for selection in selections):
+        raise ConfigError(f"{target.url} is source and target: name another root to copy to")
+    survey = Catalog(target).survey()
+    refuse_conflicts(selections, target, survey)
+    if not arguments.mixed:
+        _refuse_other_runs(selections, target, survey)
+    results = copy_all(
+        selections,
+        target,
+        survey,
+        pace=pace,
+        claim=lambda: claimed(target, "ckpt cp", take_over=arguments.take_over),
+    )
+    return outcome(target, results, [text for each in selections for text in each.unreadable])
+
+
+def pace_of(arguments: Namespace) -> Throttle | None:
+    """Return the limit of the rate that `--bandwidth` sets.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    rate = parse_size("--bandwidth", arguments.bandwidth, rate=True)
+    if rate is not None and rate <= 0:
+        raise ConfigError("--bandwidth must be more than 0 bytes per second")
+    return None if rate is None else Throttle(rate)
+
+
+def refuse_conflicts(selections: Sequence[CopySource], target: Storage, survey: Survey) -> None:
+    """Refuse, before anything is sent, what cannot be copied under its name.
+
+    Raises:
+        CheckpointExistsError: the target has another checkpoint, or an unreadable one, of that name; or two
+            sources have the same name.
+    """
+    there = {info.name: info for info in survey.everything}
+    taken: list[str] = []
+    for info in (info for selection in selections for info in selection.infos):
+        other = there.setdefault(info.name, info)
+        if other.manifest_sha256 != info.manifest_sha256 or info.name in survey.unreadable:
+            taken.append(info.name)
+    if taken:
+        more = f" and {len(taken) - _MOST_LISTED} more" if len(taken) > _MOST_LISTED else ""
+        raise CheckpointExistsError(
+            f"{target.url} has another checkpoint named {', '.join(taken[:_MOST_LISTED])}{more}, or two are "
+            "to be copied under one name; nothing was copied: checkpoints are never overwritten, so copy to "
+            "another root"
+        )
+
+
+def copy_all(
+    selections: Sequence[CopySource],
+    target: Storage,
+    survey: Survey,
+    *,
+    pace: Throttle | None,
+    claim: Callable[[], AbstractContextManager[Lease]],
+) -> list[CopyResult]:
+    """Copy checkpoints, except those that the target has.
+
+    What is damaged does not stop the others.
+
+    Args:
+        selections: what to copy.
+        target: the root to copy to.
+        survey: what is there.
+        pace: limits the rate.
+        claim: takes the lease of the target; called if there is something to copy or to clear away.
+    """
+    results: list[CopyResult] = []
+    there = {info.name: info for info in survey.everything}
+    todo: list[tuple[CopySource, CheckpointInfo]] = []
+    for selection, info in ((each, info) for each in selections for info in each.infos):
+        if (found := there.get(info.name)) is None:
+            todo.append((selection, info))
+        else:
+            results.append(_found(selection, info, found, target))
+    if not todo and not is_left_over(Owner.of(target)):
+        return results
+    total = sum(info.size_bytes for _, info in todo)
+    with (
+        claim() as lease,
+        _interruptible() as stop,
+        ProgressLine(f"copying to {target.url}", total, plain=True) as line,
+    ):
+        for result in results if target.supports_rename else ():
+            abandon(target, working_name(target, result.info.name, result.info.save_id))
+        terms = CopyTerms(pace=pace, progress=line.add, stop=stop)
+        results += [_copied(selection, info, target, terms=terms, lease=lease) for selection, info in todo]
+    return results
+
+
+def outcome(target: Storage, results: Sequence[CopyResult], unreadable: Sequence[str]) -> Outcome:
+    """Report copies."""
+    copied = [each for each in results if each.state == "copied"]
+    size = bytes_text(sum(each.info.size_bytes for each in copied))
+    parts = [f"{each.state:<8}{target.url}/{each.info.name}" for each in results]
+    for each in results:
+        parts += [f"  {each.info.name}: {each.problem}"] if each.problem else []
+    return Outcome(
+        fields={
+            "target": target.url,
+            "checkpoints": [each.fields for each in results],
+            "unreadable": list(unreadable),
+        },
+        parts=[
+            *parts,
+            *(f"not copied, its marker cannot be read: {text}" for text in unreadable),
+            f"{len(copied)} copied to {target.url}, {size}",
+        ],
+        exit_code=int(bool(unreadable) or any(each.state == "FAILED" for each in results)),
+    )
+
+
+def _options_of_target(arguments: Namespace) -> dict[str, Any]:
+    if arguments.to_storage_option:
+        return storage_options(arguments.to_storage_option, "")
+    return _options_of(arguments.target, arguments)
+
+
+def _options_of(place: str, arguments: Namespace) -> dict[str, Any]:
+    """Return the options for a place: those of the command are for its URLs."""
+    urls = [each for each in (*arguments.sources, arguments.target) if not is_local(each)]
+    return {} if urls and is_local(place) else dict(arguments.storage_options)
+
+
+def _select(place: str, arguments: Namespace) -> CopySource:
+    """Find what a source names: a step or name of a root, or all of it.
+
+    Raises:
+        CheckpointNotFoundError: it is not there.
+    """
+    options = _options_of(place, arguments)
+    root, _, step = place.rpartition("@")
+    if root and step.isdecimal():
+        storage = open_root(root, options)
+        return _one(storage, Catalog(storage).find(step=int(step)))
+    with suppress(ConfigError):  # a bucket has no parent; any other error is raised when it is a root
+        storage, name = open_checkpoint(place, options)
+        if storage.exists(f"{name}/{MARKER}"):
+            return _one(storage, Catalog(storage).find(name=name))
+    storage, survey = find_root(place, options)
+    infos = survey.everything if arguments.all else survey.committed
+    return CopySource(
+        source=storage,
+        infos=infos[::-1],  # the newest first
+        relatives=survey.everything,
+        is_run=True,
+        unreadable=[f"{storage.url}/{name}: {error}" for name, error in survey.unreadable.items()],
+    )
+
+
+def _one(storage: Storage, info: CheckpointInfo) -> CopySource:
+    """Select a checkpoint; one found by a link is copied under its own name."""
+    everything = Catalog(storage).survey().everything
+    named = [each for each in everything if each.manifest_sha256 == info.manifest_sha256]
+    own = next((each for each in named if each.name == info.name), None) or next(iter(named), info)
+    return CopySource(source=storage, infos=[own], relatives=everything)
+
+
+def _refuse_other_runs(selections: Sequence[CopySource], target: Storage, survey: Survey) -> None:
+    """Refuse to mix runs in one root.
+
+    The run begun last would count as the present one, and the other as abandoned.
+
+    Raises:
+        ConfigError: the target holds another run.
+    """
+    theirs = _lines(survey.everything)
+    for selection in selections:
+        ours = _lines([*selection.relatives, *selection.infos])
+        if theirs and not theirs & ours:
+            raise ConfigError(
+                f"{target.url} holds another run than {selection.source.url}: in one root, the run begun "
+                "last counts as the present one, and the other as abandoned. Nothing was copied: name an "
+                "empty root, or add --mixed if nothing is to be resumed there"
+            )
+        theirs |= ours
+
+
+def _lines(infos: Iterable[CheckpointInfo]) -> set[str]:
+    """Return the ids of the lineages of checkpoints, and of those that they continue."""
+    return {each for info in infos for each in info.lineage.limits()}
+
+
+def _found(selection: CopySource, info: CheckpointInfo, found: CheckpointInfo, target: Storage) -> CopyResult:
+    if found.damaged is not None:
+        problem = (
+            f"it is there, and marked as damaged ({found.damaged}): look at it with `ckpt verify`; after "
+            "`ckpt prune --damaged` it can be copied again"
+        )
+        return CopyResult(info=info, source=selection.source.url, state="FAILED", problem=problem)
+    _carry_marks(selection, info, found, target)
+    return CopyResult(info=info, source=selection.source.url, state="there")
+
+
+def _copied(
+    selection: CopySource, info: CheckpointInfo, target: Storage, *, terms: CopyTerms, lease: Lease
+) -> CopyResult:
+    source = selection.source
+    try:
+        found = copy_checkpoint(source, target, info.name, terms, check=lease.check)
+    except CorruptCheckpointError as error:
+        return CopyResult(
+            info=info,
+            source=source.url,
+            state="FAILED",
+            problem=f"the source is damaged, so that nothing was committed: {error}",
+            failures=error.failures,
+        )
+    except CheckpointNotFoundError:
+        if not selection.is_run:
+            raise
+        return CopyResult(info=info, source=source.url, state="gone")
+    _carry_marks(selection, info, found, target)
+    return CopyResult(info=info, source=source.url, state="copied")
+
+
+def _carry_marks(selection: CopySource, info: CheckpointInfo, found: CheckpointInfo, target: Storage) -> None:
+    """Mark what is bad, and pin what a run has pinned; damage is of one place."""
+    if info.bad is not None and found.bad is None:
+        Catalog(target).mark_bad(info.name, info.bad)
+    if selection.is_run and info.pinned is not None and found.pinned is None:
+        Catalog(target).pin(info.step, info.pinned)
+
+
+@contextmanager
+def _interruptible() -> Generator[Callable[[], None]]:
+    """Let Ctrl-C end the threads of a copy, too; yields what they call."""
+    interrupted = threading.Event()
+
+    def stop() -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+
+    def interrupt(_number: int, _frame: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,104 @@
+"""`upload`: send to the further tiers of a root what its job has left."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+
+from ckpt_core.cli._arguments import claimed, open_target
+from ckpt_core.cli._cp import CopySource, copy_all, outcome, pace_of, refuse_conflicts
+from ckpt_core.cli._outcome import Outcome
+from ckpt_core.cli._tier_columns import open_with_tiers, options_for
+from ckpt_core.commit import Catalog, Owner, Survey
+from ckpt_core.disclosure import public_url
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
+from ckpt_core.names import TIERS, WRITER
+from ckpt_core.storage import Storage, excludes_others
+from ckpt_core.tiers import TierRecord, read_tiers
+from ckpt_core.types import CheckpointInfo
+
+
+def run(arguments: Namespace) -> Outcome:
+    """Upload what is due, and the newest, to every tier or to the one named."""
+    pace = pace_of(arguments)
+    storage = open_with_tiers(arguments)
+    records = read_tiers(storage)
+    chosen = _chosen(records, arguments, storage.url)
+    ended = _owner_that_ended(storage, records if any(each in records for each in chosen) else ())
+    survey = Catalog(storage).survey()
+    if not survey.committed:
+        raise CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
+    outcomes = []
+    for record in chosen:
+        target = open_target(arguments.to or record.url, options_for(record.url, arguments))
+        there = Catalog(target).survey()
+        infos = survey.committed if arguments.all else _due(record, survey, there)
+        selection = CopySource(source=storage, infos=infos[::-1], relatives=survey.everything, is_run=True)
+        refuse_conflicts([selection], target, there)
+        claim = partial(claimed, target, "ckpt upload", take_over=arguments.take_over, ended=ended)
+        outcomes.append(outcome(target, copy_all([selection], target, there, pace=pace, claim=claim), ()))
+    return Outcome(
+        fields={"root": storage.url, "tiers": [each.fields for each in outcomes]},
+        parts=[part for each in outcomes for part in each.parts],
+        exit_code=max(each.exit_code for each in outcomes),
+    )
+
+
+def _chosen(records: Sequence[TierRecord], arguments: Namespace, root: str) -> Sequence[TierRecord]:
+    """Return the tiers to upload to: those of the root, or the one named.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if arguments.to is None and not records:
+        raise ConfigError(
+            f"{root} has no {TIERS}: no job uploads from there; name the place to upload to: --to URL"
+        )
+    if arguments.to is None:
+        return records
+    url = public_url(arguments.to).rstrip("/")
+    return [each for each in records if each.url.rstrip("/") == url] or [TierRecord(url=url)]
+
+
+def _owner_that_ended(storage: Storage, records: Sequence[TierRecord]) -> Owner | None:
+    """Return the last owner of a root if it has ended, None if that is unknown.
+
+    Args:
+        storage: the root.
+        records: the tiers that its job uploads to by itself.
+
+    Raises:
+        RootBusyError: it is alive, and uploads to these tiers.
+    """
+    try:
+        lock = storage.try_lock(WRITER)
+    except OSError:
+        return None  # a root that this user can only read
+    if lock is None and records:
+        raise RootBusyError(
+            f"{storage.url} belongs to a live job ({Owner.of(storage) or 'of unknown name'}), which uploads "
+            "by itself: wait until it ends, or name another place: --to URL"
+        )
+    if lock is None:
+        return None
+    lock.release()
+    return Owner.of(storage) if excludes_others(lock) else None
+
+
+def _due(record: TierRecord, survey: Survey, there: Survey) -> list[CheckpointInfo]:
+    """Return what was due, and the newest if the tier has none as new; oldest first."""
+    have = {info.save_id for info in there.everything}
+    begun = {record.uploading.name} if record.uploading is not None else set()
+    usable = [info for info in survey.committed if info.usable and info.save_id not in have]
+    newest = max(map(_age, there.everything), default=(-1, -1))
+    last = survey.committed[-1]
+    return [
+        info
+        for info in usable
+        if info.name in {*record.due, *begun} or (info is last and _age(info) > newest)
+    ]
+
+
+def _age(info: CheckpointInfo) -> tuple[int, int]:
+    return info.lineage.number, info.step

@@ -1,0 +1,220 @@
+"""GCS and Azure through obstore: objects go from and to where they lie in memory.
+
+obstore transfers contents. Names are listed and deleted by the services' own interfaces, because obstore
+lists nothing where one key cannot be a path.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
+
+from ckpt_core.disclosure import Redaction, public_url
+from ckpt_core.errors import ConfigError
+from ckpt_core.storage.object._azure import AzureContainer
+from ckpt_core.storage.object._client import Found
+from ckpt_core.storage.object._gcs import GcsBucket
+from ckpt_core.storage.object._parts import BLOCK_BYTES, CONNECTIONS, PartClient, Parts
+from ckpt_core.storage.object._translation import translated_errors
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore, GCSStore
+
+_TRIES: Final = 6
+_MISSING: Final = "gs:// and az:// need obstore; {fix}, or choose storage_options={{'client': 'fsspec'}}"
+_UNFINISHED: Final = ".ckpt-uploads"
+"""Where the parts of unfinished objects lie on GCS, in the root; listings leave it out."""
+
+
+class Place(Protocol):
+    """A bucket or container: what obstore does not do, or not as it must be done."""
+
+    store: AzureStore | GCSStore
+    token_name: str
+    """The name of an upload's token in the metadata of its object."""
+
+    def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
+        """List the objects with a prefix, by their whole names, and what is before the next delimiter."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Delete an object.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    def begin(self, path: str, token: str, scratch: str) -> Parts:
+        """Begin an upload in parts, or continue it; `scratch`: a prefix for parts that are objects."""
+        ...
+
+
+@final
+class ObstoreClient(PartClient):
+    """A bucket of GCS or a container of Azure.
+
+    Args:
+        url: of the root.
+        storage_options: in the words of gcsfs or adlfs.
+        request_seconds: the time limit of one request, further tries included.
+        conditional_writes: must be true, for both services know them.
+        block_bytes: size of the parts of an upload; None for the default.
+
+    Raises:
+        ConfigError: an option has no translation, or a library is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any],
+        *,
+        request_seconds: float,
+        conditional_writes: bool,
+        block_bytes: int | None,
+    ) -> None:
+        super().__init__(block_bytes=block_bytes or BLOCK_BYTES, connections=CONNECTIONS)
+        self.url = public_url(url).rstrip("/")
+        self.redaction = Redaction.of(url, storage_options)
+        protocol, _, rest = url.partition("://")
+        place, _, base = rest.partition("/")
+        self.bucket, self.base = place.partition("@")[0], base.strip("/")
+        if not conditional_writes:
+            raise ConfigError(
+                f"{self.url}: leave out storage_options conditional_writes=False, which is for stores like S3"
+            )
+        kind, extra = (GcsBucket, "gcs") if protocol in {"gs", "gcs"} else (AzureContainer, "azure")
+        limits = _limits(request_seconds)
+        try:
+            with translated_errors(self.url, self.redaction):
+                self._place: Place = kind(url, self.bucket, storage_options, request_seconds, **limits)
+        except ImportError:
+            raise ConfigError(_MISSING.format(fix=f'pip install "ckpt-suite[{extra}]"')) from None
+
+    def size_and_token(self, path: str) -> tuple[int, str | None]:
+        """Ask for size and metadata of an object."""
+        import obstore
+
+        with self._asking(path):
+            found = obstore.get(self._place.store, path, options={"head": True})
+            token = found.attributes.get(self._place.token_name)
+            return found.meta["size"], None if token is None else str(token)
+
+    def children(self, path: str) -> list[Found]:
+        """List the names below a prefix, up to the next slash."""
+        prefix, unfinished = f"{path}/" if path else "", self.path(_UNFINISHED)
+        return [
+            entry._replace(name=entry.name[len(prefix) :])
+            for entry in self._listed(prefix, "/")
+            if entry.name != unfinished and (entry.is_directory or entry.name != prefix)
+        ]
+
+    def below(self, path: str) -> list[str]:
+        """List an object, which is found even if listings do not show it yet, and all below it."""
+        found: list[str] = []
+        with suppress(FileNotFoundError):
+            self.size(path)
+            found.append(path)
+        return found + [entry.name for entry in self._listed(f"{path}/", "")]
+
+    def remove(self, path: str) -> None:
+        """Delete an object."""
+        with suppress(FileNotFoundError), self._asking(path):
+            self._place.remove(path)
+
+    def replace(self, path: str, content: bytes) -> None:
+        """Write a small object, over an existing one."""
+        import obstore
+
+        with self._asking(path):
+            obstore.put(self._place.store, path, content, use_multipart=False)
+
+    def put_new(self, path: str, content: Sequence[memoryview], token: str) -> None:
+        """Create an object in one request.
+
+        Blocks that an upload to Azure has left are taken for an object there; they stop no other blocks.
+        """
+        try:
+            self._put(path, content, token)
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                self.size(path)
+                raise
+            parts = self.begin(path, token, again=False)
+            names = [parts.name_of(0, "")]
+            with self._asking(path):
+                parts.send(names[0], content)
+                parts.complete(names)
+                parts.abandon()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        """Read a range."""
+        import obstore
+
+        with self._asking(path):
+            content = obstore.get_range(self._place.store, path, start=offset, length=len(buffer))
+        buffer[: len(content)] = memoryview(content)
+        return len(content)
+
+    def begin(self, path: str, token: str, *, again: bool) -> Parts:
+        """Begin an upload in parts, or continue one with the same token."""
+        del again
+        scratch = self.path(f"{_UNFINISHED}/{token}")
+        return self._place.begin(path, token, f"{scratch}/{path[len(self.path('')) :].lstrip('/')}")
+
+    def abandon_uploads(self, unwanted: Callable[[str], bool]) -> list[str]:
+        """Delete the parts of objects that were never made; Azure drops its blocks by itself."""
+        root = f"{self.path(_UNFINISHED)}/"
+        abandoned: set[str] = set()
+        for entry in self._listed(root, ""):
+            key = entry.name[len(root) :].partition("/")[2].rpartition("/")[0]
+            if unwanted(key):
+                self.remove(entry.name)
+                abandoned.add(key)
+        return sorted(abandoned)
+
+    def _put(self, path: str, content: Sequence[memoryview], token: str) -> None:
+        import obstore
+
+        with self._asking(path):
+            obstore.put(
+                self._place.store,
+                path,
+                list(content),
+                attributes={self._place.token_name: token},
+                mode="create",
+                use_multipart=False,
+            )
+
+    def _listed(self, prefix: str, delimiter: str) -> list[Found]:
+        try:
+            with self._asking(prefix):
+                return list(self._place.listed(prefix, delimiter))
+        except FileNotFoundError:
+            return []  # no such bucket
+
+    @contextmanager
+    def _asking(self, path: str) -> Generator[None]:
+        with translated_errors(self.url, self.redaction):
+            try:
+                yield
+            except FileNotFoundError:
+                # That of obstore carries the whole exchange.
+                place = f"{self.bucket}/{path}"
+                raise FileNotFoundError(errno.ENOENT, "no such object", self.shown(place)) from None
+
+
+def _limits(seconds: float) -> dict[str, Any]:
+    """Return limits for obstore: a try that begins late still ends in time."""
+    half = timedelta(seconds=seconds / 2)
+    return {
+        "client_options": {"timeout": half, "connect_timeout": min(half, timedelta(seconds=10))},
+        "retry_config": {
+            "max_retries": _TRIES - 1,
+            "retry_timeout": half,
+            "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5)},
+        },
+    }

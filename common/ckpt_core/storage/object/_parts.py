@@ -1,0 +1,351 @@
+"""Objects that are sent in parts: they appear whole or not at all, and never overwrite another.
+
+Every upload has a token, which the service keeps with the object. If the outcome of an upload is unknown, or
+it was refused because the object exists, the token tells whether the object is this upload's.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import mmap
+import secrets
+import threading
+from abc import abstractmethod
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Any, Final, Protocol, Self, cast, final
+
+from ckpt_core.crew import Workers, run_all
+from ckpt_core.disclosure import logger_of
+from ckpt_core.formats.checksums import crc32
+from ckpt_core.storage._putting import PutSource
+from ckpt_core.storage.object._client import ObjectClient
+from ckpt_core.storage.object._translation import translated_errors
+
+BLOCK_BYTES: Final = 16 * 2**20
+CONNECTIONS: Final = 8
+MOST_PARTS: Final = 9_999
+"""S3 takes one more."""
+
+_MEMORY_BYTES: Final = 64 * 2**20
+# Parts double after so many, so that no object needs too many of them.
+_EQUAL_PARTS: Final = 1_000
+# Of what a stream holds: one part being filled, one waiting, two on their way.
+_STREAM_THREADS: Final = 2
+
+_logger = logger_of(__name__)
+
+
+class Parts(Protocol):
+    """A new object that arrives in parts.
+
+    Concurrency: `send` may be called from several threads.
+    """
+
+    def name_of(self, number: int, mark: str) -> str:
+        """Name a part by its place, from 0 on, and the CRC-32 of its content in hexadecimal."""
+        ...
+
+    def there(self) -> frozenset[str]:
+        """Return the names of the parts that have arrived."""
+        ...
+
+    def send(self, name: str, content: Sequence[memoryview]) -> None:
+        """Send one part, from where it lies in memory."""
+
+    def complete(self, names: Sequence[str]) -> None:
+        """Make the object.
+
+        Raises:
+            FileExistsError: there is one already.
+        """
+
+    def abandon(self) -> None:
+        """Drop the parts; to be called after `complete`, too."""
+
+
+class PartClient(ObjectClient):
+    """A client of a service that takes large objects in parts.
+
+    Args:
+        block_bytes: size of the parts; larger objects are sent in several.
+        connections: how many parts of one object are on their way at the same time.
+    """
+
+    def __init__(self, *, block_bytes: int, connections: int) -> None:
+        self._block_bytes = block_bytes
+        self._connections = connections
+        self._buffers = _Buffers(max(_MEMORY_BYTES, block_bytes))
+
+    @abstractmethod
+    def put_new(self, path: str, content: Sequence[memoryview], token: str) -> None:
+        """Create an object in one request, with the token.
+
+        Raises:
+            FileExistsError: there is one already.
+        """
+
+    @abstractmethod
+    def size_and_token(self, path: str) -> tuple[int, str | None]:
+        """Return the size of an object, and the token that it was made with.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    @abstractmethod
+    def begin(self, path: str, token: str, *, again: bool) -> Parts:
+        """Begin an upload; `again`: continue one that was begun with the token, if there is one."""
+
+    def size(self, path: str) -> int:
+        """Return the size of an object in bytes."""
+        return self.size_and_token(path)[0]
+
+    @contextmanager
+    def create(self, path: str) -> Generator[IO[bytes]]:
+        """Open a stream into a new object."""
+        self._require_none(path)
+        with _Upload(self, path, self._block_bytes, _STREAM_THREADS) as upload:
+            with io.BufferedWriter(_Stream(upload, self._block_bytes), 1 << 16) as stream:
+                try:
+                    yield cast("IO[bytes]", stream)
+                except BaseException:
+                    upload.fail()
+                    raise
+            upload.finish()
+
+    def write_pieces(self, path: str, pieces: Iterable[memoryview]) -> None:
+        """Send parts from where they lie in memory, while the next pieces are prepared."""
+        self._require_none(path)
+        with _Upload(self, path, self._block_bytes, self._connections) as upload:
+            for piece in pieces:
+                upload.take(piece)
+            upload.finish()
+
+    def put_file(self, path: str, source: PutSource, identity: str) -> None:
+        """Send what is not there yet of a file."""
+        size = source.size_bytes
+        token = token_of(identity, size)
+        with suppress(FileNotFoundError):
+            if self.size_and_token(path) != (size, token):
+                raise self._occupied(path)
+            source.progress(size)
+            return
+        if size > self._block_bytes:
+            self._put_parts(path, source, token)
+            return
+        with self._buffers.lend(size) as buffer:
+            source.read(0, buffer)
+            for piece in source.pace([buffer]):
+                with self.decided(path, token):
+                    self.put_new(path, [piece], token)
+        source.progress(size)
+
+    @contextmanager
+    def decided(self, path: str, token: str) -> Generator[None]:
+        """Pass over an error after which the object is there, made with the token.
+
+        Raises:
+            FileExistsError: another one is there.
+            OSError: the outcome is unknown, or nothing is there.
+        """
+        try:
+            with translated_errors(self.url, self.redaction):
+                yield
+        except Exception as error:
+            there = None
+            with suppress(Exception):
+                there = self.size_and_token(path)[1]
+            if there == token:
+                _logger.info("%s is there, although its upload ended with: %s", path, self.shown(error))
+                return
+            if isinstance(error, FileExistsError):
+                raise self._occupied(path) from error
+            raise
+
+    def dropped(self, parts: Parts, path: str) -> None:
+        """Drop parts; a failure is logged only, for another error may be on its way."""
+        try:
+            parts.abandon()
+        except Exception as error:  # noqa: BLE001
+            shown = path, type(error).__name__, self.shown(error)
+            _logger.warning("%s: could not clean up after an upload: %s: %s", *shown)
+
+    def _put_parts(self, path: str, source: PutSource, token: str) -> None:
+        with translated_errors(self.url, self.redaction):
+            parts = self.begin(path, token, again=True)
+            there = parts.there()
+        step = max(self._block_bytes, _rounded(source.size_bytes / MOST_PARTS))
+        starts = range(0, source.size_bytes, step)
+        names = [""] * len(starts)
+
+        def put(number: int) -> None:
+            size = min(step, source.size_bytes - starts[number])
+            with self._buffers.lend(size) as buffer:
+                source.read(starts[number], buffer)
+                name = names[number] = parts.name_of(number, mark([buffer]))
+                if name not in there:
+                    for piece in source.pace([buffer]):
+                        with translated_errors(self.url, self.redaction):
+                            parts.send(name, [piece])
+            source.progress(size)
+
+        run_all(put, range(len(starts)), self._connections, name="ckpt-send")
+        try:
+            with self.decided(path, token):
+                parts.complete(names)
+        except FileExistsError:
+            self.dropped(parts, path)
+            raise
+        self.dropped(parts, path)
+
+    def _require_none(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self.size(path)
+            raise self._occupied(path)
+
+    def _occupied(self, path: str) -> FileExistsError:
+        return FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}: {self.shown(path)}")
+
+
+def token_of(identity: str, size_bytes: int) -> str:
+    """Return the token of a file that is put; see `Storage.put_file`."""
+    return hashlib.sha256(f"{identity} {size_bytes}".encode()).hexdigest()[:32]
+
+
+def mark(content: Sequence[memoryview]) -> str:
+    """Return the CRC-32 of a part in hexadecimal."""
+    value = 0
+    for piece in content:
+        value = crc32(piece, value)
+    return f"{value:08x}"
+
+
+def _rounded(size: float) -> int:
+    return int(size // 2**20 + 1) * 2**20
+
+
+@final
+class _Upload:
+    """An object that is sent while its pieces arrive; none of them is copied."""
+
+    def __init__(self, client: PartClient, path: str, block_bytes: int, threads: int) -> None:
+        self._client = client
+        self._path = path
+        self._token = secrets.token_hex(8)
+        self._block_bytes = block_bytes
+        self._parts: Parts | None = None
+        self._names: list[str] = []
+        self._held: list[memoryview] = []
+        self._room = block_bytes
+        self._workers = Workers(self._send, threads, name="ckpt-send")
+        self._failed = False
+
+    def __enter__(self) -> Self:
+        self._workers.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Wait for the threads, and leave nothing of an upload that is not complete."""
+        self._workers.__exit__()
+        if self._parts is not None:
+            self._client.dropped(self._parts, self._path)
+
+    def take(self, piece: memoryview) -> None:
+        """Take a piece that is not changed until the upload ends; raise the failure of an earlier one."""
+        while piece and not self._failed:
+            if not self._room:
+                self._pass_on()
+            taken = piece[: self._room]
+            self._held.append(taken)
+            self._room -= len(taken)
+            piece = piece[len(taken) :]
+
+    def fail(self) -> None:
+        """Drop whatever is still taken."""
+        self._failed = True
+        self._held.clear()
+
+    def finish(self) -> None:
+        """Make the object, durable on return."""
+        if self._parts is None:
+            with self._client.decided(self._path, self._token):
+                self._client.put_new(self._path, self._held, self._token)
+            return
+        self._pass_on()
+        self._workers.__exit__()
+        self._workers.raise_first()
+        with self._client.decided(self._path, self._token):
+            self._parts.complete(self._names)
+
+    def _pass_on(self) -> None:
+        """Give what is held to a thread."""
+        if self._parts is None:
+            with translated_errors(self._client.url, self._client.redaction):
+                self._parts = self._client.begin(self._path, self._token, again=False)
+        number = len(self._names)
+        self._names.append("")
+        self._workers.take((number, self._held))
+        self._held = []
+        self._room = self._block_bytes << ((number + 1) // _EQUAL_PARTS)
+
+    def _send(self, task: tuple[int, Sequence[memoryview]]) -> None:
+        number, content = task
+        parts = cast("Parts", self._parts)
+        with translated_errors(self._client.url, self._client.redaction):
+            self._names[number] = parts.name_of(number, mark(content))
+            parts.send(self._names[number], content)
+
+
+@final
+class _Stream(io.RawIOBase):
+    """A stream into an upload, which gets copies of what is written."""
+
+    def __init__(self, upload: _Upload, block_bytes: int) -> None:
+        super().__init__()
+        self._upload = upload
+        self._block_bytes = block_bytes
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        with memoryview(content) as view:
+            bytes_view = view.cast("B")
+            # In pieces of a block at most, so that the memory of parts that are sent is free at once.
+            for start in range(0, len(bytes_view), self._block_bytes):
+                self._upload.take(memoryview(bytes(bytes_view[start : start + self._block_bytes])))
+            return len(bytes_view)
+
+
+@final
+class _Buffers:
+    """Memory for parts, bounded over all uploads of a client."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total = total_bytes
+        self._lent = 0
+        self._free: list[mmap.mmap] = []
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def lend(self, size_bytes: int) -> Generator[memoryview]:
+        """Wait until so much is free; one buffer may always be lent, however large."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lent or self._lent + size_bytes <= self._total)
+            self._lent += size_bytes
+            buffer = self._free.pop() if self._free and len(self._free[-1]) >= size_bytes else None
+        if buffer is None:
+            buffer = mmap.mmap(-1, max(size_bytes, 1))
+        try:
+            yield memoryview(buffer)[:size_bytes]
+        finally:
+            with self._changed:
+                self._lent -= size_bytes
+                if self._lent:
+                    self._free.append(buffer)
+                else:
+                    self._free.clear()
+                self._changed.notify_all()

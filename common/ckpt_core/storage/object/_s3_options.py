@@ -1,0 +1,142 @@
+"""Options of s3fs, in the words of botocore."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self, final
+
+from ckpt_core.disclosure import Redaction
+from ckpt_core.storage.object._parts import CONNECTIONS
+from ckpt_core.storage.object._words import refuse_others, refused
+
+if TYPE_CHECKING:
+    from botocore.config import Config
+
+_MOST_ATTEMPTS: Final = 6
+_KEYS: Final = {
+    "key": "aws_access_key_id",
+    "username": "aws_access_key_id",
+    "secret": "aws_secret_access_key",
+    "password": "aws_secret_access_key",
+    "token": "aws_session_token",
+    "endpoint_url": "endpoint_url",
+    "use_ssl": "use_ssl",
+}
+_OTHERS: Final = (
+    "anon",
+    "client_kwargs",
+    "config_kwargs",
+    "max_concurrency",
+    "profile",
+    "requester_pays",
+    "s3_additional_kwargs",
+)
+# What only the caches and files of fsspec need.
+_WITHOUT_EFFECT: Final = (
+    "cache_regions",
+    "default_block_size",
+    "default_cache_type",
+    "default_fill_cache",
+    "fixed_upload_size",
+    "listings_expiry_time",
+    "max_paths",
+    "skip_instance_cache",
+    "use_listings_cache",
+)
+
+
+def attempts_within(seconds: float) -> int:
+    """Return how many tries fit, when the waits between them double from at most 1 s on."""
+    return max(2, min(int(math.log2(seconds / 2 + 1)) + 1, _MOST_ATTEMPTS))
+
+
+def time_limits(seconds: float) -> dict[str, Any]:
+    """Return botocore's time-outs and retries that fit into `seconds`."""
+    return {
+        "connect_timeout": max(1.0, min(10.0, seconds / 4)),
+        "read_timeout": max(1.0, min(60.0, seconds / 4)),
+        "retries": {"mode": "standard", "total_max_attempts": attempts_within(seconds)},
+    }
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class S3Settings:
+    """How to reach S3.
+
+    Attributes:
+        session: arguments of botocore's session.
+        client: arguments of its client, without `config`.
+        config: its configuration.
+        additional: arguments of every request that takes them.
+        connections: how many parts of one object are on their way at the same time.
+    """
+
+    session: Mapping[str, Any]
+    client: Mapping[str, Any]
+    config: Config
+    additional: Mapping[str, Any]
+    connections: int
+
+    @classmethod
+    def of(cls, url: str, options: Mapping[str, Any], seconds: float, redaction: Redaction) -> Self:
+        """Translate options.
+
+        Raises:
+            ConfigError: some cannot be translated, or botocore refuses them; it names them.
+        """
+        from botocore import UNSIGNED
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+
+        refuse_others(url, options, {*_KEYS, *_OTHERS, *_WITHOUT_EFFECT}, "botocore")
+        given = {_KEYS[name]: value for name, value in options.items() if name in _KEYS and value is not None}
+        connections = int(options.get("max_concurrency") or CONNECTIONS)
+        user = dict(options.get("config_kwargs") or {})
+        config = {
+            "max_pool_connections": 4 * connections,
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            **time_limits(seconds),
+            **user,
+            # The checksum is signed instead of a second one of the content.
+            "s3": {"payload_signing_enabled": False, **user.get("s3", {})},
+        }
+        if options.get("anon"):
+            config["signature_version"] = UNSIGNED
+        payer = {"RequestPayer": "requester"} if options.get("requester_pays") else {}
+        try:
+            made = Config(**config)  # type: ignore[no-untyped-call]
+        except (ValueError, TypeError, BotoCoreError) as error:
+            raise refused(url, "botocore", options, error=error, redaction=redaction) from None
+        return cls(
+            session={"profile": options["profile"]} if options.get("profile") else {},
+            client={**given, **(options.get("client_kwargs") or {})},
+            config=made,
+            additional={**payer, **(options.get("s3_additional_kwargs") or {})},
+            connections=connections,
+        )
+
+    def connect(self, url: str, redaction: Redaction) -> Any:
+        """Make botocore's client, which asks for credentials when it first needs them.
+
+        Raises:
+            ConfigError: botocore refuses an argument.
+        """
+        from botocore.session import Session
+
+        try:
+            session: Any = Session(**self.session)  # type: ignore[no-untyped-call]
+            return session.create_client("s3", config=self.config, **self.client)
+        except (ValueError, TypeError) as error:
+            raise refused(url, "botocore", self.client, error=error, redaction=redaction) from None
+
+    def known(self, client: Any, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the additional arguments that an operation takes."""
+        name = client.meta.method_to_api_mapping[operation]
+        shape = client.meta.service_model.operation_model(name).input_shape
+        members = () if shape is None else shape.members
+        more = {name: value for name, value in self.additional.items() if name in members}
+        return {**more, **arguments}

@@ -1,0 +1,143 @@
+"""Uploads that fail: again after growing pauses, reported once, and out of the way of newer ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ckpt_core.commit import Catalog
+from ckpt_core.coordination import Solo
+from ckpt_core.errors import UploadError
+from ckpt_core.options import CheckpointOptions, Upload
+from ckpt_core.storage import MemoryStorage
+from ckpt_core.telemetry import InMemorySink, Telemetry
+from ckpt_core.testing import FakeClock, Fault, FaultyStorage
+from ckpt_core.tiers.uploading._durable import DurableRoot
+from ckpt_core.tiers.uploading._line import DueCheckpoint
+from ckpt_core.tiers.uploading._upload_context import UploadContext
+from ckpt_core.tiers.uploading._uploader import Uploader
+from tests.unit.commit.checkpoints import save
+
+
+class Service:
+    """A tier on a clock that only pauses move, down until a certain second."""
+
+    def __init__(self, *, down_for: float, when_busy="overtake", during: Callable[[], None] | None = None):
+        self.clock = FakeClock(0.0)
+        self.down_for = down_for
+        self.pauses: list[float] = []
+        self.outcomes: dict[int, list[object]] = {}
+        self.root, self.inner = MemoryStorage("root"), MemoryStorage("tier")
+        self.during = during
+        self.sink = InMemorySink()
+        upload = Upload(
+            FaultyStorage(self.inner, [Fault(before=self._answer)]), when_busy=when_busy, deadline_seconds=600
+        )
+        context = UploadContext(
+            source=self.root,
+            rank=0,
+            world_size=1,
+            deadline_seconds=1800,
+            open_channel=Solo().commit_channel,
+            telemetry=Telemetry(self.sink),
+            note=lambda progress: None,
+            clock=self.clock,
+            pause=self._pause,
+        )
+        options = CheckpointOptions()
+        durable = DurableRoot(
+            upload, upload.to, options, telemetry=Telemetry(), until_idle=lambda: None, spared=()
+        )
+        self.uploader = Uploader(upload, upload.to, context, durable)
+
+    def _answer(self, _) -> None:
+        if self.clock() < self.down_for:
+            raise ConnectionError("down")
+
+    def _pause(self, _, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.clock.advance(seconds)
+        if self.during is not None:
+            self.during()
+
+    def due(self, step: int) -> None:
+        info = save(self.root, step)
+        self.outcomes[step] = []
+        self.uploader.line.add(DueCheckpoint(info, self.outcomes[step].append))
+
+    def run(self) -> None:
+        self.uploader.line.close()
+        self.uploader.start()
+        assert self.uploader.join(60)
+
+    @property
+    def steps(self) -> list[int]:
+        return [info.step for info in Catalog(self.inner).committed()]
+
+
+def test_a_service_that_is_down_for_an_hour_delays_an_upload_which_is_reported_once(caplog):
+    service = Service(down_for=3600.0)
+    service.due(1)
+    service.run()
+    assert service.steps == [1]
+    assert service.pauses[:4] == [0.25, 0.5, 1.0, 2.0]
+    assert max(service.pauses) == 60.0
+    error, info = service.outcomes[1]
+    assert isinstance(error, UploadError)
+    assert info.step == 1
+    assert [event.attributes["step"] for event in service.sink.finished("upload.failed")] == [1]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+
+
+def test_an_upload_that_fails_gives_way_to_a_newer_checkpoint(caplog):
+    service = Service(down_for=3600.0)
+    service.during = lambda: service.due(2) if len(service.pauses) == 3 else None
+    service.due(1)
+    service.run()
+    assert service.steps == [2]
+    assert service.outcomes[1] == [None]
+    assert not [entry.name for entry in service.inner.list("") if entry.name.startswith(".")]
+
+
+@pytest.mark.parametrize("when_busy", ["queue", "wait"])
+def test_in_a_queue_it_gives_way_only_after_its_time(when_busy):
+    service = Service(down_for=700.0, when_busy=when_busy)
+    service.due(1)
+    service.due(2)
+    service.run()
+    assert service.steps == [2]
+    error, nothing = service.outcomes[1]
+    assert isinstance(error, UploadError)
+    assert nothing is None
+    assert sum(service.pauses) >= 600
+
+
+def test_what_no_other_try_can_change_is_not_tried_again():
+    service = Service(down_for=0.0)
+    service.due(1)
+    service.root.delete("step-000000001/__0_0.distcp")
+    service.run()
+    assert service.pauses == []
+    assert all(isinstance(each, UploadError) for each in service.outcomes[1])
+    assert service.steps == []
+
+
+def test_a_torn_upload_that_nobody_continues_is_removed_and_one_that_goes_on_is_kept():
+    service = Service(down_for=0.0)
+    info = save(service.root, 1)
+    torn = f".incomplete-{info.save_id}-{info.name}"
+    for name in (torn, ".incomplete-00000099-step-000000099"):
+        service.inner.write_bytes(f"{name}/manifest.json", b"{}")
+    durable = DurableRoot(
+        replace(service.uploader.upload, keep=None),
+        service.inner,
+        CheckpointOptions(),
+        telemetry=Telemetry(),
+        until_idle=lambda: None,
+        spared={torn},
+    )
+    durable.take()
+    assert [entry.name for entry in service.inner.list("") if entry.is_directory] == [torn]
+    durable.release()
