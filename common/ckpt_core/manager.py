@@ -299,7 +299,12 @@ class CheckpointManager:
         self._rewind()
         source, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower, Override.of(override))
-        saved, info = self._loader.one(request, source, step=step, name=name)
+        info: CheckpointInfo | None
+        if step is None and name is None:
+            newest = self._loader.required(self._loader.newest(request, source))
+            saved, info = newest.saved, newest.info
+        else:
+            saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved

@@ -119,9 +119,7 @@ class Loader:
     def one(
         self, request: LoadRequest, source: StateSource, *, step: int | None, name: str | None
     ) -> tuple[SavedState, CheckpointInfo | None]:
-        """Load a checkpoint by step or name, or the newest if neither is given.
-
-        A name may also be that of a directory that stock DCP wrote.
+        """Load a checkpoint by step or name, also a directory that stock DCP wrote.
 
         Returns:
             Its content, and the checkpoint; None if stock DCP wrote it.
@@ -132,11 +130,6 @@ class Loader:
             UntrustedCheckpointError: no copy of it is trusted; nothing was touched.
             LoadError: it was not found, and a tier could not be listed; nothing was touched.
         """
-        if step is None and name is None:
-            newest = self.newest(request, source)
-            if newest is None:
-                raise self._not_found_error()
-            return newest.saved, newest.info
         found = self._find(step, name)
         if isinstance(found, Held):
             loaded = self._copies.load(found, request, source)
@@ -202,10 +195,17 @@ class Loader:
         storages = [tier.storage for tier in self._tiers]
         return [line for storage in storages for line in look_around(storage).advice(storage.url)]
 
-    def _not_found_error(self) -> CheckpointNotFoundError:
-        """Make the error of tiers without checkpoints, with their content. Not collective."""
-        advice = [line for tier in self._tiers for line in look_around(tier.storage).advice(tier.storage.url)]
-        return CheckpointNotFoundError("; ".join([f"nothing has been committed to {self._url} yet", *advice]))
+    def required(self, loaded: Loaded | None) -> Loaded:
+        """Return what was loaded. Not collective.
+
+        Raises:
+            CheckpointNotFoundError: the tiers have no checkpoint; the message says what they have.
+        """
+        if loaded is not None:
+            return loaded
+        raise CheckpointNotFoundError(
+            "; ".join([f"nothing has been committed to {self._url} yet", *self._advice()])
+        )
 
     def _surveys(self) -> list[Survey | LoadError]:
         """List every tier; an error for each but the nearest that cannot be listed."""
