@@ -1,4 +1,4 @@
-"""Azure's blob storage through obstore: credentials, and uploads in blocks that never overwrite."""
+"""Azure: credentials, and uploads in blocks that never overwrite."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class AzureContainer:
         self._container = container
 
     def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
-        """List the blobs with a prefix, by their whole names, and what is before the next delimiter."""
+        """List blobs by their prefix, up to the next delimiter; names are whole."""
         from azure.storage.blob import BlobPrefix
 
         container = self.service.get_container_client(self._container)
@@ -261,6 +261,6 @@ def _is_true(value: Any) -> bool:
 
 
 def _account_of(url: str) -> str:
-    """Return the account of `abfs://container@account.dfs.core.windows.net/…`; "" without one."""
+    """Return the account of `abfs://container@account.…/…`; "" without one."""
     place = urlsplit(url).netloc.rpartition("@")
     return place[2].partition(".")[0] if place[1] else ""

@@ -1,4 +1,4 @@
-"""Google Cloud Storage through obstore: credentials, and uploads in parts that never overwrite."""
+"""Google Cloud Storage: credentials, and uploads in parts that never overwrite."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GcsBucket:
         self.store: AzureStore | GCSStore = self._open(**arguments)
 
     def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
-        """List the objects with a prefix, by their whole names, and what is before the next delimiter."""
+        """List objects by their prefix, up to the next delimiter; names are whole."""
         wanted = {"prefix": prefix, "delimiter": delimiter, "fields": _LISTED}
         page: dict[str, Any] = {"nextPageToken": ""}
         while "nextPageToken" in page:
@@ -165,7 +165,7 @@ class GcsParts:
     """
 
     def __init__(self, bucket: GcsBucket, path: str, token: str, prefix: str) -> None:
-        """Begin, or continue what was begun with the same token and prefix, without a request."""
+        """Begin, or continue what was begun with the same token and prefix."""
         self._bucket = bucket
         self._path = path
         self._token = token
