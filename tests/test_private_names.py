@@ -207,6 +207,7 @@ FSSPEC = {
     "fsspec.asyn:AsyncFileSystem": None,
     "fsspec.asyn:sync": "loop func args timeout",
     "fsspec.spec:AbstractBufferedFile.closed": None,
+    "adlfs.spec:AzureBlobFile._upload_chunk": None,
     "gcsfs:GCSFileSystem.call": None,
     "s3fs:S3FileSystem.abort_mpu": None,
     "s3fs:S3FileSystem.call_s3": None,

@@ -113,7 +113,7 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
 
 
 def _brief(error: Exception) -> str:
-    """Return the text of an error; of obstore the first line, without queries, which may hold a signature."""
+    """Return the text of an error; of obstore one line without signatures."""
     if _library(error) != "obstore":
         return str(error)
     return re.sub(r"\?\S*", "", str(error).partition("\n")[0])
@@ -167,7 +167,7 @@ def _of_library(error: Exception, text: str, url: str) -> OSError:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the status of the answer behind an error of Azure's library or of requests."""
+    """Return the status behind an error of Azure's library or of requests."""
     answer = error if hasattr(error, "status_code") else getattr(error, "response", None)
     return getattr(answer, "status_code", None)
 
