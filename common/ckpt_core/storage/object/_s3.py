@@ -143,7 +143,7 @@ class S3Client(PartClient):
                 parts = S3Parts(self, path, upload, self._condition)
                 if path == upload["Key"] and parts.has_token(token):
                     return parts
-        algorithm = {"ChecksumAlgorithm": "CRC32"} if self._settings.checksums else {}
+        algorithm: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._settings.checksums else {}
         upload = self.call("create_multipart_upload", Key=path, **algorithm, **self._marked(token))
         parts = S3Parts(self, path, upload, self._condition)
         if again:
@@ -169,7 +169,7 @@ class S3Client(PartClient):
         with translated_errors(self.url, self.redaction), self._limit(_CLEANING_SHARE if cleaning else 1):
             return self._ask(operation, **arguments)
 
-    def checksum(self, mark: str) -> dict[str, str]:
+    def checksum(self, mark: str) -> dict[str, Any]:
         """Return the argument by which the service checks content, if it is to do so."""
         return {"ChecksumCRC32": _header(mark)} if self._settings.checksums else {}
 
@@ -314,8 +314,9 @@ class S3Parts:
     def send(self, name: str, content: Sequence[memoryview]) -> None:
         """Send one part, from where it lies in memory."""
         number, _, checksum = name.partition("-")
-        sent = {"PartNumber": int(number), "Body": _Body(content), **self._client.checksum(checksum)}
-        answer = self._client.call("upload_part", **sent, **self._place)
+        place: dict[str, Any] = {"PartNumber": int(number), **self._place}
+        checked = self._client.checksum(checksum)
+        answer = self._client.call("upload_part", Body=_Body(content), **checked, **place)
         self._client.note_unchecked(answer)
         self._arrived[name] = _known(answer)
 
