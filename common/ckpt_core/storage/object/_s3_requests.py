@@ -98,8 +98,8 @@ class S3Requests:
         if self._settings.checksums and not self._warned and "ChecksumCRC32" not in answer:
             self._warned = True
             _logger.warning(
-                "%s: the object store does not confirm checksums (x-amz-checksum-crc32), so damage on the "
-                "way is found when a checkpoint is read, and uploads that were cut off start again from zero; "
+                "%s: the object store does not confirm checksums (x-amz-checksum-crc32), so damage on "
+                "the way is found when a checkpoint is read, and uploads that were cut off start from zero; "
                 "storage_options={'checksums': False} sends none",
                 self.url,
             )
