@@ -192,7 +192,7 @@ class PartClient(ObjectClient):
                             parts.send(name, [piece])
             source.progress(size)
 
-        run_all(put, range(len(starts)), self._connections, name="ckpt-send")
+        run_all(put, range(len(starts)), self._connections, name="ckpt-part")
         try:
             with self.decided(path, token):
                 parts.complete(names)
@@ -240,7 +240,7 @@ class _Upload:
         self._names: list[str] = []
         self._held: list[memoryview] = []
         self._room = block_bytes
-        self._workers = Workers(self._send, threads, name="ckpt-send")
+        self._workers = Workers(self._send, threads, name="ckpt-part")
         self._failed = False
 
     def __enter__(self) -> Self:

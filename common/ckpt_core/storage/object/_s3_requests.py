@@ -1,4 +1,4 @@
-"""Requests to S3 by botocore, within a time limit; bodies go from and to where they lie in memory."""
+"""Requests to S3 by botocore, within a time limit, from and into memory in place."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class S3Requests:
             return self._ask(operation, **arguments)
 
     def read_spread(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Read a range into several buffers: a request takes milliseconds of CPU, whatever its length."""
+        """Read a range into several buffers: each request takes milliseconds of CPU."""
         done = 0
         last = offset + sum(map(len, buffers)) - 1
         with translated_errors(self.url, self.redaction), self._limit():
