@@ -301,10 +301,8 @@ class CheckpointManager:
         request = LoadRequest.of(self.options, narrower, Override.of(override))
         info: CheckpointInfo | None
         if step is None and name is None:
-            loaded = self._loader.newest(request, source)
-            if loaded is None:
-                raise self._loader.not_found_error()
-            saved, info = loaded.saved, loaded.info
+            newest = self._loader.required(self._loader.newest(request, source))
+            saved, info = newest.saved, newest.info
         else:
             saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):

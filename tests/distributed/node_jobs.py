@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -12,7 +14,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpt_core import CheckpointManager
+from ckpt_core import CheckpointManager, KeepLatest, Upload
+from ckpt_core.errors import PartialCheckpointError
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 
@@ -56,79 +59,82 @@ def names(base: Path) -> list[str]:
     return sorted(path.name for path in (base / f"node-{node_of_this_rank()}").iterdir())
 
 
-def save_and_resume(base: Path, steps: Sequence[int], **options: Any) -> tuple[int | None, bool, list[str]]:
-    """Resume what is there, save these steps, resume in a new manager; return what was found."""
-    with CheckpointManager(disk(base), **options) as checkpoints:
-        checkpoints.resume(state_of(0))
-        for step in steps:
-            checkpoints.save(step, state_of(step))
-        checkpoints.wait()
-    with CheckpointManager(disk(base), **options) as checkpoints:
-        state = state_of(0)
-        step = checkpoints.resume(state)
-        return step, holds(state, step or 0), names(base)
-
-
-def lose_a_node_and_resume(base: Path, **options: Any) -> Any:
-    rank = torch.distributed.get_rank()
-    save_and_resume(base, [1, 2], **options)
-    torch.distributed.barrier()
-    if rank == 0:
-        shutil.rmtree(base / "node-1")
-    torch.distributed.barrier()
-    with CheckpointManager(disk(base), **options) as checkpoints:
+def resumed(base: Path, node: int | None = None, **options: Any) -> Any:
+    """Resume in a new manager: the step and whether its values are right, or the error."""
+    with CheckpointManager(disk(base, node=node), **options) as checkpoints:
         state = state_of(0)
         try:
             step = checkpoints.resume(state)
-        except Exception as error:
-            return type(error).__name__, str(error)
+        except PartialCheckpointError as error:
+            return str(error)
         return step, holds(state, step or 0)
 
 
-def swap_nodes_and_resume(base: Path) -> Any:
-    """The ranks of one node run on the other one, as after a restart on the same nodes."""
-    save_and_resume(base, [1, 2])
-    other = 1 - node_of_this_rank()
-    with CheckpointManager(disk(base, node=other)) as checkpoints:
-        state = state_of(0)
-        step = checkpoints.resume(state)
-        found = step, holds(state, step or 0)
-        checkpoints.save(3, state_of(3))
-        checkpoints.wait()
-    with CheckpointManager(disk(base, node=other)) as checkpoints:
-        state = state_of(0)
-        step = checkpoints.resume(state)
-        return found, (step, holds(state, step or 0))
-
-
-def lose_twins(base: Path) -> Any:
-    return lose_a_node_and_resume(base, replicas=2)
-
-
-def lose_a_node_with_a_durable_tier(base: Path) -> Any:
-    """Resume from what is left on the disks, and the rest from the durable tier."""
-    from ckpt_core import Upload
-
-    rank, upload = torch.distributed.get_rank(), Upload(str(base / "durable"))
-    with CheckpointManager(disk(base), upload=upload) as checkpoints:
+def saved(base: Path, steps: Sequence[int], node: int | None = None, **options: Any) -> list[str]:
+    """Resume, save these steps, and return the warnings."""
+    said = Said()
+    logging.getLogger("ckpt_core").addHandler(said)
+    with CheckpointManager(disk(base, node=node), **options) as checkpoints:
         checkpoints.resume(state_of(0))
-        checkpoints.save(1, state_of(1))
-        checkpoints.save(2, state_of(2))
+        for step in steps:
+            checkpoints.save(step, state_of(step))
     torch.distributed.barrier()
-    there = sorted(path.name for path in (base / "durable" / "step-000000002").iterdir())
-    durable = (base / "durable" / "step-000000002" / "COMMITTED").read_text()
-    # What the disk of node 0 has must not be read from the durable tier.
-    if rank == 0:
-        shutil.rmtree(base / "node-1")
-        for path in (base / "durable" / "step-000000002").glob("__0_*"):
+    logging.getLogger("ckpt_core").removeHandler(said)
+    return said.warnings
+
+
+class Said(logging.Handler):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+
+def lose(*places: Path) -> None:
+    """Remove directories once, on the coordinator."""
+    if torch.distributed.get_rank() == 0:
+        for place in places:
+            shutil.rmtree(place)
+    torch.distributed.barrier()
+
+
+def live(base: Path) -> dict[str, Any]:
+    """All that two nodes go through."""
+    found: dict[str, Any] = {}
+    plain = base / "plain"
+    found["warnings"] = saved(plain, [1, 2], keep=KeepLatest(1))
+    found["names"] = sorted(path.name for path in (plain / f"node-{node_of_this_rank()}").iterdir())
+    found["resumed"] = resumed(plain)
+    other = 1 - node_of_this_rank()
+    saved(plain, [3], node=other)
+    found["moved"] = resumed(plain, node=other)
+    found["moved back"] = resumed(plain)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.copytree(plain / "node-0", base / "alone")
+    lose(plain / "node-1")
+    found["node lost"] = resumed(plain)
+
+    twins = base / "twins"
+    found["warnings with twins"] = saved(twins, [1], replicas=2)
+    lose(twins / "node-0")
+    found["node lost, twins"] = resumed(twins, replicas=2)
+
+    tiers, durable = base / "tiers", base / "durable"
+    upload = Upload(str(durable))
+    found["warnings with upload"] = saved(tiers, [1, 2], upload=upload)
+    there = durable / "step-000000002"
+    found["format of the copy"] = json.loads((there / "COMMITTED").read_text())["format_version"]
+    if torch.distributed.get_rank() == 0:
+        # What the disks of the nodes have is not read from the durable tier: there it is damaged.
+        for path in there.glob("__0_*"):
             path.write_bytes(bytes(path.stat().st_size))
-    torch.distributed.barrier()
-    with CheckpointManager(disk(base), upload=upload) as checkpoints:
-        state = state_of(0)
-        step = checkpoints.resume(state)
-        found = step, holds(state, step or 0)
-        checkpoints.save(3, state_of(3))
-    with CheckpointManager(disk(base), upload=upload) as checkpoints:
-        state = state_of(0)
-        step = checkpoints.resume(state)
-        return found, (step, holds(state, step or 0)), there, '"format_version":1' in durable
+    lose(tiers / "node-1")
+    found["node lost, upload"] = resumed(tiers, upload=upload)
+    saved(tiers, [3], upload=upload)
+    found["went on"] = resumed(tiers)
+    return found

@@ -291,9 +291,7 @@ def test_storage_that_hangs_for_good_holds_up_no_end(tmp_path, monkeypatch, capl
 
 
 @pytest.mark.emulator
-def test_a_bucket_is_a_tier_whose_secrets_are_nowhere_and_a_missing_one_is_refused(
-    tmp_path, s3_endpoint, caplog, monkeypatch
-):
+def test_a_bucket_is_a_tier_whose_secrets_are_nowhere(tmp_path, s3_endpoint, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG, logger="ckpt_core")
     boto3 = pytest.importorskip("boto3")
     keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "hushhush"}
@@ -309,12 +307,15 @@ def test_a_bucket_is_a_tier_whose_secrets_are_nowhere_and_a_missing_one_is_refus
         assert alone.verify() == []
     assert "hushhush" not in caplog.text + repr(manager.options)
     assert all(b"hushhush" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    missing = {**upload, "to": "s3://tiers-of-nobody/run"}
-    with (
-        CheckpointManager(tmp_path / "other", upload=missing) as manager,
-        pytest.raises(ConfigError, match="tiers-of-nobody"),
-    ):
-        manager.save(1, state_of(1))
+
+
+def test_a_tier_that_can_never_be_written_is_refused_before_the_first_save(tmp_path):
+    for error in (FileNotFoundError("no such bucket"), PermissionError("keys are refused")):
+        tier = Failing(error, method="check_root", key="*").storage
+        with CheckpointManager(tmp_path / "run", upload=Upload(tier)) as manager:
+            with pytest.raises(ConfigError, match="memory://failing"):
+                manager.save(1, state_of(1))
+            assert manager.checkpoints() == []
 
 
 def test_no_thread_is_left_after_the_end(tmp_path):

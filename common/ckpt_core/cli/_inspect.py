@@ -11,7 +11,7 @@ from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, ti
 from ckpt_core.cli._tier_columns import TierColumns, open_with_tiers, tier_columns
 from ckpt_core.commit import Catalog, look_around, replaced
 from ckpt_core.disclosure import public_url
-from ckpt_core.errors import ConfigError
+from ckpt_core.errors import ConfigError, PartialCheckpointError
 from ckpt_core.options import bytes_text
 from ckpt_core.types import CheckpointInfo
 
@@ -51,7 +51,7 @@ def ls(arguments: Namespace) -> Outcome:
             *(f"marked as damaged: {i.name}: {i.damaged}" for i in infos if i.damaged is not None),
             *(f"marked as bad: {i.name}: {i.bad}" for i in infos if i.bad is not None),
             *(f"abandoned: {i.name}" for i in infos if i.abandoned),
-            *(f"marker cannot be read: {name}: {error}" for name, error in survey.unreadable.items()),
+            *(_unreadable(name, error) for name, error in survey.unreadable.items()),
             *(f"torn or being written: {name}" for name in torn if name not in around.unmarked),
             *(f"torn, or lost its marker: {name}" for name in around.unmarked),
             *(f"damaged and moved aside: {name}" for name in quarantined),
@@ -60,6 +60,12 @@ def ls(arguments: Namespace) -> Outcome:
             *(f"holds checkpoints of its own: {name}" for name in around.runs),
         ],
     )
+
+
+def _unreadable(name: str, error: Exception) -> str:
+    if isinstance(error, PartialCheckpointError):
+        return f"{error}: {name}"
+    return f"marker cannot be read: {name}: {error}"
 
 
 def pin(arguments: Namespace) -> Outcome:

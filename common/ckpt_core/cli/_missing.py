@@ -28,7 +28,8 @@ def run(arguments: Namespace) -> Outcome:
     ended = _owner_that_ended(storage, records if any(each in records for each in chosen) else ())
     survey = Catalog(storage).survey()
     if not survey.committed:
-        raise CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
+        nothing = CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
+        raise next(iter(survey.unreadable.values()), nothing)
     outcomes = []
     for record in chosen:
         target = open_target(arguments.to or record.url, options_for(record.url, arguments))

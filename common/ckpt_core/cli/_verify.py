@@ -11,16 +11,17 @@ from typing import Any, Final, final
 from ckpt_core.cli._arguments import nothing_at, open_checkpoint, open_root
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, strangers, verify, verify_stock
+from ckpt_core.commit import Catalog, strangers, verify, verify_stock, whole_info
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     FileFailure,
+    PartialCheckpointError,
     lost,
 )
-from ckpt_core.names import MANIFEST, MARKER, is_corrupt, is_incomplete, is_trash
+from ckpt_core.names import MANIFEST, MARKER, is_corrupt, is_incomplete, is_trash, step_name
 from ckpt_core.storage import Storage
 
 _MOST_SHOWN: Final = 5
@@ -113,7 +114,10 @@ def _one_checkpoint(arguments: Namespace, digest: str | None) -> Outcome | None:
 
 def _names(catalog: Catalog, arguments: Namespace) -> list[str]:
     if arguments.step is not None:
-        return [catalog.find(step=arguments.step).name]
+        try:
+            return [catalog.find(step=arguments.step).name]
+        except PartialCheckpointError:
+            return [step_name(arguments.step)]
     return [info.name for info in catalog.committed()[-1:]]
 
 
@@ -121,7 +125,9 @@ def _every_one(storage: Storage, *, strict: bool) -> Outcome:
     """Verify every checkpoint of a root; one whose marker cannot be read fails."""
     survey = Catalog(storage).survey()
     results = [_verified(storage, info.name) for info in survey.everything]
-    for name, error in sorted(survey.unreadable.items()):
+    results += [_verified(storage, info.name) for info in survey.parts]
+    unreadable = survey.unreadable.keys() - {info.name for info in survey.parts}
+    for name, error in sorted((name, survey.unreadable[name]) for name in unreadable):
         failures = getattr(error, "failures", ()) or [FileFailure(path=MARKER, problem=str(error))]
         results.append(_Result(name=name, failures=failures, note=" (its marker cannot be read)"))
     if not results:
@@ -177,6 +183,8 @@ def _strangers(storage: Storage, name: str) -> Sequence[str]:
 
 def _compared(storage: Storage, name: str) -> _Result:
     catalog = Catalog(storage)
+    if (part := _part(storage, name)) is not None:
+        return part
     try:
         with ProgressLine(f"verifying {name}", _size_of(catalog, name)) as progress:
             failures = verify(storage, name, seen=progress.add)
@@ -202,6 +210,26 @@ def _compared(storage: Storage, name: str) -> _Result:
         return _Result(name=name, failures=failures, damaged=damaged, mark=stays)
     became = "is marked" if fatal else "was taken away"
     return _Result(name=name, failures=failures, damaged=damaged, mark=became)
+
+
+def _part(storage: Storage, name: str) -> _Result | None:
+    """Verify the files here of a checkpoint on the disks of several nodes.
+
+    None if all of it is here. It is not marked: what is lacking is no damage.
+    """
+    catalog = Catalog(storage)
+    try:
+        whole_info(storage, name, catalog.marker(name))
+    except PartialCheckpointError as part:
+        manifest = catalog.manifest(name)
+        groups = zip(manifest.files, manifest.groups, strict=True)
+        here = [entry.path for entry, group in groups if group not in part.lacking]
+        # `.metadata` is compared with the tables of all ranks, some of which are not here.
+        failures = [found for found in verify(storage, name, paths=here) if found.path in here]
+        return _Result(name=name, failures=failures, note=f" ({part})")
+    except CheckpointError:
+        return None  # which `verify` reports
+    return None
 
 
 def _size_of(catalog: Catalog, name: str) -> int:

@@ -240,7 +240,8 @@ def commit_copy(
     All of them were compared with the manifest. With `repair`, a damaged copy of the same save that has the
     name is replaced, as by a save that replaces. Other arguments and errors as by `commit`.
     """
-    marker = Marker.of(manifest, read_small(storage, f"{working}/{MANIFEST}", MAX_MANIFEST_BYTES))
+    content = read_small(storage, f"{working}/{MANIFEST}", MAX_MANIFEST_BYTES)
+    marker = Marker.of(manifest, content, groups=storage.num_disks)
     _check_files(storage, working, manifest)
     check()
     with _name_outcomes(storage, name, manifest.step):

@@ -158,7 +158,7 @@ class PeerStorage(Storage):
     @contextmanager
     @override
     def open(self, key: str) -> Generator[IO[bytes]]:
-        with self.open_ranges(key) as reader, io.BufferedReader(_Stream(reader), _BUFFER_BYTES) as stream:
+        with self.open_ranges(key) as reader, io.BufferedReader(_PeerStream(reader), _BUFFER_BYTES) as stream:
             yield cast("IO[bytes]", stream)
 
     @contextmanager
@@ -282,7 +282,7 @@ class _PeerReader:
 
 
 @final
-class _Stream(io.RawIOBase):
+class _PeerStream(io.RawIOBase):
     """A seekable stream over ranged reads."""
 
     def __init__(self, reader: RangeReader) -> None:

@@ -195,10 +195,17 @@ class Loader:
         storages = [tier.storage for tier in self._tiers]
         return [line for storage in storages for line in look_around(storage).advice(storage.url)]
 
-    def not_found_error(self) -> CheckpointNotFoundError:
-        """Make the error of tiers without checkpoints, with their content. Not collective."""
-        advice = [line for tier in self._tiers for line in look_around(tier.storage).advice(tier.storage.url)]
-        return CheckpointNotFoundError("; ".join([f"nothing has been committed to {self._url} yet", *advice]))
+    def required(self, loaded: Loaded | None) -> Loaded:
+        """Return what was loaded. Not collective.
+
+        Raises:
+            CheckpointNotFoundError: the tiers have no checkpoint; the message says what they have.
+        """
+        if loaded is not None:
+            return loaded
+        raise CheckpointNotFoundError(
+            "; ".join([f"nothing has been committed to {self._url} yet", *self._advice()])
+        )
 
     def _surveys(self) -> list[Survey | LoadError]:
         """List every tier; an error for each but the nearest that cannot be listed."""

@@ -28,7 +28,7 @@ class KeptMemory:
         self._slab = memoryview(b"")
 
     def take(self, size_bytes: int) -> memoryview | None:
-        """Return memory of that size, which was not given out before; None if too little remains."""
+        """Return new memory of that size; None if too little remains."""
         with self._guard:
             if size_bytes > self._remaining:
                 return None

@@ -47,9 +47,9 @@ def plan_unverified(ranges: Sequence[RangeRead], limits: Limits) -> list[Request
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedPlan:
-    """The plan for ranges that are compared as they are read: whole pieces, before delivery.
+    """The plan for ranges that are compared as they are read, in whole pieces.
 
-    With `in_place`, pieces of long ranges are compared where they belong, which saves a copy.
+    They are compared before delivery; with `in_place` where they belong, which saves a copy.
     """
 
     files: OpenFiles

@@ -119,7 +119,10 @@ class Order(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Bytes `start` to `stop` of a file, read in one call; `direct`: into the places of its orders."""
+    """Bytes `start` to `stop` of a file, read in one call.
+
+    `direct`: into the places of its orders.
+    """
 
     path: str
     start: int
@@ -169,7 +172,10 @@ def by_path(ranges: Iterable[RangeRead]) -> list[tuple[str, list[RangeRead]]]:
 def joined(
     path: str, orders: Iterable[Order], gap_bytes: int, most_bytes: int | None = None
 ) -> Iterator[Request]:
-    """Yield the requests for the orders of one file, of `REQUEST_BYTES` unless `most_bytes`."""
+    """Yield the requests for the orders of one file.
+
+    Each is of at most `most_bytes`; None for `REQUEST_BYTES`.
+    """
     most_bytes = most_bytes or REQUEST_BYTES
     pending: list[Order] = []
     start = stop = 0

@@ -72,6 +72,7 @@ class Saver:
         self._preparer = Preparer(job, ownership, options, self._partners)
         self._space = DiskSpace(job.storage, options, ownership=ownership, telemetry=job.telemetry)
         self._asked = ""
+        self._warned = False
         self._entered = threading.Lock()
         self._context = SaveContext(
             storage=job.storage,
@@ -119,6 +120,7 @@ class Saver:
                 return latest  # requested twice: by the cadence, and at the end of the run
             with telemetry.span("save.stall", step=request.step, rank=rank):
                 self._ownership.take()
+                self._warn_of_lost_nodes()
                 prepared = self._preparer.prepare(self._checked(request), state)
             self._asked = request.name
             handle = SaveHandle(request.step, prepared.request.name, prepared.assignment.created)
@@ -179,6 +181,21 @@ class Saver:
         except CheckpointError as error:
             return replace(request, refusal=error)
         return request
+
+    def _warn_of_lost_nodes(self) -> None:
+        """Warn once, on the coordinator, if a lost node takes all checkpoints with it."""
+        options, disks = self._options, self._job.storage.num_disks
+        survives = options.uploads or options.replicas > 1
+        if self._warned or disks == 1 or survives or not self._job.coordinator.is_coordinator:
+            return
+        self._warned = True
+        _logger.warning(
+            "%s is on a disk of its own on each of %d nodes, and every checkpoint is spread over all of "
+            "them: when one node is lost, no checkpoint there can be loaded any more. Give upload= a place "
+            "that outlives the nodes, or replicas=2 against the loss of one, or a root that all nodes share",
+            self._job.storage.url,
+            disks,
+        )
 
     def _of_job(self, known: Provenance) -> Provenance:
         """Add what concerns the job, when a save is about to be committed."""

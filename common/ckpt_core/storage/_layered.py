@@ -41,9 +41,11 @@ class LayeredStorage(Storage):
     def open(self, key: str) -> AbstractContextManager[IO[bytes]]:
         return self._opened(key, lambda layer: layer.open(key))
 
+    @contextmanager
     @override
-    def open_ranges(self, key: str) -> AbstractContextManager[RangeReader]:
-        return self._opened(key, lambda layer: layer.open_ranges(key))
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        with self._opened(key, lambda layer: layer.open_ranges(key)) as reader:
+            yield reader
 
     @override
     def size(self, key: str) -> int:

@@ -171,6 +171,6 @@ class RunCatalog:
                     f"{failure_text(error)}. Try again when it can be reached"
                 ) from error
         for tier, survey in zip(self._tiers, surveys, strict=True):
-            for name, error in survey.unreadable.items():
-                _logger.warning("%s/%s is left out: %s", tier.storage.url, name, error)
+            for name, problem in survey.unreadable.items():
+                _logger.warning("%s/%s is left out: %s", tier.storage.url, name, problem)
         return unite(surveys)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from tests.reliability import forks
 from tests.reliability.copies.cases import STEP, Point, copied, digest, look, make_source, outcome_of
+from tests.reliability.disk.traps import When
 from tests.reliability.objects.jobs import BUCKET, MIB, Service, assert_clean, fault_at, service, sweep_away
 from tests.reliability.outcome import Choice, Outcome, seen
 
 _SWEEP: Final = "ckpt cp to S3, killed"
 _READS: Final = {"GET", "HEAD"}
+_BEFORE: Final[tuple[When, ...]] = ("before",)
+_BOTH: Final[tuple[When, ...]] = ("before", "after")
 
 
 def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
@@ -48,8 +52,13 @@ def _points(found: Service, source: Path) -> list[Point]:
     return [
         Point(sweep=_SWEEP, number=number, when=when, label=f"{request.method} {request.target}")
         for number, request in enumerate(log)
-        for when in (("before",) if request.method in _READS else ("before", "after"))
+        for when in (_BEFORE if request.method in _READS else _BOTH)
     ]
+
+
+def _clean(found: Service, root: str) -> int:
+    assert_clean(found, root, STEP)
+    return STEP
 
 
 def _case(found: Service, point: Point, source: Path, before: str, root: str) -> Outcome:
@@ -71,7 +80,7 @@ def _case(found: Service, point: Point, source: Path, before: str, root: str) ->
     options = _options(found, "inspector")
     resumed, problem = seen(lambda: look(found.storage(root), source, before, target, options))
     if not problem:
-        problem = seen(lambda: assert_clean(found, root, STEP) or 0)[1]
+        problem = seen(partial(_clean, found, root))[1]
     forks.forked(lambda _tell: sweep_away(found, root))
     problem = problem or ("" if children[0].killed else f"not killed: {children[0].told}")
     return outcome_of(point, children[0], resumed, problem)

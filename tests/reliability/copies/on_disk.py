@@ -58,17 +58,20 @@ def _points(sweep: str, source: Path, folder: Path) -> list[Point]:
 
 def _case(point: Point, source: Path, folder: Path, before: str) -> list[Outcome]:
     for attempt in range(_ATTEMPTS):
-        target = _prepare(
-            folder / f"{point.sweep == _THEIRS}-{point.when}-{point.number}-{attempt}", point.sweep
-        )
+        name = f"{point.sweep == _THEIRS}-{point.when}-{point.number}-{attempt}"
+        target = _prepare(folder / name, point.sweep)
         child = forks.forked(partial(_killed, point, source, target))
-        if child.killed:
-            break  # else another order of threads had fewer calls
-    after = partial(look, LocalStorage(target), source, before, str(target), ())
-    resumed, problem = seen(after)
+        # Another order of threads may have fewer calls.
+        if child.killed or attempt == _ATTEMPTS - 1:
+            return [_seen_after(point, child, source, target, before)]
+    return []
+
+
+def _seen_after(point: Point, child: forks.Child, source: Path, target: Path, before: str) -> Outcome:
+    resumed, problem = seen(partial(look, LocalStorage(target), source, before, str(target), ()))
     problem = problem or _strays(target, point.sweep) or ("" if child.killed else f"not killed: {child.told}")
     shutil.rmtree(target, ignore_errors=True)
-    return [outcome_of(point, child, resumed, problem)]
+    return outcome_of(point, child, resumed, problem)
 
 
 def _killed(point: Point, source: Path, target: Path, tell: forks.Tell) -> None:

@@ -111,12 +111,10 @@ def _points(sweep: NodeSweep, base: Path) -> list[_NodePoint]:
         operations, seen = child.told[-1]["operations"], Counter[tuple[str, str]]()
         for method, key in operations:
             place = method, _IDS.sub(lambda found: found[0][: found[0].find("-") + 1] + "*", key)
-            for when in ("before", "after"):
-                points.append(
-                    _NodePoint(
-                        sweep=sweep, node=node, method=method, key=place[1], nth=seen[place], when=when
-                    )
-                )
+            points += (
+                _NodePoint(sweep=sweep, node=node, method=method, key=place[1], nth=seen[place], when=when)
+                for when in ("before", "after")
+            )
             seen[place] += 1
     shutil.rmtree(base)
     return points
