@@ -301,7 +301,7 @@ class OddKeys:
 def test_odd_keys_in_a_bucket_are_left_out_and_told_once(caplog):
     storage = bucket_like()
     save(storage, 1)
-    OddKeys(storage._service.filesystem, ".", "..", "\0", "a\x1b[31m")
+    OddKeys(storage._client.filesystem, ".", "..", "\0", "a\x1b[31m")
     state = {"w": torch.ones(4)}
     with CheckpointManager(storage) as manager:
         manager.save(2, state)

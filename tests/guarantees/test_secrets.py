@@ -228,7 +228,7 @@ def test_an_error_that_quotes_a_secret_loses_it_and_what_is_behind_it():
         def fail(*_, error=error, **__):
             raise error from RuntimeError(CANARY)
 
-        storage._service.filesystem.info = fail
+        storage._client.filesystem.info = fail
         with failing(ConfigError if isinstance(error, ValueError) else type(error)):
             storage.size("x")
 

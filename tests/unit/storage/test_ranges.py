@@ -73,13 +73,13 @@ def test_every_range_of_an_object_is_one_request():
     storage = ObjectStorage("memory://one-request")
     storage.replace("a", bytes(range(100)))
     asked = []
-    real = storage._service.filesystem.cat_file
+    real = storage._client.filesystem.cat_file
 
     def cat_file(path, start, end):
         asked.append((start, end))
         return real(path, start=start, end=end)
 
-    storage._service.filesystem.cat_file = cat_file
+    storage._client.filesystem.cat_file = cat_file
     assert read(storage, "a", 3, 9) == bytes(range(3, 9))
     assert asked == [(3, 9)]
 

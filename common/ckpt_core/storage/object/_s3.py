@@ -7,32 +7,17 @@ reading of files: their memory goes to the socket in slices.
 from __future__ import annotations
 
 import base64
-import threading
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from http.client import HTTPException
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, final
 
-from ckpt_core.disclosure import Redaction, logger_of, public_url
+from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, Parts, mark
 from ckpt_core.storage.object._s3_options import S3Settings
-from ckpt_core.storage.object._translation import answer_ended, late, translated_errors
+from ckpt_core.storage.object._s3_requests import Body, S3Requests
 
 _METADATA: Final = "ckpt-upload"
-_SLICE_BYTES: Final = 2**20
-_READ_TRIES: Final = 4
-_CLEANING_SHARE: Final = 0.25
-# Answers after which botocore makes no further try: damage on the way, and two creations at the same moment.
-_AGAIN: Final = {
-    ("put_object", "BadDigest"),
-    ("put_object", "ConditionalRequestConflict"),
-    ("upload_part", "BadDigest"),
-}
-_TRIES_AGAIN: Final = 3
-
-_logger = logger_of(__name__)
 # It holds the token of its upload, which no listing of uploads shows, and is never a part of an object.
 _TOKEN_PART: Final = MOST_PARTS + 1
 
@@ -69,22 +54,20 @@ class S3Client(PartClient):
         self.base = base.strip("/")
         self._condition: dict[str, Any] = {"IfNoneMatch": "*"} if conditional_writes else {}
         self._settings = settings
-        self._seconds = request_seconds
-        self._guard = threading.Lock()
-        self._warned = False
-        self._made: Any = None
-        self._deadline = threading.local()
+        self._requests = S3Requests(
+            self.url, self.bucket, settings, redaction=self.redaction, seconds=request_seconds
+        )
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
         """Ask for size and metadata of an object."""
-        found = self.call("head_object", Key=path)
+        found = self._requests.call("head_object", Key=path)
         return int(found["ContentLength"]), found.get("Metadata", {}).get(_METADATA)
 
     def children(self, path: str) -> list[Found]:
         """List the names below a prefix, up to the next slash."""
         prefix = f"{path}/" if path else ""
         found: list[Found] = []
-        for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
+        for page in self._requests.pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
             directories = [str(entry["Prefix"])[:-1] for entry in page.get("CommonPrefixes", [])]
             sizes = {str(entry["Key"]): int(entry["Size"]) for entry in page.get("Contents", [])}
             found += [Found(name[len(prefix) :], is_directory=True, size_bytes=0) for name in directories]
@@ -94,19 +77,19 @@ class S3Client(PartClient):
         return [each for each in found if each.name or each.is_directory]
 
     def below(self, path: str) -> list[str]:
-        """List an object, which is found even if listings do not show it yet, and all below it."""
+        """List an object, even one that no listing shows yet, and all below it."""
         found: list[str] = []
         with suppress(FileNotFoundError):
             self.size(path)
             found.append(path)
-        for page in self._pages("list_objects_v2", Prefix=f"{path}/"):
+        for page in self._requests.pages("list_objects_v2", Prefix=f"{path}/"):
             found += [str(entry["Key"]) for entry in page.get("Contents", [])]
         return found
 
     def remove(self, path: str) -> None:
         """Delete an object."""
         with suppress(FileNotFoundError):
-            self.call("delete_object", Key=path)
+            self._requests.call("delete_object", Key=path)
 
     def replace(self, path: str, content: bytes) -> None:
         """Write a small object, over an existing one."""
@@ -118,34 +101,22 @@ class S3Client(PartClient):
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Read a range."""
-        return self.read_spread(path, offset, [buffer])
+        return self._requests.read_spread(path, offset, [buffer])
 
     def read_spread(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Read a range into several buffers, by one request: each takes milliseconds."""
-        done = 0
-        last = offset + sum(map(len, buffers)) - 1
-        with translated_errors(self.url, self.redaction), self._limit():
-            for attempt in range(_READ_TRIES):
-                # What has arrived is not asked for again.
-                answer = self._ask("get_object", Key=path, Range=f"bytes={offset + done}-{last}")
-                wanted = done + int(answer["ContentLength"])
-                with answer["Body"] as body:
-                    done += self._receive(body, _part(buffers, done, wanted))
-                if done >= wanted:
-                    return done
-                time.sleep(0.1 * 2**attempt)
-        raise answer_ended(self.url)
+        """Read a range into several buffers, by one request."""
+        return self._requests.read_spread(path, offset, buffers)
 
     def begin(self, path: str, token: str, *, again: bool) -> Parts:
         """Begin an upload in parts."""
         if again:
             for upload in self._uploads(path):
-                parts = S3Parts(self, path, upload, self._condition)
+                parts = S3Parts(self._requests, path, upload, self._condition)
                 if path == upload["Key"] and parts.has_token(token):
                     return parts
-        algorithm = {"ChecksumAlgorithm": "CRC32"} if self._settings.checksums else {}
-        upload = self.call("create_multipart_upload", Key=path, **algorithm, **self._marked(token))
-        parts = S3Parts(self, path, upload, self._condition)
+        algorithm: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._settings.checksums else {}
+        upload = self._requests.call("create_multipart_upload", Key=path, **algorithm, **self._marked(token))
+        parts = S3Parts(self._requests, path, upload, self._condition)
         if again:
             parts.put_token(token)
         return parts
@@ -155,126 +126,21 @@ class S3Client(PartClient):
         prefix = f"{self.base}/" if self.base else ""
         found = [upload for upload in self._uploads(prefix) if unwanted(upload["Key"][len(prefix) :])]
         for upload in found:
-            S3Parts(self, upload["Key"], upload, {}).abandon()
+            S3Parts(self._requests, upload["Key"], upload, {}).abandon()
         return sorted(upload["Key"][len(prefix) :] for upload in found)
 
-    def call(self, operation: str, *, cleaning: bool = False, **arguments: Any) -> dict[str, Any]:
-        """Send one request of the bucket, and further tries.
-
-        `cleaning` is for calls after a failure, which get less time.
-
-        Raises:
-            OSError: see `translated_errors`.
-        """
-        with translated_errors(self.url, self.redaction), self._limit(_CLEANING_SHARE if cleaning else 1):
-            return self._ask(operation, **arguments)
-
-    def checksum(self, mark: str) -> dict[str, str]:
-        """Return the argument by which the service checks content, if it is to do so."""
-        return {"ChecksumCRC32": _header(mark)} if self._settings.checksums else {}
-
-    def note_unchecked(self, answer: Mapping[str, Any]) -> None:
-        """Warn once if the answer to a part does not confirm its checksum."""
-        if self._settings.checksums and not self._warned and "ChecksumCRC32" not in answer:
-            self._warned = True
-            _logger.warning(
-                "%s: the object store does not confirm checksums (x-amz-checksum-crc32), so damage on the "
-                "way is found when a checkpoint is read, and uploads that were cut off begin anew; "
-                "storage_options={'checksums': False} sends none",
-                self.url,
-            )
-
     def _put(self, path: str, content: Sequence[memoryview], **more: Any) -> None:
-        self.call("put_object", Key=path, Body=_Body(content), **self.checksum(mark(content)), **more)
+        checked = self._requests.checksum(mark(content))
+        self._requests.call("put_object", Key=path, Body=Body(content), **checked, **more)
 
     def _marked(self, token: str) -> dict[str, Any]:
         known = self._settings.additional.get("Metadata", {})
         return {"Metadata": {**known, _METADATA: token}}
 
     def _uploads(self, prefix: str) -> list[dict[str, Any]]:
-        pages = self._pages("list_multipart_uploads", Prefix=prefix)
+        pages = self._requests.pages("list_multipart_uploads", Prefix=prefix)
         found = [upload for page in pages for upload in page.get("Uploads", [])]
         return [upload for upload in found if str(upload["Key"]).startswith(prefix)]
-
-    def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        client = self._client()
-        with translated_errors(self.url, self.redaction):
-            names = client.get_paginator(operation)
-        arguments = self._settings.known(client, operation, {"Bucket": self.bucket, **arguments})
-        with translated_errors(self.url, self.redaction), self._limit():
-            yield from names.paginate(**arguments)
-
-    def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        from botocore.exceptions import ClientError
-
-        client = self._client()
-        arguments = self._settings.known(client, operation, {"Bucket": self.bucket, **arguments})
-        act: Callable[..., dict[str, Any]] = getattr(client, operation)
-        for _ in range(_TRIES_AGAIN - 1):
-            try:
-                return act(**arguments)
-            except ClientError as error:
-                if (operation, error.response.get("Error", {}).get("Code")) not in _AGAIN:
-                    raise
-        return act(**arguments)
-
-    def _receive(self, body: Any, buffers: Sequence[memoryview]) -> int:
-        """Read from an answer; return how many bytes came before it ended."""
-        from urllib3.exceptions import HTTPError
-
-        # urllib3 copies twice; the answer of `http.client` in it receives straight into place.
-        receive = getattr(body, "_fp", body).readinto
-        done = 0
-        for buffer in buffers:
-            start = 0
-            while start < len(buffer):
-                self._check_deadline()
-                count = 0
-                with suppress(HTTPError, HTTPException, OSError):
-                    count = receive(buffer[start : start + _SLICE_BYTES])
-                if not count:
-                    return done
-                start, done = start + count, done + count
-        if body.closed:
-            body.release_conn()  # for the next request; an answer that is not over is closed with it
-        return done
-
-    def _client(self) -> Any:
-        with self._guard:
-            if self._made is None:
-                with translated_errors(self.url, self.redaction):
-                    self._made = self._settings.connect(self.url, self.redaction)
-                self._made.meta.events.register("before-send.s3", self._before_send)
-            return self._made
-
-    def _before_send(self, request: Any, **_: Any) -> None:
-        """Let the memory itself be sent, and begin no try too late."""
-        self._check_deadline()
-        if isinstance(request.body, _Body):
-            request.body = _Slices(request.body.content, self._check_deadline)
-
-    @contextmanager
-    def _limit(self, share: float = 1) -> Generator[None]:
-        from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
-
-        self._deadline.at = time.monotonic() + self._seconds * share
-        try:
-            yield
-        except (ConnectTimeoutError, ReadTimeoutError) as error:
-            raise late(self.url, self._seconds) from error
-
-    def _check_deadline(self) -> None:
-        if time.monotonic() > self._deadline.at:
-            raise late(self.url, self._seconds)
-
-
-def _part(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Return the memory of bytes `start` to `stop` of what fills the buffers."""
-    found: list[memoryview] = []
-    for buffer in buffers:
-        found.append(buffer[max(start, 0) : max(stop, 0)])
-        start, stop = start - len(buffer), stop - len(buffer)
-    return found
 
 
 @final
@@ -282,9 +148,9 @@ class S3Parts:
     """A new object of S3 that arrives in parts; S3 compares each with its checksum."""
 
     def __init__(
-        self, client: S3Client, path: str, upload: dict[str, Any], condition: dict[str, Any]
+        self, requests: S3Requests, path: str, upload: dict[str, Any], condition: dict[str, Any]
     ) -> None:
-        self._client = client
+        self._requests = requests
         self._condition = condition
         self._place: dict[str, Any] = {"Key": path, "UploadId": str(upload["UploadId"])}
         self._arrived: dict[str, dict[str, str]] = {}
@@ -314,15 +180,16 @@ class S3Parts:
     def send(self, name: str, content: Sequence[memoryview]) -> None:
         """Send one part, from where it lies in memory."""
         number, _, checksum = name.partition("-")
-        sent = {"PartNumber": int(number), "Body": _Body(content), **self._client.checksum(checksum)}
-        answer = self._client.call("upload_part", **sent, **self._place)
-        self._client.note_unchecked(answer)
+        place: dict[str, Any] = {"PartNumber": int(number), **self._place}
+        checked = self._requests.checksum(checksum)
+        answer = self._requests.call("upload_part", Body=Body(content), **checked, **place)
+        self._requests.note_unchecked(answer)
         self._arrived[name] = _known(answer)
 
     def complete(self, names: Sequence[str]) -> None:
         """Make the object."""
         parts = [{"PartNumber": int(name.partition("-")[0]), **self._arrived[name]} for name in names]
-        self._client.call(
+        self._requests.call(
             "complete_multipart_upload", MultipartUpload={"Parts": parts}, **self._place, **self._condition
         )
         self._complete = True
@@ -331,12 +198,12 @@ class S3Parts:
         """Abort the upload, if it is not complete."""
         if not self._complete:
             with suppress(FileNotFoundError):
-                self._client.call("abort_multipart_upload", cleaning=True, **self._place)
+                self._requests.call("abort_multipart_upload", cleaning=True, **self._place)
 
     def _list(self) -> None:
         marker = 0
         while True:
-            page = self._client.call("list_parts", PartNumberMarker=marker, **self._place)
+            page = self._requests.call("list_parts", PartNumberMarker=marker, **self._place)
             for part in page.get("Parts", []):
                 if checksum := part.get("ChecksumCRC32"):
                     name = self.name_of(part["PartNumber"] - 1, _hexadecimal(checksum))
@@ -346,47 +213,9 @@ class S3Parts:
             marker = int(page["NextPartNumberMarker"])
 
 
-@final
-class _Body:
-    """The body of a request, which botocore takes for a file."""
-
-    def __init__(self, content: Sequence[memoryview]) -> None:
-        self.content = content
-
-    def __len__(self) -> int:
-        return sum(map(len, self.content))
-
-    def read(self, count: int = -1) -> bytes:
-        """Be a file; `_Slices` are sent instead."""
-        raise NotImplementedError(count)
-
-
-@final
-class _Slices:
-    """The memory of a body in slices: a time limit of the socket is one of each."""
-
-    def __init__(self, content: Sequence[memoryview], check: Callable[[], None]) -> None:
-        self._content = content
-        self._check = check
-
-    def __iter__(self) -> Generator[memoryview]:
-        for piece in self._content:
-            for start in range(0, len(piece), _SLICE_BYTES):
-                self._check()
-                yield piece[start : start + _SLICE_BYTES]
-
-    def seek(self, position: int) -> None:
-        """Do nothing, before another try: every iteration begins anew."""
-
-
 def _known(part: Mapping[str, Any]) -> dict[str, str]:
     """Return by what the service knows a part."""
     return {name: str(part[name]) for name in ("ETag", "ChecksumCRC32") if part.get(name)}
-
-
-def _header(checksum: str) -> str:
-    """Return a CRC-32 as S3 writes it."""
-    return base64.b64encode(bytes.fromhex(checksum)).decode()
 
 
 def _hexadecimal(header: str) -> str:

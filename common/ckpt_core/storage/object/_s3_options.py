@@ -60,7 +60,7 @@ _WITHOUT_EFFECT: Final = (
 
 
 def attempts_within(seconds: float) -> int:
-    """Return how many tries fit, when the waits between them double from at most 1 s on."""
+    """Return how many tries fit, if the waits double from at most 1 s on."""
     return max(2, min(int(math.log2(seconds / 2 + 1)) + 1, _MOST_ATTEMPTS))
 
 
@@ -168,7 +168,7 @@ def _members(client: Any, operation: str) -> Collection[str]:
 
 
 def _refuse_other_checksums(url: str, options: Mapping[str, Any]) -> None:
-    """Refuse what another checksum, or a signature of content, would need: content is read by nobody else."""
+    """Refuse other checksums, and signatures of content: only the CRC-32 is made."""
     additional = options.get("s3_additional_kwargs") or {}
     others = [f"s3_additional_kwargs {name}" for name in additional if name.startswith("Checksum")]
     if ((options.get("config_kwargs") or {}).get("s3") or {}).get("payload_signing_enabled"):
