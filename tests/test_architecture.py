@@ -20,7 +20,15 @@ MAX_MODULE_LINES = 500
 MAX_BODY_LINES = 50
 MAX_METHODS = 15
 # A storage is one contract: split, every backend would have to be put together again.
-WIDE = {"Storage", "LayeredStorage", "LocalStorage", "MemoryStorage", "FaultyStorage", "CheckpointManager"}
+WIDE = {
+    "Storage",
+    "LayeredStorage",
+    "LocalStorage",
+    "MemoryStorage",
+    "ObjectStorage",
+    "FaultyStorage",
+    "CheckpointManager",
+}
 MAX_PARAMETERS = 6
 MAX_MODULES = 16
 MAX_FIRST_LINE = 80

@@ -7,22 +7,17 @@ reading of files: their memory goes to the socket in slices.
 from __future__ import annotations
 
 import base64
-import threading
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, final
 
 from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.storage.object._client import Found
-from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, Parts, mark
+from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, PartedObject, mark
 from ckpt_core.storage.object._s3_options import S3Settings
-from ckpt_core.storage.object._translation import answer_ended, late, translated_errors
+from ckpt_core.storage.object._s3_requests import Body, S3Requests
 
 _METADATA: Final = "ckpt-upload"
-_SLICE_BYTES: Final = 2**20
-_READ_TRIES: Final = 4
-_CLEANING_SHARE: Final = 0.25
 # It holds the token of its upload, which no listing of uploads shows, and is never a part of an object.
 _TOKEN_PART: Final = MOST_PARTS + 1
 
@@ -59,21 +54,20 @@ class S3Client(PartClient):
         self.base = base.strip("/")
         self._condition: dict[str, Any] = {"IfNoneMatch": "*"} if conditional_writes else {}
         self._settings = settings
-        self._seconds = request_seconds
-        self._guard = threading.Lock()
-        self._made: Any = None
-        self._deadline = threading.local()
+        self._requests = S3Requests(
+            self.url, self.bucket, settings, redaction=self.redaction, seconds=request_seconds
+        )
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
         """Ask for size and metadata of an object."""
-        found = self.call("head_object", Key=path)
+        found = self._requests.call("head_object", Key=path)
         return int(found["ContentLength"]), found.get("Metadata", {}).get(_METADATA)
 
     def children(self, path: str) -> list[Found]:
         """List the names below a prefix, up to the next slash."""
         prefix = f"{path}/" if path else ""
         found: list[Found] = []
-        for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
+        for page in self._requests.pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
             directories = [str(entry["Prefix"])[:-1] for entry in page.get("CommonPrefixes", [])]
             sizes = {str(entry["Key"]): int(entry["Size"]) for entry in page.get("Contents", [])}
             found += [Found(name[len(prefix) :], is_directory=True, size_bytes=0) for name in directories]
@@ -83,19 +77,19 @@ class S3Client(PartClient):
         return [each for each in found if each.name or each.is_directory]
 
     def below(self, path: str) -> list[str]:
-        """List an object, which is found even if listings do not show it yet, and all below it."""
+        """List an object, even one that no listing shows yet, and all below it."""
         found: list[str] = []
         with suppress(FileNotFoundError):
             self.size(path)
             found.append(path)
-        for page in self._pages("list_objects_v2", Prefix=f"{path}/"):
+        for page in self._requests.pages("list_objects_v2", Prefix=f"{path}/"):
             found += [str(entry["Key"]) for entry in page.get("Contents", [])]
         return found
 
     def remove(self, path: str) -> None:
         """Delete an object."""
         with suppress(FileNotFoundError):
-            self.call("delete_object", Key=path)
+            self._requests.call("delete_object", Key=path)
 
     def replace(self, path: str, content: bytes) -> None:
         """Write a small object, over an existing one."""
@@ -107,30 +101,19 @@ class S3Client(PartClient):
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Read a range; what has arrived is not asked for again."""
-        done = 0
-        for attempt in range(_READ_TRIES):
-            with translated_errors(self.url, self.redaction), self._limit():
-                last = offset + len(buffer) - 1
-                answer = self._ask("get_object", Key=path, Range=f"bytes={offset + done}-{last}")
-                wanted = done + int(answer["ContentLength"])
-                with answer["Body"] as body:
-                    done += self._receive(body, buffer[done:wanted])
-            if done >= wanted:
-                return done
-            time.sleep(0.1 * 2**attempt)
-        raise answer_ended(self.url)
+        return self._requests.read_into(path, offset, buffer)
 
-    def begin(self, path: str, token: str, *, again: bool) -> Parts:
+    def begin(self, path: str, token: str, *, again: bool) -> PartedObject:
         """Begin an upload in parts."""
         if again:
             for upload in self._uploads(path):
-                parts = S3Parts(self, path, upload, self._condition)
+                parts = S3Parts(self._requests, path, upload, self._condition)
                 if path == upload["Key"] and parts.has_token(token):
                     return parts
-        upload = self.call(
+        upload = self._requests.call(
             "create_multipart_upload", Key=path, ChecksumAlgorithm="CRC32", **self._marked(token)
         )
-        parts = S3Parts(self, path, upload, self._condition)
+        parts = S3Parts(self._requests, path, upload, self._condition)
         if again:
             parts.put_token(token)
         return parts
@@ -140,89 +123,21 @@ class S3Client(PartClient):
         prefix = f"{self.base}/" if self.base else ""
         found = [upload for upload in self._uploads(prefix) if unwanted(upload["Key"][len(prefix) :])]
         for upload in found:
-            S3Parts(self, upload["Key"], upload, {}).abandon()
+            S3Parts(self._requests, upload["Key"], upload, {}).abandon()
         return sorted(upload["Key"][len(prefix) :] for upload in found)
-
-    def call(self, operation: str, *, cleaning: bool = False, **arguments: Any) -> dict[str, Any]:
-        """Send one request of the bucket, and further tries.
-
-        `cleaning` is for calls after a failure, which get less time.
-
-        Raises:
-            OSError: see `translated_errors`.
-        """
-        with translated_errors(self.url, self.redaction), self._limit(_CLEANING_SHARE if cleaning else 1):
-            return self._ask(operation, **arguments)
 
     def _put(self, path: str, content: Sequence[memoryview], **more: Any) -> None:
         checksum = _header(mark(content))
-        self.call("put_object", Key=path, Body=_Body(content), ChecksumCRC32=checksum, **more)
+        self._requests.call("put_object", Key=path, Body=Body(content), ChecksumCRC32=checksum, **more)
 
     def _marked(self, token: str) -> dict[str, Any]:
         known = self._settings.additional.get("Metadata", {})
         return {"Metadata": {**known, _METADATA: token}}
 
     def _uploads(self, prefix: str) -> list[dict[str, Any]]:
-        pages = self._pages("list_multipart_uploads", Prefix=prefix)
+        pages = self._requests.pages("list_multipart_uploads", Prefix=prefix)
         found = [upload for page in pages for upload in page.get("Uploads", [])]
         return [upload for upload in found if str(upload["Key"]).startswith(prefix)]
-
-    def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        client = self._client()
-        with translated_errors(self.url, self.redaction):
-            names = client.get_paginator(operation)
-        arguments = self._settings.known(client, operation, {"Bucket": self.bucket, **arguments})
-        with translated_errors(self.url, self.redaction), self._limit():
-            yield from names.paginate(**arguments)
-
-    def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        client = self._client()
-        arguments = self._settings.known(client, operation, {"Bucket": self.bucket, **arguments})
-        answer: dict[str, Any] = getattr(client, operation)(**arguments)
-        return answer
-
-    def _receive(self, body: Any, buffer: memoryview) -> int:
-        """Read from an answer; return how many bytes came before it ended."""
-        from botocore.exceptions import HTTPClientError, IncompleteReadError
-
-        done = 0
-        with suppress(HTTPClientError, IncompleteReadError):
-            while done < len(buffer):
-                self._check_deadline()
-                content = body.read(min(_SLICE_BYTES, len(buffer) - done))
-                if not content:
-                    break
-                buffer[done : done + len(content)] = content
-                done += len(content)
-        return done
-
-    def _client(self) -> Any:
-        with self._guard:
-            if self._made is None:
-                with translated_errors(self.url, self.redaction):
-                    self._made = self._settings.connect(self.url, self.redaction)
-                self._made.meta.events.register("before-send.s3", self._before_send)
-            return self._made
-
-    def _before_send(self, request: Any, **_: Any) -> None:
-        """Let the memory itself be sent, and begin no try too late."""
-        self._check_deadline()
-        if isinstance(request.body, _Body):
-            request.body = _Slices(request.body.content, self._check_deadline)
-
-    @contextmanager
-    def _limit(self, share: float = 1) -> Generator[None]:
-        from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
-
-        self._deadline.at = time.monotonic() + self._seconds * share
-        try:
-            yield
-        except (ConnectTimeoutError, ReadTimeoutError) as error:
-            raise late(self.url, self._seconds) from error
-
-    def _check_deadline(self) -> None:
-        if time.monotonic() > self._deadline.at:
-            raise late(self.url, self._seconds)
 
 
 @final
@@ -230,9 +145,9 @@ class S3Parts:
     """A new object of S3 that arrives in parts; S3 compares each with its checksum."""
 
     def __init__(
-        self, client: S3Client, path: str, upload: dict[str, Any], condition: dict[str, Any]
+        self, requests: S3Requests, path: str, upload: dict[str, Any], condition: dict[str, Any]
     ) -> None:
-        self._client = client
+        self._requests = requests
         self._condition = condition
         self._place: dict[str, Any] = {"Key": path, "UploadId": str(upload["UploadId"])}
         self._tags: dict[str, str] = {}
@@ -262,10 +177,10 @@ class S3Parts:
     def send(self, name: str, content: Sequence[memoryview]) -> None:
         """Send one part, from where it lies in memory."""
         number, _, checksum = name.partition("-")
-        answer = self._client.call(
+        answer = self._requests.call(
             "upload_part",
             PartNumber=int(number),
-            Body=_Body(content),
+            Body=Body(content),
             ChecksumCRC32=_header(checksum),
             **self._place,
         )
@@ -281,7 +196,7 @@ class S3Parts:
             }
             for name in names
         ]
-        self._client.call(
+        self._requests.call(
             "complete_multipart_upload", MultipartUpload={"Parts": parts}, **self._place, **self._condition
         )
         self._complete = True
@@ -290,12 +205,12 @@ class S3Parts:
         """Abort the upload, if it is not complete."""
         if not self._complete:
             with suppress(FileNotFoundError):
-                self._client.call("abort_multipart_upload", cleaning=True, **self._place)
+                self._requests.call("abort_multipart_upload", cleaning=True, **self._place)
 
     def _list(self) -> None:
         marker = 0
         while True:
-            page = self._client.call("list_parts", PartNumberMarker=marker, **self._place)
+            page = self._requests.call("list_parts", PartNumberMarker=marker, **self._place)
             for part in page.get("Parts", []):
                 if checksum := part.get("ChecksumCRC32"):
                     name = self.name_of(part["PartNumber"] - 1, _hexadecimal(checksum))
@@ -303,39 +218,6 @@ class S3Parts:
             if not page.get("IsTruncated"):
                 return
             marker = int(page["NextPartNumberMarker"])
-
-
-@final
-class _Body:
-    """The body of a request, which botocore takes for a file."""
-
-    def __init__(self, content: Sequence[memoryview]) -> None:
-        self.content = content
-
-    def __len__(self) -> int:
-        return sum(map(len, self.content))
-
-    def read(self, count: int = -1) -> bytes:
-        """Be a file; `_Slices` are sent instead."""
-        raise NotImplementedError(count)
-
-
-@final
-class _Slices:
-    """The memory of a body in slices: a time limit of the socket is one of each."""
-
-    def __init__(self, content: Sequence[memoryview], check: Callable[[], None]) -> None:
-        self._content = content
-        self._check = check
-
-    def __iter__(self) -> Generator[memoryview]:
-        for piece in self._content:
-            for start in range(0, len(piece), _SLICE_BYTES):
-                self._check()
-                yield piece[start : start + _SLICE_BYTES]
-
-    def seek(self, position: int) -> None:
-        """Do nothing, before another try: every iteration begins anew."""
 
 
 def _header(checksum: str) -> str:

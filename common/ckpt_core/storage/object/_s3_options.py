@@ -48,7 +48,7 @@ _WITHOUT_EFFECT: Final = (
 
 
 def attempts_within(seconds: float) -> int:
-    """Return how many tries fit, when the waits between them double from at most 1 s on."""
+    """Return how many tries fit; the waits between them double from 1 s on."""
     return max(2, min(int(math.log2(seconds / 2 + 1)) + 1, _MOST_ATTEMPTS))
 
 
