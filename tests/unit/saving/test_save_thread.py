@@ -7,7 +7,8 @@ from collections.abc import Callable, Generator
 
 import pytest
 
-from ckpt_core.saving._in_flight import SaveThread, Task, run_with_timeout
+from ckpt_core.crew import run_with_timeout
+from ckpt_core.saving._in_flight import SaveThread, Task
 
 pytestmark = pytest.mark.reliability
 
