@@ -155,7 +155,8 @@ def unwritable(root):
 
 
 def test_an_s3_root_without_the_extra_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for library in ("botocore", "s3fs"):
+        monkeypatch.setitem(sys.modules, library, None)
     known = importlib.import_module("fsspec.registry")  # as an attribute it is the registry itself
     monkeypatch.delitem(known._registry, "s3", raising=False)
     with pytest.raises(ConfigError, match=r's3://bucket/run.*pip install "ckpt-suite\[s3\]"'):
