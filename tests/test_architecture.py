@@ -22,7 +22,7 @@ MAX_METHODS = 15
 # A storage is one contract: split, every backend would have to be put together again.
 WIDE = {
     *("Storage", "GroupedStorage", "PeerStorage", "LayeredStorage", "LocalStorage", "MemoryStorage"),
-    *("FaultyStorage", "CheckpointManager"),
+    *("ObjectStorage", "FaultyStorage", "CheckpointManager"),
 }
 MAX_PARAMETERS = 6
 MAX_MODULES = 16

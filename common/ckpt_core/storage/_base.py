@@ -172,7 +172,7 @@ class Storage(ABC):
         put_whole(self, key, PutSource(size_bytes, read, pace or unlimited, progress or nothing))
 
     def sync_file(self, key: str) -> None:
-        """Make a file durable that another process may have left unfinished; no-op on object stores."""
+        """Make a file of another process durable; no-op on object stores."""
         del key
 
     @abstractmethod

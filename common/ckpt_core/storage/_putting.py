@@ -28,7 +28,7 @@ class PutSource(NamedTuple):
     progress: Progress
 
     def counted(self) -> Generator[memoryview]:
-        """Yield pieces that begin on pages of memory, each in memory of its own; count those taken."""
+        """Yield pieces, each in pages of memory of its own; count those taken."""
         for piece in self.pace(self._pieces()):
             yield piece
             self.progress(len(piece))

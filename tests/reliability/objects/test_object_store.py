@@ -160,11 +160,11 @@ def test_time_outs_and_tries_fit_into_the_deadline_unless_the_user_sets_them():
     pytest.importorskip("s3fs")
     chosen = {"key": "a", "secret": "b", "endpoint_url": "http://127.0.0.1:9"}
     with CheckpointManager("s3://bucket/run", deadline_seconds=60, storage_options=chosen) as checkpoints:
-        config = checkpoints.storage._client._settings.config
+        config = checkpoints.storage._client._requests._settings.config
         assert config.read_timeout * config.retries["total_max_attempts"] <= 20
     own = {**chosen, "config_kwargs": {"read_timeout": 7}}
     with CheckpointManager("s3://bucket/run", deadline_seconds=60, storage_options=own) as checkpoints:
-        assert checkpoints.storage._client._settings.config.read_timeout == 7
+        assert checkpoints.storage._client._requests._settings.config.read_timeout == 7
 
 
 @pytest.mark.parametrize("code", ["InternalError", "ServiceUnavailable", "SlowDown"])

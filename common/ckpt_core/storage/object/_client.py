@@ -13,7 +13,7 @@ from ckpt_core.storage._putting import PutSource
 
 
 class Found(NamedTuple):
-    """One name below a prefix; it may end with a slash, or be no name that a path can have."""
+    """One name below a prefix; it may be one that no path can have."""
 
     name: str
     is_directory: bool
@@ -86,7 +86,7 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def create(self, path: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a stream into a new object; it appears on a clean exit, and not at all on an error.
+        """Open a stream into a new object, which appears on a clean exit only.
 
         Raises:
             FileExistsError: there is one already.

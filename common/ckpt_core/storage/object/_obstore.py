@@ -17,7 +17,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.storage.object._azure import AzureContainer
 from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._gcs import GcsBucket
-from ckpt_core.storage.object._parts import BLOCK_BYTES, CONNECTIONS, PartClient, Parts
+from ckpt_core.storage.object._parts import BLOCK_BYTES, CONNECTIONS, PartClient, PartedObject
 from ckpt_core.storage.object._translation import translated_errors
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Place(Protocol):
             FileNotFoundError: there is none.
         """
 
-    def begin(self, path: str, token: str, scratch: str) -> Parts:
+    def begin(self, path: str, token: str, scratch: str) -> PartedObject:
         """Begin an upload in parts, or continue it; `scratch`: a prefix for parts that are objects."""
         ...
 
@@ -113,7 +113,7 @@ class ObstoreClient(PartClient):
         ]
 
     def below(self, path: str) -> list[str]:
-        """List an object, which is found even if listings do not show it yet, and all below it."""
+        """List an object, even one that no listing shows yet, and all below it."""
         found: list[str] = []
         with suppress(FileNotFoundError):
             self.size(path)
@@ -159,7 +159,7 @@ class ObstoreClient(PartClient):
         buffer[: len(content)] = memoryview(content)
         return len(content)
 
-    def begin(self, path: str, token: str, *, again: bool) -> Parts:
+    def begin(self, path: str, token: str, *, again: bool) -> PartedObject:
         """Begin an upload in parts, or continue one with the same token."""
         del again
         scratch = self.path(f"{_UNFINISHED}/{token}")

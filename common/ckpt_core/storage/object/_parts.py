@@ -1,4 +1,4 @@
-"""Objects that are sent in parts: they appear whole or not at all, and never overwrite another.
+"""Objects sent in parts: whole or not at all, and never over another.
 
 Every upload has a token, which the service keeps with the object. If the outcome of an upload is unknown, or
 it was refused because the object exists, the token tells whether the object is this upload's.
@@ -38,14 +38,14 @@ _STREAM_THREADS: Final = 2
 _logger = logger_of(__name__)
 
 
-class Parts(Protocol):
+class PartedObject(Protocol):
     """A new object that arrives in parts.
 
     Concurrency: `send` may be called from several threads.
     """
 
     def name_of(self, number: int, mark: str) -> str:
-        """Name a part by its place, from 0 on, and the CRC-32 of its content in hexadecimal."""
+        """Name a part by its place, from 0 on, and its CRC-32 in hexadecimal."""
         ...
 
     def there(self) -> frozenset[str]:
@@ -77,7 +77,7 @@ class PartClient(ObjectClient):
     def __init__(self, *, block_bytes: int, connections: int) -> None:
         self._block_bytes = block_bytes
         self._connections = connections
-        self._buffers = _Buffers(max(_MEMORY_BYTES, block_bytes))
+        self._buffers = _PartMemory(max(_MEMORY_BYTES, block_bytes))
 
     @abstractmethod
     def put_new(self, path: str, content: Sequence[memoryview], token: str) -> None:
@@ -96,8 +96,8 @@ class PartClient(ObjectClient):
         """
 
     @abstractmethod
-    def begin(self, path: str, token: str, *, again: bool) -> Parts:
-        """Begin an upload; `again`: continue one that was begun with the token, if there is one."""
+    def begin(self, path: str, token: str, *, again: bool) -> PartedObject:
+        """Begin an upload; `again`: continue one with that token, if there is one."""
 
     def size(self, path: str) -> int:
         """Return the size of an object in bytes."""
@@ -107,7 +107,7 @@ class PartClient(ObjectClient):
     def create(self, path: str) -> Generator[IO[bytes]]:
         """Open a stream into a new object."""
         self._require_none(path)
-        with _Upload(self, path, self._block_bytes, _STREAM_THREADS) as upload:
+        with _Sending(self, path, self._block_bytes, _STREAM_THREADS) as upload:
             with io.BufferedWriter(_Stream(upload, self._block_bytes), 1 << 16) as stream:
                 try:
                     yield cast("IO[bytes]", stream)
@@ -119,7 +119,7 @@ class PartClient(ObjectClient):
     def write_pieces(self, path: str, pieces: Iterable[memoryview]) -> None:
         """Send parts from where they lie in memory, while the next pieces are prepared."""
         self._require_none(path)
-        with _Upload(self, path, self._block_bytes, self._connections) as upload:
+        with _Sending(self, path, self._block_bytes, self._connections) as upload:
             for piece in pieces:
                 upload.take(piece)
             upload.finish()
@@ -165,7 +165,7 @@ class PartClient(ObjectClient):
                 raise self._occupied(path) from error
             raise
 
-    def dropped(self, parts: Parts, path: str) -> None:
+    def dropped(self, parts: PartedObject, path: str) -> None:
         """Drop parts; a failure is logged only, for another error may be on its way."""
         try:
             parts.abandon()
@@ -228,7 +228,7 @@ def _rounded(size: float) -> int:
 
 
 @final
-class _Upload:
+class _Sending:
     """An object that is sent while its pieces arrive; none of them is copied."""
 
     def __init__(self, client: PartClient, path: str, block_bytes: int, threads: int) -> None:
@@ -236,7 +236,7 @@ class _Upload:
         self._path = path
         self._token = secrets.token_hex(8)
         self._block_bytes = block_bytes
-        self._parts: Parts | None = None
+        self._parts: PartedObject | None = None
         self._names: list[str] = []
         self._held: list[memoryview] = []
         self._room = block_bytes
@@ -254,7 +254,7 @@ class _Upload:
             self._client.dropped(self._parts, self._path)
 
     def take(self, piece: memoryview) -> None:
-        """Take a piece that is not changed until the upload ends; raise the failure of an earlier one."""
+        """Take a piece that does not change; raise the failure of an earlier one."""
         while piece and not self._failed:
             if not self._room:
                 self._pass_on()
@@ -293,7 +293,7 @@ class _Upload:
 
     def _send(self, task: tuple[int, Sequence[memoryview]]) -> None:
         number, content = task
-        parts = cast("Parts", self._parts)
+        parts = cast("PartedObject", self._parts)
         with translated_errors(self._client.url, self._client.redaction):
             self._names[number] = parts.name_of(number, mark(content))
             parts.send(self._names[number], content)
@@ -303,7 +303,7 @@ class _Upload:
 class _Stream(io.RawIOBase):
     """A stream into an upload, which gets copies of what is written."""
 
-    def __init__(self, upload: _Upload, block_bytes: int) -> None:
+    def __init__(self, upload: _Sending, block_bytes: int) -> None:
         super().__init__()
         self._upload = upload
         self._block_bytes = block_bytes
@@ -321,7 +321,7 @@ class _Stream(io.RawIOBase):
 
 
 @final
-class _Buffers:
+class _PartMemory:
     """Memory for parts, bounded over all uploads of a client."""
 
     def __init__(self, total_bytes: int) -> None:

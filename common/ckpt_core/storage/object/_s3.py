@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.storage.object._client import Found
-from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, Parts, mark
+from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, PartedObject, mark
 from ckpt_core.storage.object._s3_options import S3Settings
 from ckpt_core.storage.object._s3_requests import Body, S3Requests
 
@@ -107,7 +107,7 @@ class S3Client(PartClient):
         """Read a range into several buffers, by one request."""
         return self._requests.read_spread(path, offset, buffers)
 
-    def begin(self, path: str, token: str, *, again: bool) -> Parts:
+    def begin(self, path: str, token: str, *, again: bool) -> PartedObject:
         """Begin an upload in parts."""
         if again:
             for upload in self._uploads(path):

@@ -136,7 +136,7 @@ class ObjectService(ObjectClient):
         return [_found(name, info) for name, info in children if name.startswith(prefix)]
 
     def below(self, path: str) -> list[str]:
-        """List an object, which is found even if listings do not show it yet, and all below it."""
+        """List an object, even one that no listing shows yet, and all below it."""
         self.filesystem.invalidate_cache()
         found = [str(name) for name in self.call("find", path)]
         return [name for name in found if name == path or name.startswith(path + "/")]
@@ -161,10 +161,12 @@ class ObjectService(ObjectClient):
         """Send a file whole, unless it is there."""
         token = token_of(identity, source.size_bytes)
         with suppress(FileNotFoundError):
-            if self.size(path) == source.size_bytes and self._has(path, source, token):
-                source.progress(source.size_bytes)
+            size = self.size(path)
+            if size == source.size_bytes and _has(self, path, source, token):
+                source.progress(size)
                 return
-            if not self.is_atomic:
+            if size != source.size_bytes and not self.is_atomic:
+                # This filesystem shows objects before they are complete.
                 self.remove(path)
         with self._creating(path, token) as stream:
             for piece in source.counted():
@@ -181,12 +183,6 @@ class ObjectService(ObjectClient):
                 raise FileExistsError(errno.EEXIST, "the object exists already", self.shown(path))
             with upload(self, path, token) as stream:
                 yield stream
-
-    def _has(self, path: str, source: PutSource, token: str) -> bool:
-        if self.is_atomic:
-            # s3fs gives empty objects no metadata.
-            return not source.size_bytes or self.holds(path, token)
-        return source.equals(ObjectRanges(self, path, source.size_bytes))
 
     def new_object(self, path: str, token: str) -> Any:
         """Open a stream that creates an object.
@@ -235,6 +231,13 @@ class ObjectService(ObjectClient):
             return act(*args, timeout=seconds, **kwargs)
         except FSTimeoutError as error:
             raise late(self.url, seconds) from error
+
+
+def _has(client: ObjectService, path: str, source: PutSource, token: str) -> bool:
+    if client.is_atomic:
+        # s3fs gives empty objects no metadata.
+        return not source.size_bytes or client.holds(path, token)
+    return source.equals(ObjectRanges(client, path, source.size_bytes))
 
 
 def _found(path: str, info: dict[str, Any]) -> Found:

@@ -102,7 +102,7 @@ class ObjectStorage(Storage):
             yield stream
 
     def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
-        """Upload a large object, where the client can in parts from where they lie in memory."""
+        """Upload a large object, in parts from memory where the client can."""
         self._client.write_pieces(self._client.path(file_key(key)), pieces)
 
     def put_file(

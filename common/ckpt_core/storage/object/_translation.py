@@ -135,7 +135,7 @@ def answer_ended(url: str) -> OSError:
 
 
 def _of_status(error: Exception, text: str, url: str) -> OSError | None:
-    """Translate an answer of S3, as botocore raises it, by its status; None for other errors."""
+    """Translate an error of botocore by its status; None if it has none."""
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
         return None

@@ -12,7 +12,7 @@ from ckpt_core.errors import ConfigError
 def refused(
     url: str, library: str, options: Iterable[str], *, error: Exception, redaction: Redaction
 ) -> ConfigError:
-    """Build the error for arguments that a library does not take; only the names of options are shown."""
+    """Build the error for arguments that a library refuses, with names only."""
     names = ", ".join(sorted(options))
     given = f", and storage_options ({names})" if names else ""
     text = redaction.text(f"{type(error).__name__}: {error}")
