@@ -1,11 +1,11 @@
-"""Azure's blob storage through obstore: credentials, and uploads in blocks that never overwrite."""
+"""Azure: credentials, and uploads in blocks that never overwrite."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, cast, final
@@ -17,7 +17,7 @@ from ckpt_core.storage.object._words import refuse_others
 
 if TYPE_CHECKING:
     from azure.storage.blob import BlobClient, BlobServiceClient
-    from obstore.store import AzureStore
+    from obstore.store import AzureStore, GCSStore
 
 AZURE_METADATA: Final = "ckptupload"
 """The name of an upload's token in the metadata of its blob, where Azure takes letters and digits only."""
@@ -73,20 +73,19 @@ class AzureContainer:
         refuse_others(url, options, _OPTIONS)
         given = {name: os.environ.get(f"AZURE_STORAGE_{name.upper()}") for name in _ENVIRONMENT}
         account = _Account.of(url, {**given, **options})
-        self.store = account.store(container, **arguments)
+        self.store: GCSStore | AzureStore = account.store(container, **arguments)
         self.service = account.service(seconds)
         self.token_name = AZURE_METADATA
         self._container = container
 
     def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
-        """List the blobs with a prefix, by their whole names, and what is before the next delimiter."""
+        """List blobs by their prefix, up to the next delimiter; names are whole."""
         from azure.storage.blob import BlobPrefix
 
         container = self.service.get_container_client(self._container)
+        found: Iterable[Any] = container.list_blobs(name_starts_with=prefix)
         if delimiter:
             found = container.walk_blobs(name_starts_with=prefix, delimiter=delimiter)
-        else:
-            found = container.list_blobs(name_starts_with=prefix)
         for entry in found:
             if isinstance(entry, BlobPrefix):
                 yield Found(entry.name[:-1], is_directory=True, size_bytes=0)
@@ -177,7 +176,10 @@ class _Account:
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any]) -> _Account:
         pairs = str(options.get("connection_string") or "").split(";")
-        told = dict(pair.partition("=")[::2] for pair in pairs if pair)
+        told: dict[str, str] = {}
+        for pair in filter(None, pairs):
+            word, _, value = pair.partition("=")
+            told[word] = value
         name = told.get("AccountName") or options.get("account_name") or _account_of(url)
         if not name:
             raise ConfigError(
@@ -213,7 +215,8 @@ class _Account:
         client = dict(arguments.pop("client_options", {}))
         if self.endpoint.startswith("http:"):
             client["allow_http"] = True
-        return AzureStore(container, config=config, client_options=client, **arguments)
+        made: Any = AzureStore
+        return cast("AzureStore", made(container, config=config, client_options=client, **arguments))
 
     def service(self, seconds: float) -> BlobServiceClient:
         from azure.core.credentials import AzureNamedKeyCredential, AzureSasCredential
@@ -226,7 +229,7 @@ class _Account:
             credential = AzureSasCredential(self.sas.lstrip("?"))
         # All tries and the waits between them fit into the limit.
         share, wait = seconds / (_TRIES + 2), min(5.0, seconds / 12)
-        retry = LinearRetry(backoff=wait, retry_total=_TRIES - 1, random_jitter_range=wait / 2)
+        retry = cast("Any", LinearRetry)(backoff=wait, retry_total=_TRIES - 1, random_jitter_range=wait / 2)
         return BlobServiceClient(
             self.endpoint,
             credential,
@@ -258,6 +261,6 @@ def _is_true(value: Any) -> bool:
 
 
 def _account_of(url: str) -> str:
-    """Return the account of `abfs://container@account.dfs.core.windows.net/…`; "" without one."""
+    """Return the account of `abfs://container@account.…/…`; "" without one."""
     place = urlsplit(url).netloc.rpartition("@")
     return place[2].partition(".")[0] if place[1] else ""

@@ -1,11 +1,11 @@
-"""Google Cloud Storage through obstore: credentials, and uploads in parts that never overwrite."""
+"""Google Cloud Storage: credentials, and uploads in parts that never overwrite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 from urllib.parse import quote
 
 from ckpt_core.crew import run_all
@@ -13,7 +13,7 @@ from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._words import refuse_others
 
 if TYPE_CHECKING:
-    from obstore.store import GCSStore
+    from obstore.store import AzureStore, GCSStore
     from requests import Response, Session
 
 GCS_METADATA: Final = "ckpt-upload"
@@ -58,13 +58,12 @@ class GcsBucket:
         self._endpoint = str(options.get("endpoint_url") or _SERVICE).rstrip("/")
         project, pays = options.get("project"), options.get("requester_pays")
         self._headers = {"x-goog-user-project": str(project if pays is True else pays)} if pays else {}
-        self._account = GoogleCredentials(
-            project, options.get("access", "full_control"), options.get("token")
-        )
-        self.store = self._open(**arguments)
+        account: Any = GoogleCredentials
+        self._account = account(project, options.get("access", "full_control"), options.get("token"))
+        self.store: AzureStore | GCSStore = self._open(**arguments)
 
     def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
-        """List the objects with a prefix, by their whole names, and what is before the next delimiter."""
+        """List objects by their prefix, up to the next delimiter; names are whole."""
         wanted = {"prefix": prefix, "delimiter": delimiter, "fields": _LISTED}
         page: dict[str, Any] = {"nextPageToken": ""}
         while "nextPageToken" in page:
@@ -115,13 +114,15 @@ class GcsBucket:
         client = dict(arguments.pop("client_options", {}))
         if self._endpoint.startswith("http:"):
             client["allow_http"] = True
-        return GCSStore(
+        made: Any = GCSStore
+        store = made(
             self._bucket,
             config={"base_url": self._endpoint},
             client_options={**client, "default_headers": self._headers},
             credential_provider=self._credential,
             **arguments,
         )
+        return cast("GCSStore", store)
 
     def _credential(self) -> dict[str, Any]:
         """Return a token that is still valid, as obstore wants it."""
@@ -164,7 +165,7 @@ class GcsParts:
     """
 
     def __init__(self, bucket: GcsBucket, path: str, token: str, prefix: str) -> None:
-        """Begin, or continue what was begun with the same token and prefix, without a request."""
+        """Begin, or continue what was begun with the same token and prefix."""
         self._bucket = bucket
         self._path = path
         self._token = token

@@ -29,7 +29,7 @@ _UNFINISHED: Final = ".ckpt-uploads"
 """Where the parts of unfinished objects lie on GCS, in the root; listings leave it out."""
 
 
-class Place(Protocol):
+class Container(Protocol):
     """A bucket or container: what obstore does not do, or not as it must be done."""
 
     store: AzureStore | GCSStore
@@ -37,7 +37,7 @@ class Place(Protocol):
     """The name of an upload's token in the metadata of its object."""
 
     def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
-        """List the objects with a prefix, by their whole names, and what is before the next delimiter."""
+        """List objects by their prefix, up to the next delimiter; names are whole."""
         ...
 
     def remove(self, path: str) -> None:
@@ -48,7 +48,10 @@ class Place(Protocol):
         """
 
     def begin(self, path: str, token: str, scratch: str) -> PartedObject:
-        """Begin an upload in parts, or continue it; `scratch`: a prefix for parts that are objects."""
+        """Begin an upload in parts, or continue it.
+
+        `scratch` is a prefix for parts that are objects.
+        """
         ...
 
 
@@ -90,7 +93,7 @@ class ObstoreClient(PartClient):
         limits = _limits(request_seconds)
         try:
             with translated_errors(self.url, self.redaction):
-                self._place: Place = kind(url, self.bucket, storage_options, request_seconds, **limits)
+                self._place: Container = kind(url, self.bucket, storage_options, request_seconds, **limits)
         except ImportError:
             raise ConfigError(_MISSING.format(fix=f'pip install "ckpt-suite[{extra}]"')) from None
 
@@ -113,7 +116,7 @@ class ObstoreClient(PartClient):
         ]
 
     def below(self, path: str) -> list[str]:
-        """List an object, even one that no listing shows yet, and all below it."""
+        """List an object, even if listings do not show it yet, and all below it."""
         found: list[str] = []
         with suppress(FileNotFoundError):
             self.size(path)
@@ -166,7 +169,7 @@ class ObstoreClient(PartClient):
         return self._place.begin(path, token, f"{scratch}/{path[len(self.path('')) :].lstrip('/')}")
 
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> list[str]:
-        """Delete the parts of objects that were never made; Azure drops its blocks by itself."""
+        """Delete parts of objects that were never made; Azure drops its blocks itself."""
         root = f"{self.path(_UNFINISHED)}/"
         abandoned: set[str] = set()
         for entry in self._listed(root, ""):

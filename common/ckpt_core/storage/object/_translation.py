@@ -167,7 +167,7 @@ def _of_library(error: Exception, text: str, url: str) -> OSError:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the status of the answer behind an error of Azure's library or of requests."""
+    """Return the status behind an error of Azure's library or of requests."""
     answer = error if hasattr(error, "status_code") else getattr(error, "response", None)
     return getattr(answer, "status_code", None)
 
