@@ -204,6 +204,7 @@ TRANSFORMERS = {
 # Set by `_inner_training_loop`, and by `_get_dataloader`.
 TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_eval_dataloaders")
 FSSPEC = {
+    "adlfs:AzureBlobFile._upload_chunk": None,
     "fsspec.asyn:AsyncFileSystem": None,
     "fsspec.asyn:sync": "loop func args timeout",
     "fsspec.spec:AbstractBufferedFile.closed": None,

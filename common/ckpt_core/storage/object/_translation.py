@@ -113,7 +113,7 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
 
 
 def _brief(error: Exception) -> str:
-    """Return the text of an error; of obstore one line without signatures."""
+    """Return the text of an error; of obstore the first line, without signatures."""
     if _library(error) != "obstore":
         return str(error)
     return re.sub(r"\?\S*", "", str(error).partition("\n")[0])
