@@ -128,7 +128,7 @@ def test_damage_found_on_arrival_fails_the_load_and_says_what_it_has_touched():
     """A promise given up where asked for; the default finds the same damage before anything changes."""
     place = f"memory://{uuid.uuid4().hex}/run"
     with CheckpointManager(place) as checkpoints:
-        checkpoints.save(1, Run(1).state)
+        checkpoints.save(1, Run(1).state).result()
         key = f"{STEP}/__0_0.distcp"
         content = bytearray(checkpoints.storage.read_bytes(key))
         content[content.index(b"PK", 200_000) - 5000] ^= 16

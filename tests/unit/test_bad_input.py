@@ -163,6 +163,14 @@ def test_an_s3_root_without_the_extra_names_the_extra(monkeypatch):
         CheckpointManager("s3://bucket/run")
 
 
+@pytest.mark.parametrize(
+    ("url", "size"), [("s3://bucket/run", 2**20), ("memory://run", 0), ("s3://b/r", "5")]
+)
+def test_parts_that_no_store_takes_are_refused_at_the_start(url, size):
+    with pytest.raises(ConfigError, match="write_block_bytes"):
+        CheckpointManager(url, storage_options={"write_block_bytes": size})
+
+
 # --- options and arguments ----------------------------------------------------------------------------------
 
 

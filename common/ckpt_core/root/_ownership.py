@@ -403,10 +403,14 @@ def _explained(url: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"checkpoints cannot be written to {url}: {error}. {_remedy(error)}") from error
+        raise ConfigError(
+            f"checkpoints cannot be written to {url}: {error}. {_remedy(url, error)}"
+        ) from error
 
 
-def _remedy(error: OSError) -> str:
+def _remedy(url: str, error: OSError) -> str:
+    if "://" in url:
+        return "Nothing was written"
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return "Free space there, or choose another directory"
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, None}:

@@ -1,4 +1,4 @@
-"""Storage in an object store: S3, GCS, or any other of fsspec."""
+"""Storage in an object store: S3, GCS, Azure, or any other of fsspec."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from contextlib import contextmanager
 from typing import IO, Any, Final, final
 
 from ckpt_core.crew import run_all
-from ckpt_core.disclosure import logger_of
+from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, is_plain, key_parts
 from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothing, unlimited
 from ckpt_core.storage.local._locks import UnguardedLock
 from ckpt_core.storage.object._connect import connect
 from ckpt_core.storage.object._reader import ObjectRanges, open_object
+from ckpt_core.validation import integer, require
 
 REQUEST_SECONDS: Final = 600.0
 """The default time limit of one request."""
 
 _DELETE_THREADS: Final = 16
+_LEAST_PART_BYTES_OF_S3: Final = 5 * 2**20
 _PROBE: Final = ".probe"
 
 _logger = logger_of(__name__)
@@ -31,8 +33,8 @@ class ObjectStorage(Storage):
     """A prefix in an object store.
 
     Objects appear whole or not at all, but there are no directories and no renames, so a commit is the
-    creation of the marker object, after all others. On S3 and GCS objects are created only if there is none,
-    so that a late upload cannot overwrite an object of another job.
+    creation of the marker object, after all others. On S3, GCS and Azure objects are created only if there is
+    none, so that a late upload cannot overwrite an object of another job.
     """
 
     supports_rename = False
@@ -51,9 +53,9 @@ class ObjectStorage(Storage):
 
         Args:
             url: any URL that fsspec knows, with or without a trailing slash.
-            client: the library that sends the requests: "botocore" for S3, "fsspec" for any URL; None for
-                the fastest that is installed.
-            write_block_bytes: size of the parts of an upload; None for the client's.
+            client: the library that sends the requests: "botocore" for S3, "obstore" for GCS and Azure,
+                "fsspec" for any URL; None for the fastest that is installed.
+            write_block_bytes: size of the parts of an upload, on S3 at least 5 MiB; None for the client's.
             request_seconds: the time limit of one request, retries included.
             conditional_writes: whether to create objects only if there is none; a store that speaks S3 but
                 lacks `If-None-Match` needs False, and then two jobs must not write to one root.
@@ -64,6 +66,9 @@ class ObjectStorage(Storage):
             ConfigError: the protocol is unknown or its extra is not installed, or the client does not take
                 an option.
         """
+        if write_block_bytes is not None:
+            least = _LEAST_PART_BYTES_OF_S3 if url.startswith(("s3://", "s3a://")) else 1
+            require(public_url(url), integer("write_block_bytes", write_block_bytes, minimum=least))
         self._client = connect(
             url,
             client,
