@@ -118,7 +118,7 @@ class Repairer:
         return all(each.name != info.name for each in dropped)
 
     def _is_overtaken(self, info: CheckpointInfo) -> bool:
-        """Return whether the root lacks a checkpoint and retention would remove it at the next save."""
+        """Return whether retention would remove what is not there yet."""
         history = self._ownership.inventory.history()
         if any(each.name == info.name for each in history):
             return False
