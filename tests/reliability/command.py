@@ -34,6 +34,7 @@ PARTS: Final = {
     "ambush": "tests.reliability.disk.ambush",
     "nodes": "tests.reliability.nodes.node_kills",
     "s3": "tests.reliability.objects.kills",
+    "uploads": "tests.reliability.uploads.upload_kills",
     "copies": "tests.reliability.copies.on_disk",
     "s3-copies": "tests.reliability.copies.in_bucket",
     "faults": "tests.reliability.ranks.storage_faults",

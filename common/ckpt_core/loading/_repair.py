@@ -23,8 +23,8 @@ _ROOM: Final = 2
 """A repair leaves room for a save of the same size."""
 
 
-class _ClosedError(Exception):
-    """The manager is being closed."""
+class _GivenUpError(Exception):
+    """The repair has become pointless; the message says why."""
 
 
 @final
@@ -117,6 +117,15 @@ class Repairer:
         dropped = self._pruner.plan(history, newest=newer.step).drop
         return all(each.name != info.name for each in dropped)
 
+    def _is_overtaken(self, info: CheckpointInfo) -> bool:
+        """Return whether retention would remove what is not there yet."""
+        history = self._ownership.inventory.history()
+        if any(each.name == info.name for each in history):
+            return False
+        history = [*history, info]
+        dropped = self._pruner.plan(history, newest=max(each.step for each in history)).drop
+        return any(each.name == info.name for each in dropped)
+
     def _run(self, source: Storage, info: CheckpointInfo) -> None:
         target, place = self._job.storage, f"{self._job.storage.url}/{info.name}"
         working = ""
@@ -127,9 +136,11 @@ class Repairer:
                 self._ownership.check()
                 copy.begin(repair=True)
                 copy.copy_files(copy.manifest.files, CopyTerms(pace=self._pace, stop=self._stop))
+                if self._is_overtaken(info):
+                    raise _GivenUpError("keep= would remove it beside the checkpoints saved meanwhile")
                 self._note(copy.finish(check=self._ownership.check, repair=True))
-        except _ClosedError:
-            _logger.info("%s was not repaired before the end of the job", place)
+        except _GivenUpError as reason:
+            _logger.info("%s was not repaired: %s", place, reason)
         except (CheckpointError, OSError) as error:
             _logger.warning("%s could not be repaired from the next tier: %s", place, failure_text(error))
         else:
@@ -145,4 +156,4 @@ class Repairer:
 
     def _stop(self) -> None:
         if self._closing.is_set():
-            raise _ClosedError
+            raise _GivenUpError("the job has ended before")

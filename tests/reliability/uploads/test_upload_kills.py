@@ -1,0 +1,21 @@
+"""A process that is killed while it uploads, or the loss of its disk, loses nothing that was acknowledged.
+
+A sample; `python -m tests.reliability --only uploads` makes all of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.reliability.sampling import sample
+
+pytestmark = [pytest.mark.reliability, pytest.mark.slow]
+
+KILLS = 2
+SCENE = "uploads during saves, on its disk, 1 rank"
+
+
+def test_a_kill_during_an_upload_loses_no_acknowledged_checkpoint_of_either_tier(tmp_path):
+    found = sample(tmp_path, "uploads", count=KILLS, cases=[SCENE])
+    assert sum(each.kills for each in found) == KILLS
+    assert sum(each.sweep.endswith("disk lost") for each in found) == KILLS
