@@ -92,6 +92,25 @@ def test_a_service_that_is_down_for_an_hour_delays_an_upload_which_is_reported_o
     assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
 
 
+def test_while_a_service_stays_down_an_upload_is_reported_once_its_time_has_passed():
+    service = Service(down_for=3600.0)
+    reported_at: list[float] = []
+
+    def look() -> None:
+        if service.outcomes[1] and not reported_at:
+            assert isinstance(service.uploader.failure, UploadError)  # for `on_error="raise"`
+            reported_at.append(service.clock())
+        if service.clock() > 1000:
+            service.uploader.line.close()
+
+    service.during = look
+    service.due(1)
+    service.run()
+    # The time, a pause that it ends in, and the next one, in which this test looks.
+    assert 600 <= reported_at[0] <= 600 + 2 * 60
+    assert service.steps == [1]
+
+
 def test_an_upload_that_fails_gives_way_to_a_newer_checkpoint(caplog):
     service = Service(down_for=3600.0)
 

@@ -42,7 +42,7 @@ class _Verdict:
     Attributes:
         name: of the copy to make; "" if none is made.
         there: whether it is in the tier already.
-        overdue: why it is late, if every rank is to report it now.
+        overdue: why it is late, if every rank is to report it now; another verdict follows.
     """
 
     name: str = ""
@@ -73,9 +73,9 @@ class _Turn:
 
     @property
     def topic(self) -> str:
-        """The name of the next attempt, equal on all ranks."""
+        """The name of the next verdict and its attempt, equal on all ranks."""
         kind = "last" if self.due.last else "due"
-        return f"upload/{self.due.info.save_id}/{kind}/{self.attempts}"
+        return f"upload/{self.due.info.save_id}/{kind}/{self.attempts}{'/late' if self.overdue else ''}"
 
 
 @final
@@ -170,10 +170,11 @@ class Uploader:
     def _attempt(self, turn: _Turn) -> CheckpointInfo | None:
         """Make one attempt; return the checkpoint if it is there, None if it was left."""
         info, word = turn.due.info, self._hear(turn)
+        if word is not None and word.overdue:
+            self._report(turn, word.overdue)
+            word = self._hear(turn)
         if word is None:
             return None
-        if word.overdue:
-            self._report(turn, word.overdue)
         if word.name:
             if not self.hangs:
                 self._hanging = None
@@ -209,26 +210,31 @@ class Uploader:
     def _decide(self, turn: _Turn) -> _Verdict:
         """Decide on the next attempt, after a pause if one has failed; coordinator only."""
         durable, info = self._require_durable(), turn.due.info
+        if turn.attempts and self._is_spent(turn) and not turn.overdue:
+            # Before the tier is asked: while it is down, every later verdict is an error.
+            return _Verdict(overdue=turn.problem)
         if turn.attempts:
             longest = min(_LONGEST_PAUSE, self._context.deadline_seconds / 4)
             self._context.pause(self._stopped, min(_SHORTEST_PAUSE * 2.0 ** (turn.attempts - 1), longest))
-        spent = self._context.clock() - turn.began_at >= self.upload.deadline_seconds
-        overdue = turn.problem if turn.attempts and spent and not turn.overdue else ""
         if self._stopped.is_set():
-            return _Verdict(overdue=overdue)
-        if self.line.overtakes or (turn.attempts and spent and self.line.is_waited_for):
+            return _Verdict()
+        if self.line.overtakes or (turn.overdue and self.line.is_waited_for):
             if turn.working:
                 durable.drop(turn.working)
-            return _Verdict(overdue=overdue)
+            return _Verdict()
         with described(info, self.upload.url, self._context.rank):
             if Catalog(self._context.source).find(name=info.name).bad is not None:
-                return _Verdict(overdue=overdue)  # a user has marked it since
+                return _Verdict()  # a user has marked it since
             durable.take()
             name = durable.begin(partial(self._copy, info), info)
             if name is None:
-                return _Verdict(there=True, overdue=overdue)
+                return _Verdict(there=True)
             turn.working = self._copy(info, name).working
-        return _Verdict(name=name, overdue=overdue)
+        return _Verdict(name=name)
+
+    def _is_spent(self, turn: _Turn) -> bool:
+        """Return whether a checkpoint should have been there by now."""
+        return self._context.clock() - turn.began_at >= self.upload.deadline_seconds
 
     def _copy_with_all(self, turn: _Turn, name: str) -> End:
         info = turn.due.info
