@@ -109,6 +109,8 @@ class Loader:
                 continue
             if note_damaged is not None:
                 self._note(passed_over, note_damaged)
+                if self._coordinator.is_coordinator:
+                    _mark_all_copies(self._tiers, union)
             if loaded is None and (any(passed_over.damaged) or union.committed):
                 kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
                 raise kind(_nothing_usable(self._url, union, passed_over))
@@ -272,13 +274,15 @@ class Loader:
             for name, problem in damaged.items():
                 self._copies.report(tier, name, problem, step=parse_step_name(name))
         for held in reversed(union.committed):
-            info, place = held.info, f"{self._tiers[held.copies[0].tier].storage.url}/{held.info.name}"
+            info = held.info
             if info.bad is None:
                 self._refuse_newer(surveys, than=info.step)
                 yield held
                 continue
             self._telemetry.point("load.rejected", name=info.name, step=info.step, failures=info.bad)
             if self._coordinator.is_coordinator:
+                marked = next(copy for copy in held.copies if copy.info.bad is not None)
+                place = f"{self._tiers[marked.tier].storage.url}/{marked.info.name}"
                 _logger.warning("%s is marked as bad (%s) and is passed over", place, info.bad)
         self._refuse_newer(surveys, than=-1)
 
@@ -290,14 +294,7 @@ class Loader:
             return
         for tier, damaged in zip(self._tiers[1:], passed_over.damaged[1:], strict=True):
             for name, problem in damaged.items():
-                try:
-                    Catalog(tier.storage).mark_damaged(name, problem)
-                except CorruptCheckpointError:
-                    continue  # without its marker it does not count anyway
-                except (CheckpointError, OSError) as error:
-                    _logger.warning(
-                        "%s/%s is damaged, but could not be marked so: %s", tier.storage.url, name, error
-                    )
+                _mark(tier, name, problem)
 
     def _note_parts(self, surveys: Sequence[Survey], loaded: Loaded | None) -> None:
         """Refuse to start afresh where parts of checkpoints are; log those passed over."""
@@ -338,6 +335,25 @@ def _log_newer(storage: Storage, step: int) -> None:
                 "step %d was resumed, although %s holds %s, newer but %s",
                 step, storage.url, ", ".join(newer), why,
             )  # fmt: skip
+
+
+def _mark_all_copies(tiers: Sequence[Tier], union: United) -> None:
+    """Mark every copy of a bad checkpoint: the tier with the mark may be lost."""
+    for held in union.everything:
+        for copy in held.copies if held.info.bad is not None else ():
+            if copy.info.bad is None and not copy.part:
+                _mark(tiers[copy.tier], copy.info.name, str(held.info.bad), bad=True)
+
+
+def _mark(tier: Tier, name: str, why: str, *, bad: bool = False) -> None:
+    """Mark a copy for later readers of its tier; a failure is a warning."""
+    catalog, what = Catalog(tier.storage), "bad" if bad else "damaged"
+    try:
+        (catalog.mark_bad if bad else catalog.mark_damaged)(name, why)
+    except CorruptCheckpointError:
+        return  # without its marker it does not count anyway
+    except (CheckpointError, OSError) as error:
+        _logger.warning("%s/%s is %s, but could not be marked so: %s", tier.storage.url, name, what, error)
 
 
 def _listed(tier: Tier) -> Survey | LoadError:

@@ -122,6 +122,17 @@ def test_a_copy_that_is_not_trusted_is_replaced_by_a_trusted_one(saved):
         saved.resumed(verify_manifest=judge)
 
 
+@pytest.mark.parametrize("lost", ["local", "durable"])
+def test_a_mark_as_bad_outlives_the_tier_that_it_was_set_in(saved, lost):
+    saved.upload(THREE)
+    root = saved.local if lost == "local" else saved.durable
+    Catalog(LocalStorage(root)).mark_bad(THREE, "diverged")
+    assert saved.resumed() == (2, 2.0)
+    shutil.rmtree(root)
+    root.mkdir()
+    assert saved.resumed() == (2, 2.0)
+
+
 def test_a_checkpoint_marked_as_bad_in_any_tier_counts_in_none(saved):
     saved.upload(THREE)
     Catalog(LocalStorage(saved.durable)).mark_bad(THREE, "diverged")
