@@ -42,6 +42,16 @@ class Row(Generic[_Entrant]):
         spread = self.spread(measure)
         return None if spread is None else spread.median
 
+    def as_json(self, measures: Sequence[str]) -> dict[str, Any]:
+        """Who it is, the spread of each measure and what it was computed from, for the file."""
+        return {
+            "name": self.contender.name,
+            "kind": self.contender.kind,
+            "not_run": self.not_run,
+            **{measure: spread_json(self.spread(measure)) for measure in measures},
+            "samples": {measure: [getattr(each, measure) for each in self.timings] for measure in measures},
+        }
+
 
 def compare(
     types: Sequence[type[_Entrant]], timings: Mapping[str, Sequence[Any]], not_run: Mapping[str, str]
@@ -159,15 +169,10 @@ def _data(rows: Sequence[Row[Contender]], size_bytes: int) -> dict[str, Any]:
 
 
 def _row_data(row: Row[Contender], size_bytes: int) -> dict[str, Any]:
-    each = row.contender
     return {
-        "name": each.name,
-        "kind": each.kind,
-        "fsync": each.fsync,
-        "not_run": row.not_run,
+        **row.as_json(MEASURES),
+        "fsync": row.contender.fsync,
         "copy_gb_per_s": _copy_rate(row, size_bytes),
-        **{measure: spread_json(row.spread(measure)) for measure in MEASURES},
-        "samples": {measure: [getattr(timing, measure) for timing in row.timings] for measure in MEASURES},
     }
 
 

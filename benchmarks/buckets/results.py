@@ -8,7 +8,7 @@ from typing import Any, Final
 from benchmarks.buckets.clients import BucketClient, Way
 from benchmarks.buckets.turns import Turn
 from benchmarks.comparison import Row, compare, over, panel
-from benchmarks.report import Report, render, spread_json
+from benchmarks.report import Report, render
 from benchmarks.timing import Spread
 
 LIMITS: Final[Mapping[Way, str]] = {"save": "obstore", "load": "obstore"}
@@ -94,10 +94,6 @@ def _text(spread: Spread | None) -> str:
 
 def _data(row: Row[BucketClient], peak: float | None) -> dict[str, Any]:
     return {
-        "name": row.contender.name,
-        "kind": row.contender.kind,
-        "not_run": row.not_run,
+        **row.as_json(_MEASURES),
         "peak_mib": peak,
-        **{measure: spread_json(row.spread(measure)) for measure in _MEASURES},
-        "samples": {measure: [getattr(each, measure) for each in row.timings] for measure in _MEASURES},
     }

@@ -20,7 +20,7 @@ from benchmarks.loading.lineup import ALL
 from benchmarks.loading.loader import Loader, LoaderType, LoadTask
 from benchmarks.loading.pages import CONDITIONS, PageState, bring_to
 from benchmarks.loading.rounds import VERIFIED, make_load_task, prepare_all
-from benchmarks.report import Report, render, spread_json
+from benchmarks.report import Report, render
 from benchmarks.state import StateShape, tensor_sizes
 from benchmarks.timing import Spread
 
@@ -130,16 +130,7 @@ def _report(rows: Sequence[Row[Loader]], settings: Settings, size_bytes: int) ->
         results={
             "size_bytes": size_bytes,
             "pages": settings.pages,
-            "contenders": {
-                row.contender.key: {
-                    "name": row.contender.name,
-                    "kind": row.contender.kind,
-                    "not_run": row.not_run,
-                    **{measure: spread_json(row.spread(measure)) for measure in MEASURES},
-                    "samples": {m: [getattr(each, m) for each in row.timings] for m in MEASURES},
-                }
-                for row in rows
-            },
+            "contenders": {row.contender.key: row.as_json(MEASURES) for row in rows},
         },
         panels=[
             panel(rows, "peak_mib", "At most, mapped files too", axis="MiB beyond the model"),

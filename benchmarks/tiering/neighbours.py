@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from benchmarks.comparison import Row, panel
-from benchmarks.report import Report, render, spread_json
+from benchmarks.report import Report, render
 from benchmarks.tiering.savers import TierSaver
 from benchmarks.timing import settle, short
 from benchmarks.training import Training
@@ -94,7 +94,7 @@ def report_neighbours(title: str, rows: Sequence[Row[TierSaver]], conditions: Se
         benchmark="tiers-interference",
         title=title,
         table=render(_HEADER, body),
-        results={row.contender.key: _data(row) for row in rows},
+        results={row.contender.key: row.as_json(MEASURES) for row in rows},
         panels=[
             panel(rows, "lost_s", "Training time lost per save"),
             panel(rows, "speed_uploading", "Speed beside the upload", axis="of the speed without"),
@@ -105,13 +105,3 @@ def report_neighbours(title: str, rows: Sequence[Row[TierSaver]], conditions: Se
 
 def _short(value: float | None) -> str:
     return "-" if value is None else short(value)
-
-
-def _data(row: Row[TierSaver]) -> Mapping[str, Any]:
-    return {
-        "name": row.contender.name,
-        "kind": row.contender.kind,
-        "not_run": row.not_run,
-        **{measure: spread_json(row.spread(measure)) for measure in MEASURES},
-        "samples": {measure: [getattr(each, measure) for each in row.timings] for measure in MEASURES},
-    }

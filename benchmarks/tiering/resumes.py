@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from benchmarks.buckets.bare import BareObstore
 from benchmarks.buckets.clients import BucketTask
 from benchmarks.comparison import Row, over, panel
 from benchmarks.contenders import Entrant, Kind
-from benchmarks.report import Report, render, spread_json
+from benchmarks.report import Report, render
 from ckpt_core import CheckpointManager, Upload
 
 MEASURES = ("seconds", "received")
@@ -176,17 +176,7 @@ def report_resumes(title: str, rows: Sequence[Row[Resume]], conditions: Sequence
         benchmark="tiers-resume",
         title=title,
         table=render(_HEADER, body),
-        results={row.contender.key: _data(row) for row in rows},
+        results={row.contender.key: row.as_json(MEASURES) for row in rows},
         panels=[panel(rows, "seconds", "A resume takes")],
         conditions=[*_NOTES, *conditions],
     )
-
-
-def _data(row: Row[Resume]) -> Mapping[str, Any]:
-    return {
-        "name": row.contender.name,
-        "kind": row.contender.kind,
-        "not_run": row.not_run,
-        **{measure: spread_json(row.spread(measure)) for measure in MEASURES},
-        "samples": {measure: [getattr(each, measure) for each in row.timings] for measure in MEASURES},
-    }

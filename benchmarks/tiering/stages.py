@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from benchmarks.comparison import Row, over, panel
-from benchmarks.report import Report, render, spread_json
+from benchmarks.report import Report, render
 from benchmarks.tiering.savers import TierSaver
 from benchmarks.timing import Spread, end_of, settle
 
@@ -63,7 +63,7 @@ def report_stages(title: str, rows: Sequence[Row[TierSaver]], conditions: Sequen
         benchmark="tiers",
         title=title,
         table=render(_HEADER, body),
-        results={row.contender.key: _data(row) for row in rows},
+        results={row.contender.key: row.as_json(MEASURES) for row in rows},
         panels=[panel(rows, measure, text) for measure, text in zip(MEASURES, titles, strict=True)],
         conditions=[*_NOTES, *conditions],
     )
@@ -71,13 +71,3 @@ def report_stages(title: str, rows: Sequence[Row[TierSaver]], conditions: Sequen
 
 def _text(spread: Spread | None) -> str:
     return "-" if spread is None else str(spread)
-
-
-def _data(row: Row[TierSaver]) -> Mapping[str, Any]:
-    return {
-        "name": row.contender.name,
-        "kind": row.contender.kind,
-        "not_run": row.not_run,
-        **{measure: spread_json(row.spread(measure)) for measure in MEASURES},
-        "samples": {measure: [getattr(each, measure) for each in row.timings] for measure in MEASURES},
-    }

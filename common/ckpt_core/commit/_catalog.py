@@ -9,7 +9,6 @@ from typing import Final, final
 
 from ckpt_core.commit._lineage import by_step, on_present_line, present_lineage
 from ckpt_core.commit._manifest import (
-    MAX_MARKER_BYTES,
     Manifest,
     Marker,
     corrupt_file,
@@ -55,7 +54,7 @@ from ckpt_core.names import (
     set_aside,
     step_name,
 )
-from ckpt_core.storage import Storage, read_small
+from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
@@ -196,12 +195,12 @@ class Catalog:
         try:
             if not can_count(name):
                 raise FileNotFoundError
-            content = read_small(self._storage, f"{name}/{MARKER}", MAX_MARKER_BYTES)
+            marker = Marker.read(self._storage, name)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
                 f"{self._storage.url}/{name} holds no committed checkpoint: there is no {MARKER}"
             ) from None
-        marker, step = Marker.from_bytes(content), parse_step_name(name)
+        step = parse_step_name(name)
         if step not in {None, marker.step}:
             problem = (
                 f"is of step {marker.step}, under the name of another step: a copy or a renamed directory; "

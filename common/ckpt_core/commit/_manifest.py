@@ -246,6 +246,17 @@ class Marker:
             format_version=manifest.format_version if groups == 1 else _NEWEST_MARKER,
         )
 
+    @classmethod
+    def read(cls, storage: Storage, directory: str) -> Marker:
+        """Read the marker in a directory, whatever its name.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CorruptCheckpointError: it is malformed.
+            IncompatibleCheckpointError: it was written by a newer version.
+        """
+        return cls.from_bytes(read_small(storage, f"{directory}/{MARKER}", MAX_MARKER_BYTES))
+
     def matches(self, content: bytes) -> bool:
         """Return whether `content` is the committed manifest, bit for bit."""
         if len(content) != self.manifest_bytes:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Final
 
-from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, Manifest, Marker
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.names import (
     MANIFEST,
@@ -91,7 +91,7 @@ def holds_torn_save(storage: Storage, name: str) -> bool:
 
 def _marked(storage: Storage, name: str) -> Occupant | None:
     try:
-        Marker.from_bytes(read_small(storage, f"{name}/{MARKER}", MAX_MARKER_BYTES))
+        Marker.read(storage, name)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IncompatibleCheckpointError:

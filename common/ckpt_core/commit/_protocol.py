@@ -273,7 +273,7 @@ def _exchange_damaged(storage: Storage, working: str, name: str, manifest: Manif
 def _holds_save(storage: Storage, name: str, save_id: str) -> bool:
     """Return whether a directory, also one in flight, has that save's marker."""
     try:
-        marker = Marker.from_bytes(read_small(storage, f"{name}/{MARKER}", MAX_MARKER_BYTES))
+        marker = Marker.read(storage, name)
     except (FileNotFoundError, CheckpointError):
         return False
     return marker.save_id == save_id and not is_link(storage, name)

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ckpt_core.commit._catalog import Catalog
-from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
+from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, Manifest, Marker
 from ckpt_core.crew import run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
@@ -292,7 +292,7 @@ def _interrupted_merge(storage: Storage, working: str, name: str) -> Manifest | 
     if not storage.exists(f"{working}/{MARKER}") or storage.exists(f"{name}/{MARKER}"):
         return None
     try:
-        marker = Marker.from_bytes(read_small(storage, f"{working}/{MARKER}", MAX_MARKER_BYTES))
+        marker = Marker.read(storage, working)
         place = working if storage.exists(f"{working}/{MANIFEST}") else name
         content = read_small(storage, f"{place}/{MANIFEST}", MAX_MANIFEST_BYTES)
         manifest = Manifest.from_bytes(content)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from ckpt_core.coordination import PIECE_BYTES, Addressee, Greeting, Link
 from ckpt_core.errors import failure_text
 from ckpt_core.groups._wire import MOST_ANSWER_BYTES, entry_of, value_of
-from ckpt_core.storage import Lock, RangeReader, Storage, StorageEntry
+from ckpt_core.storage import Lock, RangeReader, RangeStream, Storage, StorageEntry
 
 _BUFFER_BYTES: Final = 1 << 20
 
@@ -158,8 +158,15 @@ class PeerStorage(Storage):
     @contextmanager
     @override
     def open(self, key: str) -> Generator[IO[bytes]]:
-        with self.open_ranges(key) as reader, io.BufferedReader(_PeerStream(reader), _BUFFER_BYTES) as stream:
-            yield cast("IO[bytes]", stream)
+        with self.open_ranges(key) as reader:
+
+            def read(offset: int, buffer: memoryview) -> int:
+                reader.read_into(offset, buffer)
+                return len(buffer)
+
+            raw = RangeStream(reader.size_bytes, read, f"{self.url}/{key}")
+            with io.BufferedReader(raw, _BUFFER_BYTES) as stream:
+                yield cast("IO[bytes]", stream)
 
     @contextmanager
     @override
@@ -279,39 +286,3 @@ class _PeerReader:
                 if "error" not in answer:
                     link.receive_into(part)
             value_of(answer, self._peer.rank)
-
-
-@final
-class _PeerStream(io.RawIOBase):
-    """A seekable stream over ranged reads."""
-
-    def __init__(self, reader: RangeReader) -> None:
-        self._reader = reader
-        self._offset = 0
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._reader.size_bytes}[whence]
-        self._offset = max(0, base + offset)
-        return self._offset
-
-    @override
-    def tell(self) -> int:
-        return self._offset
-
-    @override
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = min(len(view), max(0, self._reader.size_bytes - self._offset))
-        if count:
-            self._reader.read_into(self._offset, view[:count])
-        self._offset += count
-        return count

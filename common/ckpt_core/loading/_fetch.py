@@ -17,6 +17,7 @@ from ckpt_core.errors import (
     lost,
 )
 from ckpt_core.groups import own_part
+from ckpt_core.loading._repair import note_copied
 from ckpt_core.messages import message
 from ckpt_core.names import data_rank, run_name
 from ckpt_core.options import CheckpointOptions
@@ -172,9 +173,7 @@ class Fetcher:
 
     def _finish(self, copy: CheckpointCopy) -> CheckpointInfo:
         info = copy.finish(check=self._ownership.check, repair=True)
-        self._ownership.inventory.note_written(info)
-        self._ownership.soundness.vouch(info)
-        self._ownership.note_sound(info.name)
+        note_copied(self._ownership, info)
         return info
 
 

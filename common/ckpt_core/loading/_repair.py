@@ -27,6 +27,13 @@ class _GivenUpError(Exception):
     """The repair has become pointless; the message says why."""
 
 
+def note_copied(ownership: Ownership, info: CheckpointInfo) -> None:
+    """Note in a root that a checkpoint was copied there, and verified on the way."""
+    ownership.inventory.note_written(info)
+    ownership.soundness.vouch(info)
+    ownership.note_sound(info.name)
+
+
 @final
 class Repairer:
     """Makes the checkpoint resumed whole in the nearest tier.
@@ -106,24 +113,20 @@ class Repairer:
         needed = _ROOM * info.size_bytes + self._headroom.of(storage.total_bytes())
         if free is not None and free < needed:
             return f"it would take room that the next save needs ({free} of {needed} bytes are free)"
-        if missing and not self._is_kept(info):
-            return "keep= would not keep it beside a newer one"
+        if missing:
+            newer = replace(info, step=info.step + 1, name=f"{info.name}+1", created=time.time())
+            if self._would_drop(info, newer):
+                return "keep= would not keep it beside a newer one"
         return ""
 
-    def _is_kept(self, info: CheckpointInfo) -> bool:
-        """Return whether retention would keep a checkpoint once there is a newer one."""
-        newer = replace(info, step=info.step + 1, name=f"{info.name}+1", created=time.time())
-        history = [*self._ownership.inventory.history(), info, newer]
-        dropped = self._pruner.plan(history, newest=newer.step).drop
-        return all(each.name != info.name for each in dropped)
-
-    def _is_overtaken(self, info: CheckpointInfo) -> bool:
-        """Return whether retention would remove what is not there yet."""
+    def _would_drop(self, info: CheckpointInfo, *newer: CheckpointInfo) -> bool:
+        """Return whether retention would remove what is not there yet, beside newer ones."""
         history = self._ownership.inventory.history()
         if any(each.name == info.name for each in history):
             return False
-        history = [*history, info]
-        dropped = self._pruner.plan(history, newest=max(each.step for each in history)).drop
+        history = [*history, info, *newer]
+        last = max(newer or history, key=lambda each: each.step)
+        dropped = self._pruner.plan(history, newest=last.step).drop
         return any(each.name == info.name for each in dropped)
 
     def _run(self, source: Storage, info: CheckpointInfo) -> None:
@@ -136,9 +139,9 @@ class Repairer:
                 self._ownership.check()
                 copy.begin(repair=True)
                 copy.copy_files(copy.manifest.files, CopyTerms(pace=self._pace, stop=self._stop))
-                if self._is_overtaken(info):
+                if self._would_drop(info):
                     raise _GivenUpError("keep= would remove it beside the checkpoints saved meanwhile")
-                self._note(copy.finish(check=self._ownership.check, repair=True))
+                note_copied(self._ownership, copy.finish(check=self._ownership.check, repair=True))
         except _GivenUpError as reason:
             _logger.info("%s was not repaired: %s", place, reason)
         except (CheckpointError, OSError) as error:
@@ -148,11 +151,6 @@ class Repairer:
             return
         if working:
             abandon(target, working)
-
-    def _note(self, info: CheckpointInfo) -> None:
-        self._ownership.inventory.note_written(info)
-        self._ownership.soundness.vouch(info)
-        self._ownership.note_sound(info.name)
 
     def _stop(self) -> None:
         if self._closing.is_set():

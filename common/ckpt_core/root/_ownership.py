@@ -88,7 +88,7 @@ class Ownership:
         elsewhere: returns, for a survey of the root, the checkpoints that only further tiers hold, and the
             present lineage of all tiers.
 
-    Concurrency: `take`, `release` and `note_sound` on the main thread, `take` collective; the others on any
+    Concurrency: `take` and `release` on the main thread, `take` collective; the others on any
     thread of the coordinator, `note_damaged` on the main thread of every rank, too.
     """
 

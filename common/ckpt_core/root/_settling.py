@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from ckpt_core.commit import Marker
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
-from ckpt_core.names import MARKER, incomplete_name, is_incomplete, is_trash, original_name
-from ckpt_core.storage import Storage, read_small
+from ckpt_core.names import incomplete_name, is_incomplete, is_trash, original_name
+from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
-_MOST_MARKER_BYTES = 1 << 20
 
 
 def settle_parts(parts: Sequence[Storage]) -> None:
@@ -64,7 +63,6 @@ def _finish_prune(part: Storage, trash: str, others: Sequence[Storage]) -> None:
 def _save_id(storage: Storage, directory: str) -> str | None:
     """Return the id of the complete save in a directory; None without one."""
     try:
-        content = read_small(storage, f"{directory}/{MARKER}", _MOST_MARKER_BYTES)
-        return Marker.from_bytes(content).save_id
+        return Marker.read(storage, directory).save_id
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
         return None

@@ -1,6 +1,7 @@
 """Storage of bytes: the `Storage` contract, its backends, and `open_storage`."""
 
 from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, SpreadReader, Storage, StorageEntry
+from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import open_storage
@@ -22,6 +23,7 @@ __all__ = [
     "Pace",
     "Progress",
     "RangeReader",
+    "RangeStream",
     "ReadAt",
     "SpreadReader",
     "Storage",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
-from typing import IO, cast, final
+from collections.abc import Callable
+from typing import IO, Any, cast, final
 
 
 def key_parts(key: str) -> tuple[str, ...]:
@@ -65,6 +67,56 @@ class StreamRanges:
                 buffer = buffer[count:]
         if buffer:
             raise ends_early(self._where, end, min(end - len(buffer), self.size_bytes))
+
+
+@final
+class RangeStream(io.RawIOBase):
+    """A seekable stream over ranged reads.
+
+    Args:
+        size_bytes: of the file.
+        read: fills a buffer from an offset on, as far as the file goes; returns the number of bytes.
+        where: the file, for messages.
+    """
+
+    def __init__(self, size_bytes: int, read: Callable[[int, memoryview], int], where: str) -> None:
+        super().__init__()
+        self._size_bytes = size_bytes
+        self._read = read
+        self._where = where
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a position; return it."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
+        if start + offset < 0:
+            raise ValueError(f"negative position {start + offset} in {self._where}")
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at most as much as fits, by one call."""
+        view = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._position)]
+        count = self._read(self._position, view) if view else 0
+        self._position += count
+        return count
+
+    def readall(self) -> bytes:
+        """Read the rest, by one call."""
+        content = bytearray(max(0, self._size_bytes - self._position))
+        return bytes(content[: self.readinto(content)])
 
 
 @final

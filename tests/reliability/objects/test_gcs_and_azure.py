@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from ckpt_core import CheckpointManager, KeepLatest, RootBusyError, SaveError, TrainState
+from ckpt_core import CheckpointManager, KeepLatest, RootBusyError, SaveError
 from ckpt_core.errors import CheckpointExistsError
 from ckpt_core.root import _holdings
+from tests.reliability.objects.filled import state_of, value_of
 from tests.support.clouds import Cloud
 
 pytestmark = [pytest.mark.reliability, pytest.mark.emulator]
@@ -28,19 +29,6 @@ def cloud(request):
 def manager(cloud, **options):
     storage = cloud.storage("run", write_block_bytes=2**18, request_seconds=30.0)
     return CheckpointManager(storage, deadline_seconds=120, **options)
-
-
-def state_of(value, columns=8):
-    import torch
-
-    model = torch.nn.Linear(columns, 2, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(value)
-    return TrainState(model=model, rng=False)
-
-
-def value_of(state):
-    return float(state.model.weight.detach().min())
 
 
 def until(holds):

@@ -8,11 +8,12 @@ import time
 
 import pytest
 
-from ckpt_core import CheckpointManager, KeepLatest, RootBusyError, SaveError, TrainState
+from ckpt_core import CheckpointManager, KeepLatest, RootBusyError, SaveError
 from ckpt_core.commit import Catalog, collect_orphans, remove, verify
 from ckpt_core.errors import CheckpointExistsError
 from ckpt_core.root import _holdings
 from ckpt_core.storage import ObjectStorage
+from tests.reliability.objects.filled import state_of, value_of
 from tests.reliability.sampling import sample
 from tests.support.service_faults import ServiceControl, ServiceFault
 
@@ -72,19 +73,6 @@ def until(holds):
     """Ask again and again, but leave the emulator the time to do other things."""
     while not holds():
         time.sleep(0.02)
-
-
-def state_of(value, columns=8):
-    import torch
-
-    model = torch.nn.Linear(columns, 2, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(value)
-    return TrainState(model=model, rng=False)
-
-
-def value_of(state):
-    return float(state.model.weight.detach().min())
 
 
 # Uploads

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.cli import _verify, main
+from ckpt_core.cli import _verify
 from ckpt_core.commit import Catalog, Lease, begin, commit, replaced
 from ckpt_core.storage import LocalStorage, ObjectStorage
 from ckpt_core.testing import Fault, FaultyStorage
@@ -34,21 +34,6 @@ def root(tmp_path) -> Path:
 
 def steps(root: Path) -> list[int]:
     return [info.step for info in Catalog(LocalStorage(root)).committed()]
-
-
-@pytest.fixture
-def ckpt(capsys):
-    """Runs the command in this process; returns exit code, standard output, standard error."""
-
-    def run(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as usage:
-            code = usage.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, Lease, Owner, begin, commit, verify
 from ckpt_core.storage import LocalStorage, open_storage
 from ckpt_core.tiers import CheckpointCopy, CopyTerms, TierRecord, Uploading, copy_checkpoint, write_tiers
@@ -47,19 +46,6 @@ def root(tmp_path) -> Path:
 @pytest.fixture
 def bucket() -> str:
     return f"memory://{secrets.token_hex(6)}/run"
-
-
-@pytest.fixture
-def ckpt(capsys):
-    def run(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as usage:
-            code = usage.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def steps(place) -> list[int]:

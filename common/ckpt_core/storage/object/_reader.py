@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
-from typing import Any, final
+from functools import partial
+from typing import final
 
-from ckpt_core.storage._keys import ends_early
+from ckpt_core.storage._keys import RangeStream, ends_early
 from ckpt_core.storage.object._client import ObjectClient
 
 _BUFFER_BYTES = 4 * 2**20
@@ -19,7 +19,7 @@ def open_object(client: ObjectClient, path: str, size_bytes: int) -> io.Buffered
     Small reads are served from blocks, large ones are one ranged request. fsspec's own files are not used
     because some share their position between readers, and others read tens of megabytes ahead.
     """
-    raw = _ObjectReader(client, path, size_bytes)
+    raw = RangeStream(size_bytes, partial(client.read_into, path), client.shown(path))
     return io.BufferedReader(raw, min(_BUFFER_BYTES, max(size_bytes, 1)))
 
 
@@ -53,39 +53,3 @@ class ObjectRanges:
         if end > self.size_bytes:
             raise ends_early(self._client.shown(self._path), end, self.size_bytes)
         return end
-
-
-@final
-class _ObjectReader(io.RawIOBase):
-    def __init__(self, client: ObjectClient, path: str, size_bytes: int) -> None:
-        super().__init__()
-        self._client = client
-        self._path = path
-        self._size_bytes = size_bytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
-        if start + offset < 0:
-            raise ValueError(f"negative position {start + offset} in {self._client.shown(self._path)}")
-        self._position = start + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._position)]
-        count = self._client.read_into(self._path, self._position, view) if view else 0
-        self._position += count
-        return count
-
-    def readall(self) -> bytes:
-        content = bytearray(max(0, self._size_bytes - self._position))
-        return bytes(content[: self.readinto(content)])
