@@ -9,23 +9,20 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack, final
 
+from ckpt_core.assembly import Assembly
 from ckpt_core.cadence import Counts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
-from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
+from ckpt_core.coordination import Coordinator, require_same_process
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
-from ckpt_core.groups import open_root
-from ckpt_core.loading import Fetcher, Loader, LoadRequest, Repairer, Selection, narrowed
+from ckpt_core.loading import LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.retention import PrunePlan
-from ckpt_core.root import Job, Ownership, Pruner
-from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
+from ckpt_core.saving import SaveHandle, SaveRequest
 from ckpt_core.state import Override, State, as_source, checked_override, takes_all
 from ckpt_core.storage import Storage
-from ckpt_core.telemetry import Sink, Telemetry
-from ckpt_core.tiers import RunCatalog, open_tiers
-from ckpt_core.tiers.uploading import SaveNumber, TierUploads
+from ckpt_core.telemetry import Sink
+from ckpt_core.tiers.uploading import SaveNumber
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 
 COALESCED = "coalesced"  # the reason of a save that replaces those postponed by back-pressure
@@ -73,29 +70,14 @@ class CheckpointManager:
             )
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
-        deadline = self.options.deadline_seconds
-        self.storage = open_root(root, self.options.storage_options, deadline_seconds=deadline)
-        self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
+        parts = Assembly.of(root, self.options, coordinator, sinks=sinks, listen=listen)
+        self.storage = parts.job.storage
+        self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
-        tiers = open_tiers(self.storage, self.options)
-        self._catalog = RunCatalog(tiers)
-        self._cadence = CadenceKeeper(self.options.save, self._coordinator, listen=listen)
-        job = Job(storage=self.storage, coordinator=self._coordinator, telemetry=Telemetry(*sinks))
-        self._uploads = TierUploads(job, self.options, tiers)
-        thread = SaveThread(deadline)
-        self._root = Ownership(
-            self.storage,
-            self._coordinator,
-            job_name=self.options.job_name,
-            until_idle=thread.until_idle,
-            hooks=self._uploads.hooks,
-            elsewhere=self._catalog.elsewhere,
-        )
-        self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
-        self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
-        self._loader = Loader(job, tiers=tiers, verify_manifest=self.options.manifest_verifier)
-        self._repairer = Repairer(job, tiers[0], self.options, ownership=self._root, pruner=self._pruner)
-        self.fetcher = Fetcher(job, tiers, self.options, self._root)
+        self._catalog, self._cadence, self._uploads = parts.catalog, parts.cadence, parts.uploads
+        self._root, self._pruner = parts.root, parts.pruner
+        self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
+        self.fetcher = parts.fetcher
         self._in_force = Override()
         self._closed = False
 
