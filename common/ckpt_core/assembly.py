@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, final
 
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.groups import open_root
+from ckpt_core.journal import Journal
 from ckpt_core.loading import Fetcher, Loader, Repairer
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
@@ -28,6 +29,7 @@ class Assembly:
     job: Job
     catalog: RunCatalog
     cadence: CadenceKeeper
+    journal: Journal
     uploads: TierUploads
     root: Ownership
     pruner: Pruner
@@ -57,7 +59,9 @@ class Assembly:
         tiers = open_tiers(storage, options)
         catalog = RunCatalog(tiers)
         cadence = CadenceKeeper(options.save, coordinator, listen=listen)
-        job = Job(storage=storage, coordinator=coordinator, telemetry=Telemetry(*sinks))
+        journal = Journal(storage, [tier.storage for tier in tiers[1:]], enabled=options.journal)
+        telemetry = Telemetry(*sinks, *journal.sinks)
+        job = Job(storage=storage, coordinator=coordinator, telemetry=telemetry)
         uploads = TierUploads(job, options, tiers)
         thread = SaveThread(deadline)
         ownership = Ownership(
@@ -65,7 +69,7 @@ class Assembly:
             coordinator,
             job_name=options.job_name,
             until_idle=thread.until_idle,
-            hooks=uploads.hooks,
+            hooks=replace(uploads.hooks, journal=journal),
             elsewhere=catalog.elsewhere,
         )
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
@@ -73,6 +77,7 @@ class Assembly:
             job=job,
             catalog=catalog,
             cadence=cadence,
+            journal=journal,
             uploads=uploads,
             root=ownership,
             pruner=pruner,
