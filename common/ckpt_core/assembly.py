@@ -10,6 +10,7 @@ from typing import Self, final
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.groups import open_root
 from ckpt_core.loading import Fetcher, Loader, Repairer
+from ckpt_core.measuring import CostMeter
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.root import Job, Ownership, Pruner
@@ -28,6 +29,7 @@ class Assembly:
     job: Job
     catalog: RunCatalog
     cadence: CadenceKeeper
+    meter: CostMeter
     uploads: TierUploads
     root: Ownership
     pruner: Pruner
@@ -56,7 +58,6 @@ class Assembly:
         coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         tiers = open_tiers(storage, options)
         catalog = RunCatalog(tiers)
-        cadence = CadenceKeeper(options.save, coordinator, listen=listen)
         job = Job(storage=storage, coordinator=coordinator, telemetry=Telemetry(*sinks))
         uploads = TierUploads(job, options, tiers)
         thread = SaveThread(deadline)
@@ -69,14 +70,17 @@ class Assembly:
             elsewhere=catalog.elsewhere,
         )
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
+        saver = Saver(job, thread, options, ownership=ownership, pruner=pruner)
+        meter = CostMeter(job.telemetry, coordinator, saver)
         return cls(
             job=job,
             catalog=catalog,
-            cadence=cadence,
+            cadence=CadenceKeeper(options.save, coordinator, listen=listen, measured=meter),
+            meter=meter,
             uploads=uploads,
             root=ownership,
             pruner=pruner,
-            saver=Saver(job, thread, options, ownership=ownership, pruner=pruner),
+            saver=saver,
             loader=Loader(job, tiers=tiers, verify_manifest=options.manifest_verifier),
             repairer=Repairer(job, tiers[0], options, ownership=ownership, pruner=pruner),
             fetcher=Fetcher(job, tiers, options, ownership),

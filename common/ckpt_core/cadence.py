@@ -40,6 +40,35 @@ class Counts(TypedDict, total=False):
 _NO_COUNTS: Final = Counts()
 
 
+class SaveCosts(NamedTuple):
+    """What the saves of this run cost, measured: medians in seconds of training time.
+
+    Attributes:
+        stall: a save blocks training for so long.
+        slowdown: further training time lost while one save is in flight.
+        durable: from the decision to the commit in the root.
+        uploaded: from the decision until the first `Upload` tier has it; None if not known.
+        saves: how many were measured.
+        lost: seconds of training time that all saves of this run have cost so far.
+        step: a step without a save in flight.
+    """
+
+    stall: float
+    slowdown: float
+    durable: float
+    uploaded: float | None
+    saves: int
+    lost: float
+    step: float
+
+
+class FailureRate(NamedTuple):
+    """How often this job fails: seconds between failures, and how that is known."""
+
+    mtbf: float
+    source: str
+
+
 class CadenceContext(NamedTuple):
     """The input of a decision; a tuple, as every step of a training makes one.
 
@@ -54,6 +83,9 @@ class CadenceContext(NamedTuple):
         signals: external events of the job, e.g. `PREEMPTION`.
         counts: of this step, as far as they are known.
         since_counts: of the last decision or save before it; without a count where it is not known.
+        costs: of the saves of this run; None before one is measured.
+        failures: how often the job fails; None before the root is taken.
+        in_flight: whether on any rank the newest save is not durable in the root yet.
     """
 
     step: int
@@ -66,6 +98,9 @@ class CadenceContext(NamedTuple):
     signals: frozenset[str] = frozenset()
     counts: Counts = _NO_COUNTS
     since_counts: Counts = _NO_COUNTS
+    costs: SaveCosts | None = None
+    failures: FailureRate | None = None
+    in_flight: bool = False
 
     @property
     def since(self) -> int:
@@ -96,6 +131,16 @@ class SavePolicy(ABC):
     def needs_agreement(self) -> bool:
         """Whether ranks may decide differently, by time or signals; True by default."""
         return True
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether it decides by what saves cost."""
+        return False
+
+    @property
+    def needs_failures(self) -> bool:
+        """Whether it decides by how often the job fails."""
+        return False
 
     @property
     def preemptions(self) -> tuple[OnPreemption, ...]:
@@ -346,6 +391,14 @@ class AnyOf(SavePolicy):
         return any(policy.needs_agreement for policy in self.policies)
 
     @property
+    def needs_costs(self) -> bool:
+        return any(policy.needs_costs for policy in self.policies)
+
+    @property
+    def needs_failures(self) -> bool:
+        return any(policy.needs_failures for policy in self.policies)
+
+    @property
     def preemptions(self) -> tuple[OnPreemption, ...]:
         return tuple(each for policy in self.policies for each in policy.preemptions)
 
@@ -373,6 +426,14 @@ class AllOf(SavePolicy):
         return any(policy.needs_agreement for policy in self.policies)
 
     @property
+    def needs_costs(self) -> bool:
+        return any(policy.needs_costs for policy in self.policies)
+
+    @property
+    def needs_failures(self) -> bool:
+        return any(policy.needs_failures for policy in self.policies)
+
+    @property
     def preemptions(self) -> tuple[OnPreemption, ...]:
         return tuple(each for policy in self.policies for each in policy.preemptions)
 
@@ -397,6 +458,14 @@ class Not(SavePolicy):
     @property
     def needs_agreement(self) -> bool:
         return self.policy.needs_agreement
+
+    @property
+    def needs_costs(self) -> bool:
+        return self.policy.needs_costs
+
+    @property
+    def needs_failures(self) -> bool:
+        return self.policy.needs_failures
 
     @property
     def preemptions(self) -> tuple[OnPreemption, ...]:
