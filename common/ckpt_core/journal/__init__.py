@@ -5,14 +5,13 @@ uploads and prunes. They are for people, reports and the choice of an interval; 
 them.
 """
 
-from ckpt_core.journal._failure_rate import PRIOR, FailureRate, Prior, failure_rate
+from ckpt_core.journal._failure_rate import PRIOR, Prior, failure_rate
 from ckpt_core.journal._files import read_events, read_history
 from ckpt_core.journal._journal import Journal
 from ckpt_core.journal._records import Record
 
 __all__ = [
     "PRIOR",
-    "FailureRate",
     "Journal",
     "Prior",
     "Record",

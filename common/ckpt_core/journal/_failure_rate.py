@@ -6,22 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from ckpt_core.cadence import FailureRate
 from ckpt_core.journal._history import Experience, experience_of
 from ckpt_core.journal._records import Record
 
 _HOUR: Final = 3600.0
-
-
-class FailureRate(NamedTuple):
-    """How often a job fails.
-
-    Attributes:
-        mtbf: mean time between failures, in seconds.
-        source: where the number comes from, for users.
-    """
-
-    mtbf: float
-    source: str
 
 
 class Prior(NamedTuple):

@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
-from ckpt_core.journal._failure_rate import FailureRate, failure_rate
+from ckpt_core.cadence import FailureRate
+from ckpt_core.journal._failure_rate import failure_rate
 from ckpt_core.journal._recorder import Recorder, Tenure
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink

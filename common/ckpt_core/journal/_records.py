@@ -31,7 +31,7 @@ def _count(value: Any) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    return value if type(value) in {int, float} and abs(value) < math.inf else None
+    return round(value, 6) if type(value) in {int, float} and abs(value) < math.inf else None
 
 
 def _text(value: Any) -> str | None:
