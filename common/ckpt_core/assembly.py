@@ -66,7 +66,7 @@ class Assembly:
             job_name=options.job_name,
             until_idle=thread.until_idle,
             hooks=uploads.hooks,
-            elsewhere=catalog.elsewhere,
+            elsewhere=uploads.claims.make,
         )
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
         return cls(
