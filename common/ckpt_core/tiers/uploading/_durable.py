@@ -88,18 +88,19 @@ class DurableRoot:
         """Claim and list the tier on a thread of its own."""
         return ask(self._open)
 
-    def take(self) -> None:
+    def take(self) -> bool:
         """Claim the tier, unless claimed already, and remove what nobody will continue.
+
+        False if it is about to be given back.
 
         Raises:
             ConfigError: it cannot be written.
             OSError: it cannot be reached, and may be later.
             RootBusyError: another job uploads there.
-            UploadError: it is about to be given back.
         """
         with self._guard:
             if self._leaving:
-                raise UploadError(f"the uploads to {self.url} have ended")
+                return False
             try:
                 self._ownership.take()
             except (CheckpointError, OSError) as error:
@@ -108,6 +109,7 @@ class DurableRoot:
                 self._refusal = error if isinstance(error, CheckpointError) else None
                 raise
             self.taken, self._refusal = True, None
+            return True
 
     def take_refusal(self) -> CheckpointError | None:
         """Return why the tier was refused, once; None if it was not."""
@@ -145,6 +147,7 @@ class DurableRoot:
             other = run_name(info.name, info.lineage.id)
             if not info.lineage.id or other == info.name:
                 raise
+            _logger.info("%s has %s already, so that it is uploaded as %s", self.url, info.name, other)
             return other if copy_as(other).begin() else None
 
     def commit(self, copy: CheckpointCopy) -> CheckpointInfo:
@@ -190,7 +193,8 @@ class DurableRoot:
         run_with_timeout(0, self.release)
 
     def _open(self) -> Survey:
-        self.take()
+        if not self.take():
+            raise UploadError(f"the uploads to {self.url} have ended")
         found, self._found = self._found, None
         return found or self._ownership.inventory.survey()
 

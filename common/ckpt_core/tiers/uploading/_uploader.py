@@ -260,9 +260,9 @@ class Uploader:
                 durable.drop(turn.working)
             return _Verdict()
         with described(info, self.upload.url, self._context.rank):
-            if Catalog(self._context.source).find(name=info.name).bad is not None:
-                return _Verdict()  # a user has marked it since
-            durable.take()
+            # A user may have marked it since.
+            if Catalog(self._context.source).find(name=info.name).bad is not None or not durable.take():
+                return _Verdict()
             name = durable.begin(partial(self._copy, info), info)
             if name is None:
                 return _Verdict(there=True)
