@@ -228,6 +228,7 @@ class CheckpointManager:
         self._bind()
         agreed_values(self._coordinator, "resume", lambda: checked_override(state, override).items)
         self._rewind()
+        self._uploads.claims.patient = True
         self._own_root()
         request = LoadRequest.of(self.options, Selection(), Override.of(override))
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
@@ -280,6 +281,7 @@ class CheckpointManager:
         """
         self._check()
         self._coordinator.check()
+        self._uploads.agree()
 
         def selected() -> Selection:
             return Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
@@ -498,3 +500,4 @@ class CheckpointManager:
         """Fix the ranks of the job, for which a save or load is about to be planned."""
         self._check()
         self._coordinator.bind()
+        self._uploads.agree()

@@ -121,9 +121,24 @@ class Lease:
         self._locks.append(lock)
         self._claim(storage)
 
+    def _reclaim(self) -> bool:
+        """Make the claim again unless another one is there by now."""
+        try:
+            self._storage.write_bytes(WRITER, self._content)
+        except FileExistsError:
+            return self.is_held()
+        _logger.warning(
+            "%s/%s was removed while this job holds the root, and is there again", self._storage.url, WRITER
+        )
+        return True
+
+    @property
+    def _content(self) -> bytes:
+        return json.dumps(asdict(self.owner)).encode()
+
     def _claim(self, storage: Storage) -> None:
         try:
-            storage.replace(WRITER, json.dumps(asdict(self.owner)).encode())
+            storage.replace(WRITER, self._content)
         except BaseException:
             self._locks.pop().release()
             raise
@@ -132,14 +147,17 @@ class Lease:
         """Return whether no other job has taken the root since."""
         return Owner.of(self._storage) == self.owner
 
-    def check(self) -> None:
+    def check(self, *, reclaim: bool = False) -> None:
         """Raise if another job has taken the root.
+
+        Args:
+            reclaim: whether to make a claim again that was removed.
 
         Raises:
             RootBusyError: another job has taken it, or the claim has been removed.
         """
         holder = Owner.of(self._storage)
-        if holder == self.owner:
+        if holder == self.owner or (holder is None and reclaim and self._reclaim()):
             return
         taker = "its claim was removed" if holder is None else f"it was taken over by {holder}"
         raise RootBusyError(

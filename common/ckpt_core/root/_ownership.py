@@ -65,12 +65,14 @@ class OwnerHooks:
         held: returns the names of checkpoints that must not be removed for now.
         spared: returns the names of torn checkpoints that will be completed.
         journal: is written for as long as the root is held; None for none.
+        reclaims: whether a claim that somebody has removed is made again.
     """
 
     taken: Callable[[], None] = lambda: None
     held: Callable[[], Collection[str]] = tuple
     spared: Callable[[], Collection[str]] = tuple
     journal: Journal | None = None
+    reclaims: bool = False
 
 
 @final
@@ -191,7 +193,7 @@ class Ownership:
                 "that save is not committed"
             )
         if self._lease is not None:
-            self._lease.check()
+            self._lease.check(reclaim=self._hooks.reclaims)
 
     def is_taken(self, name: str, *, replace: bool) -> bool:
         """Return whether a save of that name needs `clear_name`; from memory, without I/O.
