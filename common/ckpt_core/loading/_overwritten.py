@@ -101,8 +101,8 @@ class Overwritten:
         )
         raise self._error.retold(
             f"the state is not saved, because it would be a mixture: {self._error.name} was loaded in part, "
-            f"and nothing has replaced {what} since. Resume, or load a whole checkpoint; if the training "
-            "state has been made anew, make a new CheckpointManager for it"
+            f"and nothing has replaced {what} since. Resume, or load a whole checkpoint; if you have "
+            "built a new training state, make a new CheckpointManager for it"
         )
 
     def _names(self, entries: Iterable[Entry]) -> list[str]:
