@@ -220,7 +220,7 @@ class Configured:
         replicas: int = 1,
         sign_manifest: SignManifest | str | None = None,
         verify_manifest: VerifyManifest | str | None = None,
-        verify: Verify | bool = "read",
+        verify: Verify | bool | None = None,
         read_once: bool = True,
         allow_pickle: bool = False,
         deadline_seconds: float = 1800.0,

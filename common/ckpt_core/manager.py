@@ -13,7 +13,7 @@ from ckpt_core.assembly import Assembly
 from ckpt_core.cadence import Counts, SaveCosts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.coordination import Coordinator, require_same_process
-from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
+from ckpt_core.errors import CheckpointError, ConfigError, FileFailure, OverwrittenError
 from ckpt_core.loading import LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -154,18 +154,20 @@ class CheckpointManager:
             UploadError: an upload has failed, and its `on_error` is `raise`; the same on every rank.
             CheckpointExistsError: the step is committed already, or, on an object store, the name.
             RootBusyError: another job writes to this root.
+            OverwrittenError: a load has left the state partly overwritten.
             ConfigError: the root cannot be written, or an argument is invalid.
         """
         self._bind()
         number = self._uploads.number(extra=self._cadence.extra)
         try:
+            self._loader.overwritten.require_none()
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
             own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
             own |= self._uploads.annotations(number)
             request = replace(request, annotations=own)
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
-        except ConfigError as error:
+        except (ConfigError, OverwrittenError) as error:
             if self._coordinator.world_size == 1:
                 raise
             # The other ranks may have called with valid arguments, and would wait for this one.
@@ -219,7 +221,9 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint yet, and `override` is to change it.
-            CorruptCheckpointError: there are checkpoints, and all of them are damaged.
+            CorruptCheckpointError: there are checkpoints, and all of them are damaged; nothing was touched.
+            OverwrittenError: the same, found on arrival from an object store, or storage failed meanwhile:
+                the state is partly overwritten, and nothing is saved until a load has succeeded.
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
@@ -230,7 +234,7 @@ class CheckpointManager:
         self._rewind()
         self._uploads.claims.patient = True
         self._own_root()
-        request = LoadRequest.of(self.options, Selection(), Override.of(override))
+        request = LoadRequest.to_resume(self.options, Override.of(override))
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
         self._loader.log_surroundings(loaded)
         if loaded is None:
@@ -336,6 +340,7 @@ class CheckpointManager:
             return held.info, Override.in_force(annotations).items, SaveNumber.read(annotations)
 
         info, changed, number = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
+        self._loader.overwritten.clear()
         self._root.line.continue_from(info)
         self._journal.resumed(info.step)
         self._uploads.count_from(number, info.step)
