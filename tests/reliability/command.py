@@ -35,6 +35,7 @@ PARTS: Final = {
     "nodes": "tests.reliability.nodes.node_kills",
     "s3": "tests.reliability.objects.kills",
     "uploads": "tests.reliability.uploads.upload_kills",
+    "bucket-uploads": "tests.reliability.uploads.bucket_kills",
     "copies": "tests.reliability.copies.on_disk",
     "s3-copies": "tests.reliability.copies.in_bucket",
     "faults": "tests.reliability.ranks.storage_faults",
