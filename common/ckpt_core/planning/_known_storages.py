@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, final
 
 from ckpt_core.errors import ConfigError
+from ckpt_core.planning._numbers import at_least_zero
 from ckpt_core.planning._rank_layout import RankLayout
 from ckpt_core.validation import positive, require
 
@@ -48,7 +49,13 @@ class StorageProfile:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        require(self.name, positive("write", self.write), positive("read", self.read))
+        costs = ("commit_seconds", "gb_month", "put_price", "get_price", "egress")
+        require(
+            f"storage {self.name}",
+            positive("write", self.write),
+            positive("read", self.read),
+            *(at_least_zero(name, getattr(self, name)) for name in costs),
+        )
 
     def write_rate(self, layout: RankLayout) -> float:
         """Return the bytes per second of all ranks that write."""

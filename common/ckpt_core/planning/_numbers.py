@@ -85,7 +85,7 @@ class PlanNumbers:
     )
 
     def __post_init__(self) -> None:
-        require("plan", *(_at_least_zero(each.name, getattr(self, each.name)) for each in fields(self)))
+        require("plan", *(at_least_zero(each.name, getattr(self, each.name)) for each in fields(self)))
         for name in ("staging_rate", "step_seconds"):
             if getattr(self, name) == 0:
                 raise ConfigError(f"plan: {name} must be above 0")
@@ -110,7 +110,8 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _at_least_zero(name: str, value: float) -> str | None:
+def at_least_zero(name: str, value: float) -> str | None:
+    """Check a finite number that is not below 0."""
     if 0 <= value < math.inf:
         return None
     return f"{name} must be a finite number of at least 0, not {value!r}"

@@ -9,6 +9,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.options import parse_size
 
 _GB: Final = 1e9
+_ALMOST_ALL: Final = 0.9
 _DURATION: Final = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*")
 _SECONDS: Final = {
     **dict.fromkeys(("", "s", "sec", "second", "seconds"), 1.0),
@@ -64,7 +65,7 @@ def seconds_text(seconds: float) -> str:
 
 def share_text(share: float) -> str:
     """Format a share: `1.25 %`."""
-    return f"{100 * share:.3g} %"
+    return f"{100 * share:.4g} %" if share > _ALMOST_ALL else f"{100 * share:.3g} %"
 
 
 def dollars_text(dollars: float) -> str:
