@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _cp, _diff, _inspect, _mark, _missing, _prune, _show, _verify
+from ckpt_core.cli import _cp, _diff, _inspect, _mark, _missing, _prune, _show, _verify, costs
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, place_of, storage_options
 from ckpt_core.cli._outcome import Outcome, show
 from ckpt_core.disclosure import printable
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     shared = _shared_options()
     for add in (_add_ls, _add_show, _add_diff, _add_verify, _add_cp, _add_upload):
         add(commands, shared)
-    for add in (_add_prune, _add_pin, _add_unpin, _add_mark):
+    for add in (_add_prune, _add_pin, _add_unpin, _add_mark, costs.plan.add):
         add(commands, shared)
     return parser
 

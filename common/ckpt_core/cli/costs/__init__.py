@@ -1,0 +1,5 @@
+"""Commands about what checkpoints cost, before a training and of a storage."""
+
+from ckpt_core.cli.costs import _plan as plan
+
+__all__ = ["plan"]
