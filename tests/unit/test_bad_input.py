@@ -74,13 +74,13 @@ def plain(value):
 
 
 def tree(root):
-    """Every file below `root` with its content."""
+    """Every file below `root` with its content, but for the journal, which records refusals, too."""
     if root.is_file():
         return root.read_bytes()
     return {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))
-        if path.name != LOCK_FILE
+        if path.name not in {LOCK_FILE, EVENTS, HISTORY}
     }
 
 

@@ -16,7 +16,7 @@ from ckpt_core.planning._models import find_model
 from ckpt_core.planning._numbers import PlanNumbers, option_of
 from ckpt_core.planning._picture import draw_plan
 from ckpt_core.planning._rank_layout import STRATEGIES, RankLayout
-from ckpt_core.planning._records import plan_record
+from ckpt_core.planning._plan_record import plan_record
 from ckpt_core.planning._shapes import ModelShape, ParameterGroup
 from ckpt_core.planning._state_sizes import DTYPE_BYTES, OPTIMIZERS, TrainedState, dtype_word
 from ckpt_core.planning._texts import (
