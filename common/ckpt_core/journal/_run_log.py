@@ -50,11 +50,13 @@ class RunLog:
         started: whether training has begun.
 
     Args:
+        root: its path or URL.
         training: what the training thread notes.
         clock: seconds that never go back.
     """
 
-    def __init__(self, training: Training, clock: Callable[[], float]) -> None:
+    def __init__(self, root: str, training: Training, clock: Callable[[], float]) -> None:
+        self._root = root
         self.history: Sequence[Record] = []
         self.lines: deque[Record] = deque(maxlen=MOST_WAITING)
         self.started = self.ended = False
@@ -97,7 +99,7 @@ class RunLog:
             if event.phase == "finished":
                 self._committed = event.attributes.get("step", self._committed)
             return
-        found = translate(event)
+        found = translate(event, self._root)
         if found is None:
             return
         kind, fields = found
