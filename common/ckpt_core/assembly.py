@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, final
 
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.groups import open_root
+from ckpt_core.journal import Journal
 from ckpt_core.loading import Fetcher, Loader, Repairer
 from ckpt_core.measuring import CostMeter
 from ckpt_core.options import CheckpointOptions
@@ -30,6 +31,7 @@ class Assembly:
     catalog: RunCatalog
     cadence: CadenceKeeper
     meter: CostMeter
+    journal: Journal
     uploads: TierUploads
     root: Ownership
     pruner: Pruner
@@ -58,7 +60,9 @@ class Assembly:
         coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         tiers = open_tiers(storage, options)
         catalog = RunCatalog(tiers)
-        job = Job(storage=storage, coordinator=coordinator, telemetry=Telemetry(*sinks))
+        journal = Journal(storage, [tier.storage for tier in tiers[1:]], enabled=options.journal)
+        telemetry = Telemetry(*sinks, *journal.sinks)
+        job = Job(storage=storage, coordinator=coordinator, telemetry=telemetry)
         uploads = TierUploads(job, options, tiers)
         thread = SaveThread(deadline)
         ownership = Ownership(
@@ -66,7 +70,7 @@ class Assembly:
             coordinator,
             job_name=options.job_name,
             until_idle=thread.until_idle,
-            hooks=uploads.hooks,
+            hooks=replace(uploads.hooks, journal=journal),
             elsewhere=catalog.elsewhere,
         )
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
@@ -75,8 +79,15 @@ class Assembly:
         return cls(
             job=job,
             catalog=catalog,
-            cadence=CadenceKeeper(options.save, coordinator, listen=listen, measured=meter),
+            cadence=CadenceKeeper(
+                options.save,
+                coordinator,
+                listen=listen,
+                measured=meter,
+                failures=lambda: journal.failures(coordinator.world_size),
+            ),
             meter=meter,
+            journal=journal,
             uploads=uploads,
             root=ownership,
             pruner=pruner,

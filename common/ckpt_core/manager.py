@@ -74,7 +74,7 @@ class CheckpointManager:
         self.storage = parts.job.storage
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
-        self._catalog, self._uploads = parts.catalog, parts.uploads
+        self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
         self._cadence, self._meter = parts.cadence, parts.meter
         self._root, self._pruner = parts.root, parts.pruner
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
@@ -107,6 +107,7 @@ class CheckpointManager:
             return self._cadence.check_preemption(**counts)
         step = checked_step("due", step)
         self._meter.step(step)
+        self._journal.seen(step)
         reason = self._cadence.due(step, total_steps, **counts)
         return reason or (COALESCED if self._saver.in_flight.overdue() else None)
 
@@ -178,6 +179,7 @@ class CheckpointManager:
             if handle is not None:
                 self._uploads.follow(handle, number)
                 self._cadence.saved(request.step)
+                self._journal.seen(request.step)
         return handle
 
     @property
@@ -306,6 +308,7 @@ class CheckpointManager:
         if info is not None:  # else stock DCP wrote it
             self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
             self._cadence.count_from(lambda: saved.annotations)
+            self._journal.resumed(info.step)
             self._uploads.count_from(SaveNumber.read(saved.annotations), info.step)
         self._in_force = change or Override.in_force(saved.annotations)
 
@@ -332,6 +335,7 @@ class CheckpointManager:
 
         info, changed, number = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
         self._root.line.continue_from(info)
+        self._journal.resumed(info.step)
         self._uploads.count_from(number, info.step)
         self._in_force = Override(dict(changed))
         return info
@@ -457,6 +461,7 @@ class CheckpointManager:
             ending.callback(self._saver.release)
             ending.callback(self._meter.close)
             ending.callback(self._uploads.close, leave=not wait_for_uploads, preempted=self.preempted)
+            ending.callback(self._journal.end, preempted=self.preempted)
             self._saver.close()
 
     def _own_root(self) -> None:
