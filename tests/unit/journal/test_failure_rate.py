@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -79,3 +80,22 @@ def test_it_tells_its_numbers():
 @pytest.mark.parametrize("devices", [0, -1])
 def test_a_job_has_a_device_at_least(devices):
     assert failure_rate([], devices).mtbf == failure_rate([], 1).mtbf
+
+
+@pytest.mark.parametrize("too_long", [0.1, 1.0, 10.0, 100.0, 1000.0])
+def test_learning_costs_at_most_a_fiftieth_of_the_goodput(too_long):
+    """The table of docs/journal.md, by the estimate itself."""
+    chance, true, stall = random.Random(7), 6 * HOUR, 5.0
+    prior = PRIOR._replace(device_seconds=too_long * true)
+    best = math.sqrt(2 * stall * true)
+    trained = lost = lost_at_best = 0.0
+    for _ in range(150):
+        history = []
+        for _ in range(20):
+            interval = math.sqrt(2 * stall * failure_rate(history, 1, prior=prior).mtbf)
+            lived = chance.expovariate(1 / true)
+            trained += lived
+            lost += lived / interval * stall + lived % interval
+            lost_at_best += lived / best * stall + lived % best
+            history.append(ended("unclean", lived, 1))
+    assert (trained - lost) / (trained - lost_at_best) >= 0.975

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from ckpt_core.journal import _files, read_events, read_history
 from ckpt_core.journal._files import EventFile, ForeignJournalError, HistoryFile
-from ckpt_core.journal._records import decode, encode, record
+from ckpt_core.journal._records import _KINDS, decode, encode, record
 from ckpt_core.names import EARLIER_EVENTS, EVENTS, HISTORY
 from ckpt_core.storage import LocalStorage, ObjectStorage
 
@@ -178,3 +179,11 @@ def test_secrets_in_urls_stay_out():
     assert b"secret" not in encode([made])
     assert b"abc" not in encode([made])
     assert made["error"].endswith("failed")
+
+
+def test_the_examples_of_the_documentation_are_records_of_every_kind():
+    page = Path(__file__).parents[3].joinpath("docs", "journal.md").read_text(encoding="utf-8")
+    lines = page.partition("```json\n")[2].partition("```")[0].encode()
+    found = decode(lines)
+    assert encode(found) == lines
+    assert {each["kind"] for each in found} == set(_KINDS)
