@@ -11,16 +11,16 @@ from ckpt_core.telemetry import Event
 Fields: TypeAlias = Mapping[str, Any]
 
 
+ROOT: Final = "root"
+
+
 def _as_given(event: Event) -> Fields:
     return event.attributes
 
 
 def _span(event: Event) -> Fields:
-    own = event.attributes
-    tier = own.get("tier", own.get("to"))
     return {
-        **own,
-        "tier": None if tier is None else public_url(str(tier)),
+        **event.attributes,
         "seconds": event.duration_seconds,
         "outcome": "failed" if event.phase == "failed" or event.name == "upload.failed" else "done",
     }
@@ -42,7 +42,15 @@ def is_wanted(event: Event) -> bool:
     return event.phase != "started" and (event.name in _KINDS or event.name == "save.commit")
 
 
-def translate(event: Event) -> tuple[str, Fields] | None:
-    """Return kind and fields of the record of an event; None if it has none."""
-    found = _KINDS.get(event.name)
-    return None if found is None else (found[0], found[1](event))
+def translate(event: Event, root: str) -> tuple[str, Fields] | None:
+    """Return kind and fields of the record of an event; None if it has none.
+
+    The place of the root is not written into it: it may be copied elsewhere.
+    """
+    if event.name not in _KINDS:
+        return None
+    kind, fields_of = _KINDS[event.name]
+    fields = fields_of(event)
+    place, error = str(fields.get("tier", fields.get("to", ROOT))), fields.get("error")
+    tier = ROOT if place == root else public_url(place)
+    return kind, {**fields, "tier": tier, "error": None if error is None else str(error).replace(root, ROOT)}

@@ -69,7 +69,7 @@ class Recorder:
         self, storage: Storage, tiers: Sequence[Storage] = (), *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.training = Training()
-        self.log = RunLog(self.training, clock)
+        self.log = RunLog(storage.url, self.training, clock)
         self.known, self.wake = threading.Event(), threading.Event()
         self.clock = clock
         self._storage = storage

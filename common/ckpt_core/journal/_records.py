@@ -111,7 +111,7 @@ _KINDS: Final[Mapping[str, Mapping[str, Check]]] = {
         "outcome": _text,
         "error": _text,
     },
-    "prune": {"names": _texts, "size_bytes": _count, "why": _text},
+    "prune": {"names": _texts, "size_bytes": _count, "why": _text, "tier": _text},
     "cadence": {
         "rule": _text,
         "interval_seconds": _number,

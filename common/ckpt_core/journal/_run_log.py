@@ -50,11 +50,13 @@ class RunLog:
         started: whether training has begun.
 
     Args:
+        root: its path or URL.
         training: what the training thread notes.
         clock: seconds that never go back.
     """
 
-    def __init__(self, training: Training, clock: Callable[[], float]) -> None:
+    def __init__(self, root: str, training: Training, clock: Callable[[], float]) -> None:
+        self._root = root
         self.history: Sequence[Record] = []
         self.lines: deque[Record] = deque(maxlen=MOST_WAITING)
         self.started = self.ended = False
@@ -97,7 +99,7 @@ class RunLog:
             if event.phase == "finished":
                 self._committed = event.attributes.get("step", self._committed)
             return
-        found = translate(event)
+        found = translate(event, self._root)
         if found is None:
             return
         kind, fields = found
@@ -111,7 +113,7 @@ class RunLog:
             self._start()
         while self.started and training.resumed:
             step = training.resumed.popleft()
-            self._note("resume", step, loss(self._trail, step))
+            self._note("resume", step, loss(list(self._trail), step))
         if self.started and (closing or now - self._progressed_at >= self.pause(now)):
             self._progress(now)
         if training.ending and self.started and not self.ended:
@@ -159,7 +161,7 @@ class RunLog:
         self.ended = True
         lost: Mapping[str, float] = {"lost_steps": 0, "lost_seconds": 0.0}
         if ending == "preempted":
-            lost = loss(self._trail, self._resumed if self._committed is None else self._committed)
+            lost = loss(list(self._trail), self._resumed if self._committed is None else self._committed)
         step, seconds = self._trail[-1]
         self._note(ending, step, {"seconds": seconds, **lost})
 

@@ -95,7 +95,6 @@ class CostMeter:
     def save(self, step: int, name: str, annotations: Mapping[str, Any]) -> Generator[MeasuredSave]:
         """Measure a call of save; its handle is set within the block."""
         began = self._clock()
-        self._settle()
         reason = str(annotations.get("reason", ""))
         save = MeasuredSave(step=step, name=name, reason=reason, began=began)
         try:
@@ -120,6 +119,7 @@ class CostMeter:
             seconds = self._lose(began)
             if self._newest is not None:
                 self._newest.stall += seconds
+            self._sum_up()
 
     @property
     def in_flight(self) -> bool:
@@ -147,7 +147,8 @@ class CostMeter:
     def _follow(self, save: MeasuredSave) -> None:
         """Measure what the save costs from now on."""
         if save.handle is None:
-            return
+            return  # the save in flight, for which back-pressure left it out, goes on
+        self._settle()
         save.before, save.fresh, self._idle_laps = tuple(self._idle), self._idle_laps > 0, 0
         save.follow(save.handle, self._clock)
         self._open = self._newest = save
