@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointManager, Upload, UploadError
-from ckpt_core.commit import Catalog, Lease, Owner
+from ckpt_core.commit import Catalog, Lease, Owner, verify
 from ckpt_core.errors import ConfigError, LoadError, RootBusyError
 from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
@@ -322,6 +323,59 @@ def test_a_claim_that_was_removed_is_made_again_and_that_of_another_job_respecte
             tier.delete("writer.json")
             manager.save(4, state_of(4)).uploaded.result(60)
         assert steps(tier) == [1, 2, 4]
+
+
+def test_a_job_whose_claim_was_removed_by_another_begins_its_upload_again():
+    """Another job may have come and gone, and deleted what was torn."""
+    inner, visits = bucket_like(), [None]
+
+    def come_and_go(_) -> None:
+        if not visits:
+            return
+        visits.clear()
+        with Lease.acquire(inner, "another"):
+            inner.delete("step-000000001/manifest.json")
+            inner.delete("step-000000001/__0_0.distcp")
+
+    tier = FaultyStorage(inner, [Fault(method="create", key="*shared.json", before=come_and_go)])
+    with CheckpointManager(MemoryStorage("root"), upload=Upload(tier)) as manager:
+        assert manager.save(1, state_of(1)).uploaded.result(60).step == 1
+    (there,) = Catalog(inner).committed()  # by another name: what is left under its own is torn
+    assert verify(inner, there.name) == []
+
+
+def test_a_directory_that_was_moved_away_is_not_made_again_and_goes_on_when_it_is_back(tmp_path):
+    tier, away = tmp_path / "tier", tmp_path / "away"
+    for left in ("nothing", "an empty mount point"):
+        upload = Upload(tier, deadline_seconds=0.1)
+        with CheckpointManager(tmp_path / left, upload=upload) as manager:
+            manager.save(1, state_of(1)).uploaded.result(60)
+            tier.rename(away)
+            if left != "nothing":
+                tier.mkdir()
+            failure = str(manager.save(2, state_of(2)).uploaded.exception(60))
+            assert f"was moved, deleted or unmounted; bring it back, or restart: '{tier}'" in failure
+            assert not tier.exists() or list(tier.iterdir()) == []
+            if tier.exists():
+                tier.rmdir()
+            away.rename(tier)
+            assert manager.save(3, state_of(3)).uploaded.result(60).step == 3
+        assert steps(LocalStorage(tier)) == [1, 3]
+        shutil.rmtree(tier)
+
+
+def test_what_was_due_for_a_tier_that_the_next_run_does_not_have_is_named(tmp_path, caplog):
+    with CheckpointManager(tmp_path / "run", upload=tmp_path / "one") as manager:
+        manager.save(1, state_of(1))
+        manager.close(wait_for_uploads=False)
+    before = (tmp_path / "one" / "step-000000001").exists()
+    with CheckpointManager(tmp_path / "run", upload=tmp_path / "other") as manager:
+        assert manager.resume(state_of(0)) == 1
+    assert steps(LocalStorage(tmp_path / "other")) == [1]
+    told = (
+        f"step(s) 1 were due for {tmp_path}/one, where this run uploads nothing: `ckpt upload {tmp_path}/run"
+    )
+    assert (told in caplog.text) is not before
 
 
 def test_a_root_never_claims_itself_again(tmp_path):
