@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import socket
 import threading
 import time
@@ -11,12 +13,13 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointManager, Upload, UploadError
-from ckpt_core.commit import Catalog, Lease, Owner
+from ckpt_core.commit import Catalog, Lease, Owner, verify
 from ckpt_core.errors import ConfigError, LoadError, RootBusyError
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
+from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import FurtherTier
 from ckpt_core.tiers.uploading import _claims, _tier_uploads
+from tests.support.service_faults import ServiceControl, ServiceFault
 from tests.unit.commit.checkpoints import bucket_like
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -237,6 +240,72 @@ def test_requests_of_botocore_under_way_are_cancelled_at_the_end(tmp_path):
     service.close()
 
 
+@pytest.mark.parametrize("client", ["botocore", "fsspec", "obstore"])
+def test_a_time_out_is_told_as_one_with_its_place_and_seconds(client):
+    service = Mute()
+    options = {"endpoint_url": service.url, "client": client, "request_seconds": 1.0}
+    if client == "obstore":
+        pytest.importorskip("obstore")
+        storage, options = "gs://bucket/run", {**options, "token": "anon"}
+    else:
+        pytest.importorskip("s3fs")
+        storage, options = "s3://bucket/run", {**options, "key": "aKey", "secret": "hushhush"}
+        options |= {"client_kwargs": {"region_name": "us-east-1"}}
+    tier = ObjectStorage(storage, **options)
+    for call in (lambda: tier.list(""), lambda: tier.replace("a", b"a")):
+        with pytest.raises(TimeoutError) as failure:
+            call()
+        told = re.search(
+            r"no answer from the object store within ([0-9.]+) s, further tries", str(failure.value)
+        )
+        assert told is not None, str(failure.value)
+        assert 0.2 < float(told[1]) < 5
+        assert failure.value.filename == storage
+    service.close()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("client", "what"),
+    [("botocore", "denied"), ("botocore", "expired"), ("botocore", "deleted"), ("fsspec", "expired")],
+)
+def test_credentials_that_end_and_a_bucket_that_goes_in_mid_run_are_told_once_and_recovered_from(
+    tmp_path, s3_endpoint, caplog, client, what
+):
+    boto3 = pytest.importorskip("boto3")
+    service, bucket = ServiceControl(s3_endpoint), f"gone-{client}-{what}"
+    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
+    cloud = boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1", **keys)
+    cloud.create_bucket(Bucket=bucket)
+    options = {"key": "testing", "secret": "testing", "endpoint_url": s3_endpoint, "client": client}
+    upload = Upload(f"s3://{bucket}/run", deadline_seconds=0.3, storage_options=options)
+    with CheckpointManager(tmp_path, upload=upload) as manager:
+        manager.save(1, state_of(1)).uploaded.result(60)
+        if what == "deleted":
+            for each in cloud.list_objects_v2(Bucket=bucket)["Contents"]:
+                cloud.delete_object(Bucket=bucket, Key=each["Key"])
+            cloud.delete_bucket(Bucket=bucket)
+        else:
+            code = {"denied": "AccessDenied", "expired": "ExpiredToken"}[what]
+            service.set(ServiceFault(action="error", code=code, count=None, target=f"*{bucket}*"))
+        try:
+            failure = str(manager.save(2, state_of(2)).uploaded.exception(60))
+        finally:
+            service.clear()
+        if what == "deleted":
+            cloud.create_bucket(Bucket=bucket)
+        assert f"step 2 is not in s3://{bucket}/run" in failure
+        assert {
+            "denied": "check the credentials of this job and what they allow",
+            "expired": "the credentials of this job have expired; renew them",
+            "deleted": "bucket does not exist",
+        }[what] in failure
+        assert manager.save(3, state_of(3)).uploaded.result(60).step == 3
+    told = [record for record in caplog.records if "step 2 is not in" in record.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING", "ERROR"]
+    assert steps(manager.storage) == [1, 2, 3]
+
+
 def test_a_claim_that_was_removed_is_made_again_and_that_of_another_job_respected(tmp_path, caplog):
     for tier in (LocalStorage(tmp_path / "share"), MemoryStorage("posix"), bucket_like()):
         with CheckpointManager(tmp_path / tier.url.replace("/", "-"), upload=Upload(tier)) as manager:
@@ -254,6 +323,59 @@ def test_a_claim_that_was_removed_is_made_again_and_that_of_another_job_respecte
             tier.delete("writer.json")
             manager.save(4, state_of(4)).uploaded.result(60)
         assert steps(tier) == [1, 2, 4]
+
+
+def test_a_job_whose_claim_was_removed_by_another_begins_its_upload_again():
+    """Another job may have come and gone, and deleted what was torn."""
+    inner, visits = bucket_like(), [None]
+
+    def come_and_go(_) -> None:
+        if not visits:
+            return
+        visits.clear()
+        with Lease.acquire(inner, "another"):
+            inner.delete("step-000000001/manifest.json")
+            inner.delete("step-000000001/__0_0.distcp")
+
+    tier = FaultyStorage(inner, [Fault(method="create", key="*shared.json", before=come_and_go)])
+    with CheckpointManager(MemoryStorage("root"), upload=Upload(tier)) as manager:
+        assert manager.save(1, state_of(1)).uploaded.result(60).step == 1
+    (there,) = Catalog(inner).committed()  # by another name: what is left under its own is torn
+    assert verify(inner, there.name) == []
+
+
+def test_a_directory_that_was_moved_away_is_not_made_again_and_goes_on_when_it_is_back(tmp_path):
+    tier, away = tmp_path / "tier", tmp_path / "away"
+    for left in ("nothing", "an empty mount point"):
+        upload = Upload(tier, deadline_seconds=0.1)
+        with CheckpointManager(tmp_path / left, upload=upload) as manager:
+            manager.save(1, state_of(1)).uploaded.result(60)
+            tier.rename(away)
+            if left != "nothing":
+                tier.mkdir()
+            failure = str(manager.save(2, state_of(2)).uploaded.exception(60))
+            assert f"was moved, deleted or unmounted; bring it back, or restart: '{tier}'" in failure
+            assert not tier.exists() or list(tier.iterdir()) == []
+            if tier.exists():
+                tier.rmdir()
+            away.rename(tier)
+            assert manager.save(3, state_of(3)).uploaded.result(60).step == 3
+        assert steps(LocalStorage(tier)) == [1, 3]
+        shutil.rmtree(tier)
+
+
+def test_what_was_due_for_a_tier_that_the_next_run_does_not_have_is_named(tmp_path, caplog):
+    with CheckpointManager(tmp_path / "run", upload=tmp_path / "one") as manager:
+        manager.save(1, state_of(1))
+        manager.close(wait_for_uploads=False)
+    before = (tmp_path / "one" / "step-000000001").exists()
+    with CheckpointManager(tmp_path / "run", upload=tmp_path / "other") as manager:
+        assert manager.resume(state_of(0)) == 1
+    assert steps(LocalStorage(tmp_path / "other")) == [1]
+    told = (
+        f"step(s) 1 were due for {tmp_path}/one, where this run uploads nothing: `ckpt upload {tmp_path}/run"
+    )
+    assert (told in caplog.text) is not before
 
 
 def test_a_root_never_claims_itself_again(tmp_path):

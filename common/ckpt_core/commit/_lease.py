@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -13,11 +14,13 @@ from typing import Final, Self, final
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, RootBusyError
 from ckpt_core.names import WRITER
-from ckpt_core.storage import Lock, Storage, read_small
+from ckpt_core.storage import Lock, Storage, excludes_others, read_small
 
 _logger = logger_of(__name__)
 
 _MAX_BYTES: Final = 1 << 16
+_LOCK_FILE: Final = f"{WRITER}.lock"
+"""Where a filesystem has the lock; nobody deletes it."""
 
 
 @final
@@ -88,6 +91,7 @@ class Lease:
     def __init__(self, storage: Storage, owner: Owner, lock: Lock) -> None:
         self._storage = storage
         self._locks = [lock]
+        self._locks_a_file = excludes_others(lock) and storage.exists(_LOCK_FILE)
         self.owner = owner
 
     @classmethod
@@ -122,7 +126,17 @@ class Lease:
         self._claim(storage)
 
     def _reclaim(self) -> bool:
-        """Make the claim again unless another one is there by now."""
+        """Make the claim again unless another one is there by now.
+
+        Raises:
+            FileNotFoundError: this is not the directory that was claimed.
+        """
+        if self._locks_a_file and not self._storage.exists(_LOCK_FILE):
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "what this job has claimed was moved, deleted or unmounted; bring it back, or restart",
+                self._storage.url,
+            )
         try:
             self._storage.write_bytes(WRITER, self._content)
         except FileExistsError:

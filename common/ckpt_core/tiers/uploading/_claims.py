@@ -102,7 +102,7 @@ class TierClaims:
 
     def opened(self, rule: DueRule) -> tuple[str, list[list[CheckpointInfo]], bool]:
         """Return an id, what was left due for each, and whether all are claimed."""
-        backlog = Backlog(self._job.storage, rule)
+        backlog = Backlog(self._job.storage, rule, self._options.uploads)
         due = [
             backlog.due(upload, () if (survey := _survey(asked)) is None else survey.everything)
             for upload, asked in zip(self._options.uploads, self._asked, strict=True)

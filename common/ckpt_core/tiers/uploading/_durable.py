@@ -20,7 +20,7 @@ from ckpt_core.errors import (
     RootBusyError,
     UploadError,
 )
-from ckpt_core.names import run_name
+from ckpt_core.names import WRITER, run_name
 from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.root import OwnerHooks, Ownership, Pruner
 from ckpt_core.storage import Storage
@@ -78,7 +78,7 @@ class DurableRoot:
             Solo(),
             job_name=options.job_name,
             until_idle=until_idle,
-            hooks=OwnerHooks(spared=lambda: spared, reclaims=True),
+            hooks=OwnerHooks(spared=lambda: spared),
             elsewhere=self._note_found,
         )
         kept = replace(options, keep=upload.keep, upload=None)
@@ -116,18 +116,24 @@ class DurableRoot:
         refusal, self._refusal = self._refusal, None
         return refusal
 
-    def check(self) -> None:
+    def check(self, *, reclaim: bool = False) -> None:
         """Refuse to continue after another job has taken the tier.
 
-        A claim that somebody has removed is made again.
+        Args:
+            reclaim: whether a claim that somebody has removed is made again; at the begin of an attempt
+                only, because another job may have come and gone since.
 
         Raises:
-            RootBusyError: another job has.
+            OSError: the directory is another one than was claimed.
+            RootBusyError: another job has taken it.
+            UploadError: the claim was removed.
         """
         try:
-            self._ownership.check()
+            self._ownership.check(reclaim=reclaim)
         except RootBusyError as error:
             taker = Owner.of(self._storage)
+            if taker is None and not self._storage.exists(WRITER):
+                raise UploadError(f"{self.url}/{WRITER} was removed during the upload") from error
             raise RootBusyError(
                 f"{self.url} was taken over by {taker or 'another job, whose claim cannot be read'}: this "
                 "job uploads nothing there any more; its saves go on. If this is the job that should "
@@ -140,7 +146,7 @@ class DurableRoot:
         Where its own name belongs to another checkpoint, as after training went back, it gets one of its
         lineage.
         """
-        self.check()
+        self.check(reclaim=True)
         try:
             return info.name if copy_as(info.name).begin() else None
         except CheckpointExistsError:
