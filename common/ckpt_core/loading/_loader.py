@@ -101,41 +101,34 @@ class Loader:
                 by a newer version; nothing was touched.
             CheckpointNotFoundError: the chosen checkpoint was pruned too often; nothing was touched.
         """
-        for often in count():
-            try:
-                with _telling(self._copies.overwritten):
-                    return self._newest(request, source, note_damaged)
-            except CheckpointNotFoundError as error:
-                if often == _MOST_PRUNED:
-                    raise
-                _logger.warning("%s; looking for a newer one", error)
+        with _telling(self.overwritten):
+            for often in count():
+                surveys = self._complete(self._surveys())
+                union, passed_over = unite(surveys), PassedOver([_unreadable(survey) for survey in surveys])
+                loaded: Loaded | None = None
+                try:
+                    for held in self._candidates(surveys, union, passed_over):
+                        with (
+                            suppress(CorruptCheckpointError, UntrustedCheckpointError),
+                            _misfits_of(held, self._job, self.overwritten),
+                        ):
+                            loaded = self._copies.load(held, request, source, passed_over)
+                            break
+                except CheckpointNotFoundError as error:
+                    if often == _MOST_PRUNED:
+                        raise
+                    _logger.warning("%s; looking for a newer one", error)
+                    continue
+                if note_damaged is not None:
+                    self._note(passed_over, note_damaged)
+                    if self._coordinator.is_coordinator:
+                        _mark_all_copies(self._tiers, union)
+                if loaded is None and (any(passed_over.damaged) or union.committed):
+                    kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
+                    raise kind(_nothing_usable(self._url, union, passed_over))
+                self._note_parts(surveys, loaded)
+                return loaded
         raise AssertionError  # not reached: there is no end of counting
-
-    def _newest(
-        self,
-        request: LoadRequest,
-        source: StateSource,
-        note_damaged: Callable[[Mapping[str, str]], None] | None,
-    ) -> Loaded | None:
-        surveys = self._complete(self._surveys())
-        union, passed_over = unite(surveys), PassedOver([_unreadable(survey) for survey in surveys])
-        loaded: Loaded | None = None
-        for held in self._candidates(surveys, union, passed_over):
-            with (
-                suppress(CorruptCheckpointError, UntrustedCheckpointError),
-                _misfits_of(held, self._job, self.overwritten),
-            ):
-                loaded = self._copies.load(held, request, source, passed_over)
-                break
-        if note_damaged is not None:
-            self._note(passed_over, note_damaged)
-            if self._coordinator.is_coordinator:
-                _mark_all_copies(self._tiers, union)
-        if loaded is None and (any(passed_over.damaged) or union.committed):
-            kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
-            raise kind(_nothing_usable(self._url, union, passed_over))
-        self._note_parts(surveys, loaded)
-        return loaded
 
     @property
     def overwritten(self) -> Overwritten:
@@ -157,7 +150,7 @@ class Loader:
             OverwrittenError: this load or one before has overwritten live tensors.
             LoadError: it was not found, and a tier could not be listed; nothing was touched.
         """
-        with _telling(self._copies.overwritten):
+        with _telling(self.overwritten):
             found = self._find(step, name)
             if isinstance(found, Held):
                 loaded = self._copies.load(found, request, source)

@@ -60,7 +60,7 @@ class Overwritten:
         self._left |= {entry: [memory_in_use(each) for each in memory] for entry, memory in _tensors(parts)}
         self._values.update(values)
         self._applied |= applied
-        self._error = error
+        self._error = error.retold(str(error))  # without frames, which keep what was loaded
 
     def lacking(self, parts: Mapping[str, PartLoad], saved: SavedState) -> list[str]:
         """Return the names of what a load would leave as a failed one has left it."""

@@ -150,7 +150,12 @@ class TieredLoader:
         place = f"{job.storage.url}/{request.directory}"
         try:
             request = replace(request, manifest_sha256=self._accepted(job.storage, request.directory))
-            return self._run(request, source, job)
+            for again in (False, True):
+                try:
+                    return Load(request, source, job, self.overwritten).run()
+                except OverwrittenError as error:
+                    request = self._verified_first(request, error, again=again)
+            raise AssertionError  # not reached
         except (CorruptCheckpointError, CheckpointNotFoundError) as error:
             if request.committed is None or self._is_there(job.storage, request.committed):
                 raise
@@ -161,24 +166,16 @@ class TieredLoader:
         except ArchivedError as error:
             raise archived(place, error) from error
 
-    def _run(self, request: LoadRequest, source: StateSource, job: Job) -> SavedState:
-        try:
-            return Load(request, source, job, self.overwritten).run()
-        except OverwrittenError as error:
-            if not error.damaged:
-                raise
-            release(error)
-            if job.coordinator.is_coordinator:
-                _logger.error(  # noqa: TRY400 - it goes on
-                    "%s; loading it once more, verified before it is read into place", error
-                )
-        again = request if request.verification == "full" else replace(request, verification="read")
-        try:
-            return Load(again, source, job, self.overwritten).run()
-        except OverwrittenError as error:
-            if not error.damaged:
-                raise
+    def _verified_first(self, request: LoadRequest, error: OverwrittenError, *, again: bool) -> LoadRequest:
+        """Return the request by which to load once more what was damaged on arrival."""
+        release(error)
+        if not error.damaged:
+            raise error
+        if again:
             raise CorruptCheckpointError(str(error), failures=tuple(error.failures)) from error
+        if self._job.coordinator.is_coordinator:
+            _logger.error("%s; loading it once more, verified first", error)
+        return replace(request, verification="full" if request.verification == "full" else "read")
 
     def _accepted(self, storage: Storage, name: str) -> str | None:
         """Return the SHA-256 of the trusted manifest; None without a judge."""
