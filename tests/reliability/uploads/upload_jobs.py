@@ -209,13 +209,13 @@ def steps_in(root: Path, expected: Callable[[int], TrainState], *, damaged: Coll
     """Return the steps of all committed checkpoints.
 
     Each must verify, and hold what was saved at its step, but for those that were damaged on purpose: they
-    are left out while they do not verify.
+    are left out while they do not verify, or are marked: a kill after a repair leaves the mark.
     """
     storage, found = LocalStorage(root), set[int]()
     if root.exists():
         for info in Catalog(storage).committed(abandoned=True):
             failures = verify(storage, info.name)
-            if failures and info.name in damaged:
+            if info.name in damaged and (failures or info.damaged is not None):
                 continue
             _require(not failures, f"{root.name}/{info.name} is committed and damaged: {failures}")
             exact = _holds(root / info.name, expected(0), expected(info.step))

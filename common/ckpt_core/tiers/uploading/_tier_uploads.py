@@ -71,6 +71,7 @@ class TierUploads:
         self._record = TiersRecord(job.storage, options.uploads, self._due)
         self._newest: CheckpointInfo | None = None
         self._there: dict[int, str] = {}
+        self._left: set[str] = set()
 
     def count_from(self, number: SaveNumber | None, step: int) -> None:
         """Continue counting saves after the checkpoint of `step`, whose state is live."""
@@ -216,7 +217,7 @@ class TierUploads:
             outcomes.report(outcome)
 
     def _held(self) -> Collection[str]:
-        return {name for uploader in self._uploaders for name in uploader.line.held}
+        return self._left.union(*(uploader.line.held for uploader in self._uploaders))
 
     def _due(self, index: int) -> list[str]:
         """Return the names that are due for a tier and not there."""
@@ -244,6 +245,7 @@ class TierUploads:
     def _end(self, index: int, uploader: Uploader) -> None:
         """End an upload; say what is not there, and how it gets there."""
         left = uploader.line.unfinished
+        self._left |= {info.name for info in left}
         if left and self._job.coordinator.is_coordinator:
             _logger.warning(
                 "not yet in %s: step(s) %s; the next run uploads the rest, and so does `ckpt upload %s`",
