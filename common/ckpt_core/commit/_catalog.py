@@ -421,7 +421,7 @@ def with_remarks(
         unreadable=dict(unreadable),
         abandoned=[info for info in infos if info.abandoned],
         parts=[
-            Catalog(storage).marker(name).info(name)
+            _remarked(Catalog(storage).marker(name).info(name), pins, marks)
             for name, error in unreadable.items()
             if isinstance(error, PartialCheckpointError)
         ],
