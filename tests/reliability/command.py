@@ -33,6 +33,7 @@ PARTS: Final = {
     "power": "tests.reliability.disk.power",
     "ambush": "tests.reliability.disk.ambush",
     "nodes": "tests.reliability.nodes.node_kills",
+    "node-uploads": "tests.reliability.nodes.node_uploads",
     "s3": "tests.reliability.objects.kills",
     "uploads": "tests.reliability.uploads.upload_kills",
     "bucket-uploads": "tests.reliability.uploads.bucket_kills",

@@ -38,6 +38,7 @@ NEXT: Final = 2
 
 _LIMIT_SECONDS: Final = 100.0
 _KNOWN: Final = {"writer.json.lock", "tiers.json", "damaged.json", "damaged.json.lock", "pins.json.lock"}
+_HIDDEN: Final = {".metadata", ".metadata.replica"}
 _SPOILED: Final = step_name(HISTORY)
 _FLIPPED: Final = 5000
 _COLUMNS: Final = 3
@@ -256,7 +257,7 @@ def require_tidy(root: Path) -> None:
     left = there - names - _KNOWN
     for name in names:
         # What a checkpoint may hold is in its manifest, but for what a copy or a replacement forgot.
-        left |= {f"{name}/{path.name}" for path in (root / name).glob(".*") if path.name != ".metadata"}
+        left |= {f"{name}/{path.name}" for path in (root / name).glob(".*") if path.name not in _HIDDEN}
         left |= {f"{name}/{path.name}" for path in (root / name).rglob("*.tmp")}
     _require(not left, f"left behind in {root.name}: {sorted(left)}")
 

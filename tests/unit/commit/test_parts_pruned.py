@@ -13,6 +13,7 @@ from ckpt_core.storage import LocalStorage
 from tests.unit.commit.checkpoints import FILES, manifest_of, save, write_files
 
 LOST = "__1_0.distcp"
+NEWEST = KeepLatest(1)
 
 
 def save_part(storage: LocalStorage, step: int) -> None:
@@ -32,7 +33,7 @@ def disk(tmp_path) -> LocalStorage:
     return LocalStorage(tmp_path / "run")
 
 
-def pruned(storage: LocalStorage, keep=KeepLatest(1)) -> list[str]:
+def pruned(storage: LocalStorage, keep=NEWEST) -> list[str]:
     with CheckpointManager(storage, keep=keep) as manager:
         manager.prune()
     return sorted(name for name in storage.directories("") if name.startswith("step-"))
