@@ -137,7 +137,7 @@ class RunCatalog:
                     Catalog(self._tiers[copy.tier].storage).unmark(copy.info.name, bad=True)
 
     def elsewhere(self, nearest: Survey) -> tuple[Sequence[CheckpointInfo], Lineage]:
-        """Return what only further tiers hold, and the present lineage of all tiers.
+        """Return what only further tiers hold whole, and the present lineage of all tiers.
 
         A tier that cannot be listed is left out, with a warning.
         """
@@ -152,7 +152,8 @@ class RunCatalog:
                     failure_text(error),
                 )
         union = unite(surveys)
-        return [held.info for held in union.everything if held.copies[0].tier], union.lineage
+        further = [held.info for held in union.everything if held.copies[0].tier or held.copies[0].part]
+        return further, union.lineage
 
     def union(self) -> United:
         """List all tiers, and log directories whose marker cannot be read.

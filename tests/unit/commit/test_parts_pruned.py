@@ -10,6 +10,8 @@ from ckpt_core import CheckpointManager, KeepEvery, KeepLatest
 from ckpt_core.commit import Catalog, begin, commit
 from ckpt_core.names import step_name
 from ckpt_core.storage import LocalStorage
+from ckpt_core.testing import Fault, FaultyStorage
+from ckpt_core.tiers import RunCatalog, Tier
 from tests.unit.commit.checkpoints import FILES, manifest_of, save, write_files
 
 LOST = "__1_0.distcp"
@@ -75,3 +77,28 @@ def test_a_pinned_part_stays(disk):
     save(disk, 2)
     Catalog(disk).pin(1, "for the paper", ahead=True)
     assert pruned(disk) == [step_name(1), step_name(2)]
+
+
+def test_a_part_that_is_pruned_while_another_process_lists_the_root_is_no_error(disk):
+    save_part(disk, 1)
+    save(disk, 2)
+    markers = Fault(
+        method="open",
+        key=f"{step_name(1)}/manifest.json",
+        after=lambda _: disk.delete(f"{step_name(1)}/COMMITTED"),
+    )
+    survey = Catalog(FaultyStorage(disk, [markers])).survey()
+    assert [info.step for info in survey.committed] == [2]
+    assert survey.parts == []
+
+
+def test_a_checkpoint_of_which_the_root_has_a_part_and_a_tier_all_is_one_to_continue_from(disk, tmp_path):
+    save_part(disk, 1)
+    whole = LocalStorage(tmp_path / "tier")
+    manifest = Catalog(disk).manifest(step_name(1))
+    working = begin(whole, step_name(1), manifest.save_id)
+    write_files(whole, working)
+    commit(whole, working, step_name(1), manifest)
+    tiers = [Tier("disk", disk), Tier("tier", whole)]
+    further, present = RunCatalog(tiers).elsewhere(tiers[0].survey())
+    assert [(info.step, info.lineage, info.abandoned) for info in further] == [(1, present, False)]
