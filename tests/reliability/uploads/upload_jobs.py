@@ -38,6 +38,7 @@ NEXT: Final = 2
 
 _LIMIT_SECONDS: Final = 100.0
 _KNOWN: Final = {"writer.json.lock", "tiers.json", "damaged.json", "damaged.json.lock", "pins.json.lock"}
+_HIDDEN: Final = {".metadata", ".metadata.replica"}
 _SPOILED: Final = step_name(HISTORY)
 _FLIPPED: Final = 5000
 _COLUMNS: Final = 3
@@ -209,13 +210,13 @@ def steps_in(root: Path, expected: Callable[[int], TrainState], *, damaged: Coll
     """Return the steps of all committed checkpoints.
 
     Each must verify, and hold what was saved at its step, but for those that were damaged on purpose: they
-    are left out while they do not verify.
+    are left out while they do not verify, or are marked: a kill after a repair leaves the mark.
     """
     storage, found = LocalStorage(root), set[int]()
     if root.exists():
         for info in Catalog(storage).committed(abandoned=True):
             failures = verify(storage, info.name)
-            if failures and info.name in damaged:
+            if info.name in damaged and (failures or info.damaged is not None):
                 continue
             _require(not failures, f"{root.name}/{info.name} is committed and damaged: {failures}")
             exact = _holds(root / info.name, expected(0), expected(info.step))
@@ -256,7 +257,7 @@ def require_tidy(root: Path) -> None:
     left = there - names - _KNOWN
     for name in names:
         # What a checkpoint may hold is in its manifest, but for what a copy or a replacement forgot.
-        left |= {f"{name}/{path.name}" for path in (root / name).glob(".*") if path.name != ".metadata"}
+        left |= {f"{name}/{path.name}" for path in (root / name).glob(".*") if path.name not in _HIDDEN}
         left |= {f"{name}/{path.name}" for path in (root / name).rglob("*.tmp")}
     _require(not left, f"left behind in {root.name}: {sorted(left)}")
 

@@ -68,14 +68,14 @@ def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
     prepare(template, SCENES[0])
     for scene in SCENES:
         if choice.may_name(str(scene)):
-            points = choice.of(_rehearse(scene, template, folder))
+            points = choice.of(rehearse(scene, template, folder / f"rehearsal-{SCENES.index(scene)}"))
             tasks = (partial(_case, point, template, folder / f"{i}") for i, point in enumerate(points))
             yield from tried(tasks, _JOBS // scene.world_size)
             for number in range(len(points)):
                 shutil.rmtree(folder / f"{number}", ignore_errors=True)
 
 
-def _ground(scene: Scene, template: OnDisks, folder: Path) -> OnDisks:
+def ground(scene: Scene, template: OnDisks, folder: Path) -> OnDisks:
     """A fresh copy of the history, as the victim finds it."""
     place = OnDisks(folder=folder)
     shutil.copytree(template.folder, folder)
@@ -83,9 +83,9 @@ def _ground(scene: Scene, template: OnDisks, folder: Path) -> OnDisks:
     return place
 
 
-def _rehearse(scene: Scene, template: OnDisks, folder: Path) -> list[Point]:
+def rehearse(scene: Scene, template: OnDisks, folder: Path) -> list[Point]:
     """Every point of a job that nobody kills."""
-    place = _ground(scene, template, folder / f"rehearsal-{SCENES.index(scene)}")
+    place = ground(scene, template, folder)
 
     def act(rank: Rank, tell: forks.Tell) -> None:
         calls = Recorder(place.folder).record(lambda: train(place, rank, scene, lambda _said: None))
@@ -111,7 +111,7 @@ def _answer(child: forks.Child) -> list[dict[str, Any]]:
 def _case(point: Point, template: OnDisks, folder: Path) -> list[Outcome]:
     """Kill there, and go on twice: with what is left, and without the local disk."""
     for attempt in range(_ATTEMPTS):
-        place = _ground(point.scene, template, folder / f"{attempt}")
+        place = ground(point.scene, template, folder / f"{attempt}")
         children, late = _killed(point, place)
         # Another order of threads may have fewer calls.
         if any(child.killed for child in children):
