@@ -176,7 +176,7 @@ def copy_all(
     total = sum(info.size_bytes for _, info in todo)
     with (
         claim() as lease,
-        _interruptible() as stop,
+        interruptible() as stop,
         ProgressLine(f"copying to {target.url}", total, plain=True) as line,
     ):
         for result in results if target.supports_rename else ():
@@ -321,7 +321,7 @@ def _carry_marks(selection: CopySource, info: CheckpointInfo, found: CheckpointI
 
 
 @contextmanager
-def _interruptible() -> Generator[Callable[[], None]]:
+def interruptible() -> Generator[Callable[[], None]]:
     """Let Ctrl-C end the threads of a copy, too; yields what they call."""
     interrupted = threading.Event()
 

@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     shared = _shared_options()
     for add in (_add_ls, _add_show, _add_diff, _add_verify, _add_cp, _add_upload):
         add(commands, shared)
-    for add in (_add_prune, _add_pin, _add_unpin, _add_mark, costs.plan.add):
+    for add in (_add_prune, _add_pin, _add_unpin, _add_mark, costs.plan.add, costs.bench.add):
         add(commands, shared)
     return parser
 

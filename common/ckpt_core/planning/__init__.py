@@ -19,6 +19,7 @@ from ckpt_core.planning._rank_layout import STRATEGIES, RankLayout
 from ckpt_core.planning._records import plan_record
 from ckpt_core.planning._shapes import ModelShape, ParameterGroup
 from ckpt_core.planning._state_sizes import DTYPE_BYTES, OPTIMIZERS, TrainedState, dtype_word
+from ckpt_core.planning._storage_bench import BenchLimits, BenchResult, BenchRun, measure_storage
 from ckpt_core.planning._texts import (
     dollars_text,
     rate_of,
@@ -34,6 +35,9 @@ __all__ = [
     "SAVE_MODES",
     "STORAGES",
     "STRATEGIES",
+    "BenchLimits",
+    "BenchResult",
+    "BenchRun",
     "CostPlan",
     "ModelShape",
     "ParameterGroup",
@@ -51,6 +55,7 @@ __all__ = [
     "find_model",
     "find_storage",
     "make_plan",
+    "measure_storage",
     "option_of",
     "plan_record",
     "rate_of",
