@@ -13,7 +13,7 @@ from ckpt_core.planning._cost_plan import (
 )
 from ckpt_core.planning._known_storages import STORAGES, StorageProfile, find_storage
 from ckpt_core.planning._models import find_model
-from ckpt_core.planning._numbers import PlanNumbers, option_of
+from ckpt_core.planning._numbers import PlanNumbers, option_of, with_unit
 from ckpt_core.planning._picture import draw_plan
 from ckpt_core.planning._rank_layout import STRATEGIES, RankLayout
 from ckpt_core.planning._records import plan_record
@@ -65,4 +65,5 @@ __all__ = [
     "share_text",
     "size_text",
     "with_storage",
+    "with_unit",
 ]

@@ -51,7 +51,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     target = open_target(arguments.root, arguments.storage_options)
     with (
         interruptible() as stop,
-        ProgressLine(f"measuring {target.url}", 2 * limits.total_bytes, plain=True) as line,
+        ProgressLine(
+            f"measuring {target.url}", 2 * limits.total_bytes, plain=True, seconds=limits.seconds
+        ) as line,
     ):
         result = measure_storage(target, limits, progress=line.add, stop=stop)
     return Outcome(fields=result.record, parts=_parts(result))

@@ -40,6 +40,7 @@ from ckpt_core.planning import (
     share_text,
     size_text,
     with_storage,
+    with_unit,
 )
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -73,8 +74,9 @@ def add(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     numbers = command.add_argument_group("numbers that are assumed")
     for each in fields(PlanNumbers):
         meta = each.metadata
-        unit = f" {meta['unit']}" if meta["unit"] else ""
-        shown = f"{meta['name']} ({each.default:,.4g}{unit}: {meta['source']})"
+        shown = (
+            f"{meta['name']} ({with_unit(getattr(PlanNumbers(), each.name), meta['unit'])}: {meta['source']})"
+        )
         numbers.add_argument(option_of(each.name), metavar="N", help=shown.replace("%", "%%"))
     command.set_defaults(command=run, place="")
 
