@@ -6,6 +6,7 @@ so that every decision can be replayed in a test. Policies combine with `|`, `&`
 
 from __future__ import annotations
 
+from ckpt_core.cadence._adaptive import Continuous, MaxOverhead, Optimal
 from ckpt_core.cadence._algebra import AllOf, AnyOf, Not, SavePolicy, decide, needed_counts
 from ckpt_core.cadence._cadence_context import PREEMPTION, CadenceContext, Counts, FailureRate, SaveCosts
 from ckpt_core.cadence._fixed import (
@@ -26,6 +27,7 @@ __all__ = [
     "AnyOf",
     "AtSteps",
     "CadenceContext",
+    "Continuous",
     "Counts",
     "EveryEpochs",
     "EveryFraction",
@@ -34,8 +36,10 @@ __all__ = [
     "EveryTokens",
     "FailureRate",
     "FirstStep",
+    "MaxOverhead",
     "Not",
     "OnPreemption",
+    "Optimal",
     "SaveCosts",
     "SavePolicy",
     "decide",

@@ -128,7 +128,7 @@ def test_a_measurement_without_room_writes_nothing(tmp_path):
         (["missing"], 3, "make it first"),
         ([".", "--gib", "0"], 2, "--gib must be above 0"),
         ([".", "--gib", "0.01"], 2, "too few"),
-        ([".", "--seconds", "-1"], 2, "--seconds must be a time"),
+        ([".", "--seconds", "-1"], 2, "--seconds must be seconds"),
         ([".", "--seconds", "2h"], 2, "at most 1800"),
         ([".", "--writers", "none"], 2, "--writers must be numbers"),
         ([".", "--writers", "0"], 2, "writers must be numbers from 1"),

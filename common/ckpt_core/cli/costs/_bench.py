@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TypeAlias
 
-from ckpt_core.cli._arguments import open_target
+from ckpt_core.cli._arguments import Commands, open_target
 from ckpt_core.cli._cp import interruptible
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
-from ckpt_core.planning import BenchLimits, BenchResult, measure_storage, seconds_of, seconds_text, size_text
+from ckpt_core.planning import (
+    BenchLimits,
+    BenchResult,
+    measure_storage,
+    seconds_from,
+    seconds_text,
+    size_text,
+)
 from ckpt_core.storage import LocalStorage, open_storage
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-
-def add(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def add(commands: Commands, shared: argparse.ArgumentParser) -> None:
     """Add the command and its options."""
     command = commands.add_parser(
         "bench",
@@ -40,7 +44,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """Measure, and show what was measured."""
     limits = BenchLimits(
         total_bytes=_bytes(arguments.gib),
-        seconds=seconds_of("--seconds", arguments.seconds),
+        seconds=seconds_from("--seconds", arguments.seconds),
         writers=_writers(arguments.writers),
     )
     storage = open_storage(arguments.root, arguments.storage_options)
