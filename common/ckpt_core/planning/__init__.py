@@ -13,16 +13,17 @@ from ckpt_core.planning._cost_plan import (
 )
 from ckpt_core.planning._known_storages import STORAGES, StorageProfile, find_storage
 from ckpt_core.planning._models import find_model
-from ckpt_core.planning._numbers import PlanNumbers, option_of
+from ckpt_core.planning._numbers import PlanNumbers, option_of, with_unit
 from ckpt_core.planning._picture import draw_plan
-from ckpt_core.planning._rank_layout import STRATEGIES, RankLayout
 from ckpt_core.planning._plan_record import plan_record
+from ckpt_core.planning._rank_layout import STRATEGIES, RankLayout
 from ckpt_core.planning._shapes import ModelShape, ParameterGroup
 from ckpt_core.planning._state_sizes import DTYPE_BYTES, OPTIMIZERS, TrainedState, dtype_word
+from ckpt_core.planning._storage_bench import BenchLimits, BenchResult, BenchRun, measure_storage
 from ckpt_core.planning._texts import (
     dollars_text,
     rate_of,
-    seconds_of,
+    seconds_from,
     seconds_text,
     share_text,
     size_text,
@@ -34,6 +35,9 @@ __all__ = [
     "SAVE_MODES",
     "STORAGES",
     "STRATEGIES",
+    "BenchLimits",
+    "BenchResult",
+    "BenchRun",
     "CostPlan",
     "ModelShape",
     "ParameterGroup",
@@ -51,13 +55,15 @@ __all__ = [
     "find_model",
     "find_storage",
     "make_plan",
+    "measure_storage",
     "option_of",
     "plan_record",
     "rate_of",
     "save_times",
-    "seconds_of",
+    "seconds_from",
     "seconds_text",
     "share_text",
     "size_text",
     "with_storage",
+    "with_unit",
 ]

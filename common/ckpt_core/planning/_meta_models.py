@@ -87,34 +87,32 @@ def _torch(what: str) -> Any:
 
 def _shape_of(model: nn.Module, name: str, source: str, dtype: Any = None) -> ModelShape:
     embeddings = _embeddings(model)
-    own_dtype = dtype is None
+    main = _main_dtype(model)
     counted: Counter[ParameterGroup] = Counter()
     for parameter in model.parameters():  # a tied one once
-        counted[
-            ParameterGroup(
-                shape=tuple(parameter.shape),
-                role=_role(len(parameter.shape), is_embedding=id(parameter) in embeddings),
-                trained=parameter.requires_grad,
-                item_bytes=parameter.element_size()
-                if own_dtype and parameter.element_size() != _default_bytes()
-                else None,
-            )
-        ] += 1
+        group = ParameterGroup(
+            shape=tuple(parameter.shape),
+            role=_role(len(parameter.shape), is_embedding=id(parameter) in embeddings),
+            trained=parameter.requires_grad,
+            item_bytes=None if parameter.dtype == main else parameter.element_size(),
+        )
+        counted[group] += 1
     persistent = _persistent_buffers(model)
     return ModelShape(
         name=name,
         source=source,
         groups=tuple(group._replace(copies=count) for group, count in counted.items()),
         buffer_bytes=sum(size for _, size in persistent),
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        dtype=str(main if dtype is None else dtype).removeprefix("torch."),
     )
 
 
-def _default_bytes() -> int:
-    """Return the size of the default dtype, which `--weights` replaces."""
-    import torch
-
-    return torch.get_default_dtype().itemsize
+def _main_dtype(model: nn.Module) -> Any:
+    """Return the dtype of most of the parameters, which `--weights` replaces."""
+    sizes: Counter[Any] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    return max(sizes, key=lambda each: sizes[each], default=None)
 
 
 def _persistent_buffers(model: nn.Module) -> list[tuple[str, int]]:

@@ -74,7 +74,7 @@ def saves_of(policy: SavePolicy, costs: SaveCosts, failures: FailureRate) -> lis
     if MONTH / costs.step > _MOST_STEPS:
         raise ConfigError(
             f"a month has more than {_MOST_STEPS:,} steps of {costs.step:g} s: give --step-seconds, or an "
-            "interval in seconds: --save 30min"
+            "interval in seconds: --save 30m"
         )
     if policy.counts:
         named = ", ".join(sorted(policy.counts))

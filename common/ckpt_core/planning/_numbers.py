@@ -97,7 +97,7 @@ class PlanNumbers:
         return [
             PlanAssumption(
                 name=each.metadata["name"],
-                value=f"{getattr(self, each.name):,.6g} {each.metadata['unit']}".rstrip(),
+                value=with_unit(getattr(self, each.name), each.metadata["unit"]),
                 source="given" if each.name in given else each.metadata["source"],
                 option=option_of(each.name),
             )
@@ -108,6 +108,11 @@ class PlanNumbers:
 def option_of(name: str) -> str:
     """Return the option of the command line for a number."""
     return f"--{name.replace('_', '-')}"
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Format a number with its unit; rates in GB/s."""
+    return f"{value / 1e9:g} GB/s" if unit == "B/s" else f"{value:,.6g} {unit}".rstrip()
 
 
 def at_least_zero(name: str, value: float) -> str | None:

@@ -57,15 +57,16 @@ def _draw_overhead(plan: CostPlan, axes: Any) -> None:
     intervals = [least * ratio**number for number in range(_POINTS)]
     losses = [100 * plan.overhead_at(each) for each in intervals]
     axes.plot([each / 60 for each in intervals], losses, color="tab:blue")
-    for interval, name, colour in (
-        (plan.recommended, "recommended", "tab:green"),
-        (plan.month.interval, "planned", "tab:orange"),
-    ):
+    points = [(plan.recommended, "recommended", "tab:green")]
+    points += [(plan.month.interval, "planned", "tab:orange")] if plan.terms.save is not None else []
+    for interval, name, colour in points:
         loss = 100 * plan.overhead_at(interval)
         label = f"{name}: every {interval / 60:,.1f} min, {loss:.2f} % lost"
         axes.plot([interval / 60], [loss], "o", color=colour, label=label)
     axes.set_xscale("log")
-    axes.set_ylim(0, min(100.0, 6 * 100 * plan.overhead_at(plan.recommended)))
+    axes.xaxis.set_major_formatter(lambda minutes, _: f"{minutes:g}")
+    highest = max(6 * plan.overhead_at(plan.recommended), 1.5 * plan.month.overhead)
+    axes.set_ylim(0, 100 * min(1.0, highest))
     axes.set_xlabel("minutes between saves")
     axes.set_ylabel("% of the time lost, with failures")
     axes.grid(visible=True, which="both", alpha=0.3)

@@ -103,7 +103,7 @@ class RankLayout:
             f"{self.ranks:,} ranks on {self.nodes:,} nodes" if self.nodes > 1 else f"{self.ranks:,} ranks",
             self.strategy,
         ]
-        parts += [f"over {self.sharded:,}"] if self.strategy != "ddp" else []
+        parts[-1] += f" over {self.sharded:,}" if self.strategy != "ddp" else ""
         parts += [f"tp {self.tp}"] if self.tp > 1 else []
         parts += [f"pp {self.pp}"] if self.pp > 1 else []
         return ", ".join(parts)

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import re
-from typing import Final
+from typing import Any, Final
 
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import parse_size
+from ckpt_core.validation import duration, require, seconds_of
 
 _GB: Final = 1e9
 _ALMOST_ALL: Final = 0.9
-_DURATION: Final = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*")
-_SECONDS: Final = {
-    **dict.fromkeys(("", "s", "sec", "second", "seconds"), 1.0),
-    **dict.fromkeys(("m", "min", "minute", "minutes"), 60.0),
-    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
-    **dict.fromkeys(("d", "day", "days"), 86400.0),
-}
 
 
-def seconds_of(name: str, text: str) -> float:
-    """Parse a time above 0: "90", "30min", "6h", "2 days".
+def seconds_from(name: str, text: str) -> float:
+    """Parse a time above 0: "90", "30m", "6h", "2d".
 
     Raises:
         ConfigError: it is none.
     """
-    found = _DURATION.fullmatch(text.lower())
-    if found is not None and found[2] in _SECONDS and float(found[1]) > 0:
-        return float(found[1]) * _SECONDS[found[2]]
-    raise ConfigError(f'{name} must be a time above 0 such as "90", "30min" or "6h", not {text!r}')
+    try:
+        value: Any = float(text)
+    except ValueError:
+        value = text
+    require("time", duration(name, value))
+    return float(seconds_of(value))
 
 
 def rate_of(name: str, text: str) -> float:

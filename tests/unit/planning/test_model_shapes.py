@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_core.cli import main
 from ckpt_core.errors import ConfigError
 from ckpt_core.planning import find_model
 
@@ -136,6 +137,21 @@ def test_a_function_is_built_on_the_meta_device_with_what_is_frozen_and_buffers(
     assert found.trained == found.parameters - 40
     assert found.buffer_bytes == 4 * 4 + 4 * 4 + 8
     assert found.tensors == 5
+
+
+def test_weights_have_the_dtype_of_the_model_unless_another_is_given(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plan_of_dtypes.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    low = torch.nn.Linear(100, 100, bias=False, dtype=torch.bfloat16)\n"
+        "    return torch.nn.Sequential(low, torch.nn.LayerNorm(100))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for arguments, size in (((), 2 * 10_000 + 4 * 200), (("--weights", "fp32"), 4 * 10_200)):
+        assert main(["plan", "plan_of_dtypes:build", *arguments, "--json", "--keep", "{latest: 1}"]) == 0
+
+        components = json.loads(capsys.readouterr().out)["components"]
+        assert components[0]["size_bytes"] == size
 
 
 @pytest.mark.parametrize(

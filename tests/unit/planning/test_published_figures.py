@@ -115,7 +115,7 @@ def test_48_checkpoints_a_day_are_1_13_pb_a_month(plan):
     1,440 x 782 = 1.126 million "GB", which are GiB there: its PB is 10^6 GiB, 1.21 x 10^15 bytes. The plan
     is made for 782 GB.
     """
-    month = plan("70B", "--size", "782 GB", "--save", "30min")["month"]
+    month = plan("70B", "--size", "782 GB", "--save", "30m")["month"]
 
     assert month["saves"] / 30 == near(48)
     assert month["written_bytes"] == near(1.13 * PB)
@@ -127,7 +127,7 @@ def test_156_4_seconds_per_write_on_8_gpus_are_more_than_2200_dollars_of_idle_gp
     """
     planned = plan(
         *("70B", "--size", "782 GB", "--write-gbps", "5", "--rate-of", "job", "--mode", "sync"),
-        *("--ranks", "8", "--save", "30min", "--gpu-hour", "4.40", *NOTHING_BESIDE_THE_BYTES),
+        *("--ranks", "8", "--save", "30m", "--gpu-hour", "4.40", *NOTHING_BESIDE_THE_BYTES),
     )
 
     assert planned["times"]["stall_seconds"] == near(156.4)
@@ -163,8 +163,8 @@ def test_saving_20_minutes_every_30_minutes_is_33_to_50_percent_of_the_time(plan
     """
 
     def share(stall: int) -> float:
-        times = ("--stall-seconds", f"{stall}min", "--durable-seconds", f"{stall}min")
-        planned = plan("70B", "--mode", "sync", *times, "--save", f"{30 + stall}min")
+        times = ("--stall-seconds", f"{stall}m", "--durable-seconds", f"{stall}m")
+        planned = plan("70B", "--mode", "sync", *times, "--save", f"{30 + stall}m")
         return planned["month"]["stalled_share"]
 
     assert share(15) == near(0.33)

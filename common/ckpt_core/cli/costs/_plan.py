@@ -7,8 +7,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
+from ckpt_core.cli._arguments import Commands
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import parse_size, parse_yaml, policy_from
@@ -35,14 +36,14 @@ from ckpt_core.planning import (
     option_of,
     plan_record,
     rate_of,
-    seconds_of,
+    seconds_from,
     seconds_text,
     share_text,
     size_text,
     with_storage,
+    with_unit,
 )
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _OPTIMUM: Final = "optimal"
 _KEEPS: Final = ("{latest: 1}", "{latest: 3}", "{latest: 3, every_seconds: 86400}", "{all: true}")
 _MEASURED: Final = ("stall_seconds", "durable_seconds", "restore_seconds")
@@ -50,7 +51,7 @@ _RATES: Final = {"staging_rate"}
 _SECONDS: Final = {"call_seconds", "step_seconds", "restart_seconds"}
 
 
-def add(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def add(commands: Commands, shared: argparse.ArgumentParser) -> None:
     """Add the command and its options."""
     command = commands.add_parser(
         "plan",
@@ -73,8 +74,9 @@ def add(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     numbers = command.add_argument_group("numbers that are assumed")
     for each in fields(PlanNumbers):
         meta = each.metadata
-        unit = f" {meta['unit']}" if meta["unit"] else ""
-        shown = f"{meta['name']} ({each.default:,.4g}{unit}: {meta['source']})"
+        shown = (
+            f"{meta['name']} ({with_unit(getattr(PlanNumbers(), each.name), meta['unit'])}: {meta['source']})"
+        )
         numbers.add_argument(option_of(each.name), metavar="N", help=shown.replace("%", "%%"))
     command.set_defaults(command=run, place="")
 
@@ -135,7 +137,7 @@ def _add_policies(command: argparse.ArgumentParser) -> None:
         "--save",
         default=_OPTIMUM,
         metavar="WHEN",
-        help=f"{_OPTIMUM}, a time from start to start such as 30min, or a policy as in options: "
+        help=f"{_OPTIMUM}, a time from start to start such as 30m, or a policy as in options: "
         f"'{{every_steps: 500}}' ({_OPTIMUM})",
     )
     group.add_argument(
@@ -170,7 +172,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         storage=_storage(arguments),
         numbers=PlanNumbers(**numbers),
         mode=arguments.mode,
-        mtbf=None if arguments.mtbf is None else seconds_of("--mtbf", arguments.mtbf),
+        mtbf=None if arguments.mtbf is None else seconds_from("--mtbf", arguments.mtbf),
         save=_save(arguments.save),
         keep={text: policy_from(_policy("--keep", text), "keep") for text in arguments.keep or _KEEPS},
         measured=_measured(arguments),
@@ -215,7 +217,7 @@ def _number(name: str, text: str) -> float:
     if name in _RATES:
         return rate_of(option_of(name), text)
     if name in _SECONDS and text.strip("0. "):
-        return seconds_of(option_of(name), text)
+        return seconds_from(option_of(name), text)
     try:
         return float(text)
     except ValueError:
@@ -224,7 +226,7 @@ def _number(name: str, text: str) -> float:
 
 def _measured(arguments: argparse.Namespace) -> dict[str, float]:
     known = {name: getattr(arguments, name) for name in _MEASURED}
-    found = {name: seconds_of(option_of(name), text) for name, text in known.items() if text is not None}
+    found = {name: seconds_from(option_of(name), text) for name, text in known.items() if text is not None}
     if arguments.size is not None:
         found["size_bytes"] = float(parse_size("--size", arguments.size) or 0)
     if arguments.optimizer_bytes is not None:
@@ -237,7 +239,7 @@ def _save(text: str) -> Any:
     if text == _OPTIMUM:
         return None
     if not text.lstrip().startswith(("{", "[")):
-        return seconds_of("--save", text)
+        return seconds_from("--save", text)
     return policy_from(_policy("--save", text), "save")
 
 
