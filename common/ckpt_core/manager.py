@@ -71,7 +71,12 @@ class CheckpointManager:
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
         self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
-        self._root, self._pruner, self._cadence, self._meter = parts.root, parts.pruner, parts.cadence, parts.meter
+        self._root, self._pruner, self._cadence, self._meter = (
+            parts.root,
+            parts.pruner,
+            parts.cadence,
+            parts.meter,
+        )
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher = parts.fetcher
         self._in_force = Override()
@@ -93,8 +98,8 @@ class CheckpointManager:
         need them; counts without a step are where counting begins.
 
         With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
-        while every arena was in flight: at the first step with a free one on every rank. While one is pending,
-        each call is an all-reduce of one number.
+        while every arena was in flight: at the first step with a free one on every rank. While one is
+        pending, each call is an all-reduce of one number.
         """
         self._check()
         if step is None:
@@ -185,7 +190,7 @@ class CheckpointManager:
         return self._meter.costs
 
     def prewarm(self, state: State | CapturedState) -> int:
-        """Allocate this rank's arenas ahead of the first save; return their bytes. Collective.
+        """Allocate arenas ahead of the first save; return their bytes. Collective.
 
         Raises:
             SaveError: the state cannot be planned; the same on every rank.

@@ -66,7 +66,7 @@ class Inventory:
 
     @property
     def parts(self) -> Sequence[CheckpointInfo]:
-        """The checkpoints of the present lineage that the last survey found only a part of."""
+        """The present lineage's checkpoints of which the last survey found a part."""
         return self._parts
 
     def survey(self) -> Survey:

@@ -127,9 +127,9 @@ class Pruner:
     def _parts_to_drop(
         self, history: Sequence[CheckpointInfo], newest: int | None
     ) -> Sequence[CheckpointInfo]:
-        """Return the parts that retention would not keep if they were whole, and that are not the newest.
+        """Return the parts that retention would not keep if they were whole.
 
-        The rest of a part may come back with its node, and nothing is removed that would be kept then.
+        Never the newest. The rest of a part may come back with its node, and nothing is removed that would be kept then.
         """
         parts = self._ownership.inventory.parts
         if not parts:
