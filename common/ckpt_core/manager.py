@@ -71,12 +71,8 @@ class CheckpointManager:
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
         self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
-        self._root, self._pruner, self._cadence, self._meter = (
-            parts.root,
-            parts.pruner,
-            parts.cadence,
-            parts.meter,
-        )
+        self._root, self._pruner = parts.root, parts.pruner
+        self._cadence, self._meter = parts.cadence, parts.meter
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher = parts.fetcher
         self._in_force = Override()
@@ -98,8 +94,8 @@ class CheckpointManager:
         need them; counts without a step are where counting begins.
 
         With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
-        while every arena was in flight: at the first step with a free one on every rank. While one is
-        pending, each call is an all-reduce of one number.
+        while every arena was in flight: at the first step with a free one on every rank. Until then each
+        call is an all-reduce of one number.
         """
         self._check()
         if step is None:
@@ -296,12 +292,11 @@ class CheckpointManager:
         self._rewind()
         source, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower, Override.of(override))
-        info: CheckpointInfo | None
-        if step is None and name is None:
+        if step is not None or name is not None:
+            saved, info = self._loader.one(request, source, step=step, name=name)
+        else:
             newest = self._loader.required(self._loader.newest(request, source))
             saved, info = newest.saved, newest.info
-        else:
-            saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved

@@ -129,7 +129,8 @@ class Pruner:
     ) -> Sequence[CheckpointInfo]:
         """Return the parts that retention would not keep if they were whole.
 
-        Never the newest. The rest of a part may come back with its node, and nothing is removed that would be kept then.
+        Never the newest. The rest of a part may come back with its node, and nothing is removed that would
+        be kept then.
         """
         parts = self._ownership.inventory.parts
         if not parts:
