@@ -2,6 +2,7 @@
 
 from ckpt_core.cli.inspection import _diff as diff
 from ckpt_core.cli.inspection import _ls as ls
+from ckpt_core.cli.inspection import _report as report
 from ckpt_core.cli.inspection import _show as show
 
-__all__ = ["diff", "ls", "show"]
+__all__ = ["diff", "ls", "report", "show"]
