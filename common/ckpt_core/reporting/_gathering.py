@@ -12,8 +12,8 @@ from ckpt_core.commit import Catalog, Survey
 from ckpt_core.disclosure import public_url
 from ckpt_core.journal import Record, read_events, read_history
 from ckpt_core.reporting._advice import advice
-from ckpt_core.reporting._report_values import A_DAY, Balance, Report, RunFacts, Spread, clock_of
 from ckpt_core.reporting._optimum_of_root import optimum_of
+from ckpt_core.reporting._report_values import A_DAY, Balance, Report, RunFacts, Spread, clock_of
 from ckpt_core.storage import Storage
 
 _KINDS: Final = ("save", "load", "upload", "prune", "cadence")
