@@ -6,12 +6,15 @@ import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_core.cli._arguments import Commands, none_committed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting import Section, page, report_of, sections
+
+if TYPE_CHECKING:  # the journal that it reads is of a package whose other half needs torch
+    from ckpt_core.reporting import Section
 
 
 def add(commands: Commands, shared: ArgumentParser) -> None:
@@ -31,6 +34,8 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> Outcome:
     """Report on a root; with `--html`, also write the page."""
+    from ckpt_core.reporting import page, report_of, sections
+
     storage = open_root(arguments.root, arguments.storage_options)
     report = report_of(storage, time.time())
     if not report.checkpoints and not report.runs and not report.unreadable and report.older is None:
