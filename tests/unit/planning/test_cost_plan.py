@@ -269,16 +269,16 @@ def test_numbers_below_zero_are_refused(name):
 
 
 def costs(stall: float = 0.0) -> tuple[SaveCosts, FailureRate]:
-    found = SaveCosts(stall=stall, slowdown=0.0, durable=stall, uploaded=None, saves=1, lost=0.0, step=10.0)
+    found = SaveCosts(stall=stall, slowdown=0.0, durable=stall, uploaded=None, saves=1, lost=0.0, step=60.0)
     return found, FailureRate(3600.0, "test")
 
 
 def test_a_policy_decides_on_the_saves_of_the_month():
-    every = saves_of(EverySteps(360) | EverySeconds(10**9), *costs())
-    assert [each.step for each in every[:3]] == [360, 720, 1080]
+    every = saves_of(EverySteps(60) | EverySeconds(10**9), *costs())
+    assert [each.step for each in every[:3]] == [60, 120, 180]
     assert len(every) == 720
 
-    blocked = saves_of(EverySteps(360), *costs(stall=3600.0))
+    blocked = saves_of(EverySteps(60), *costs(stall=3600.0))
     assert len(blocked) == 360  # an hour of training, an hour of saving
 
 
