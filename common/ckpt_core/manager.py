@@ -9,23 +9,20 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack, final
 
-from ckpt_core.cadence import Counts
+from ckpt_core.assembly import Assembly
+from ckpt_core.cadence import Counts, SaveCosts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
-from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
+from ckpt_core.coordination import Coordinator, require_same_process
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
-from ckpt_core.groups import open_root
-from ckpt_core.loading import Fetcher, Loader, LoadRequest, Repairer, Selection, narrowed
+from ckpt_core.loading import LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.retention import PrunePlan
-from ckpt_core.root import Job, Ownership, Pruner
-from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
+from ckpt_core.saving import SaveHandle, SaveRequest
 from ckpt_core.state import Override, State, as_source, checked_override, takes_all
 from ckpt_core.storage import Storage
-from ckpt_core.telemetry import Sink, Telemetry
-from ckpt_core.tiers import RunCatalog, open_tiers
-from ckpt_core.tiers.uploading import SaveNumber, TierUploads
+from ckpt_core.telemetry import Sink
+from ckpt_core.tiers.uploading import SaveNumber
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 
 COALESCED = "coalesced"  # the reason of a save that replaces those postponed by back-pressure
@@ -73,29 +70,15 @@ class CheckpointManager:
             )
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
-        deadline = self.options.deadline_seconds
-        self.storage = open_root(root, self.options.storage_options, deadline_seconds=deadline)
-        self._coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
+        parts = Assembly.of(root, self.options, coordinator, sinks=sinks, listen=listen)
+        self.storage = parts.job.storage
+        self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
-        tiers = open_tiers(self.storage, self.options)
-        self._catalog = RunCatalog(tiers)
-        self._cadence = CadenceKeeper(self.options.save, self._coordinator, listen=listen)
-        job = Job(storage=self.storage, coordinator=self._coordinator, telemetry=Telemetry(*sinks))
-        self._uploads = TierUploads(job, self.options, tiers)
-        thread = SaveThread(deadline)
-        self._root = Ownership(
-            self.storage,
-            self._coordinator,
-            job_name=self.options.job_name,
-            until_idle=thread.until_idle,
-            hooks=self._uploads.hooks,
-            elsewhere=self._catalog.elsewhere,
-        )
-        self._pruner = Pruner(self.storage, self.options, ownership=self._root, telemetry=job.telemetry)
-        self._saver = Saver(job, thread, self.options, ownership=self._root, pruner=self._pruner)
-        self._loader = Loader(job, tiers=tiers, verify_manifest=self.options.manifest_verifier)
-        self._repairer = Repairer(job, tiers[0], self.options, ownership=self._root, pruner=self._pruner)
-        self.fetcher = Fetcher(job, tiers, self.options, self._root)
+        self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
+        self._cadence, self._meter = parts.cadence, parts.meter
+        self._root, self._pruner = parts.root, parts.pruner
+        self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
+        self.fetcher = parts.fetcher
         self._in_force = Override()
         self._closed = False
 
@@ -120,8 +103,11 @@ class CheckpointManager:
         """
         self._check()
         if step is None:
+            self._meter.pause()
             return self._cadence.check_preemption(**counts)
         step = checked_step("due", step)
+        self._meter.step(step)
+        self._journal.seen(step)
         reason = self._cadence.due(step, total_steps, **counts)
         return reason or (COALESCED if self._saver.in_flight.overdue() else None)
 
@@ -184,14 +170,22 @@ class CheckpointManager:
                 raise
             # The other ranks may have called with valid arguments, and would wait for this one.
             request = SaveRequest(step=0, name=step_name(0), refusal=error)
-        if self._cadence.pending:
-            self._saver.in_flight.settle()  # back-pressure must not leave out the last save
-        self._uploads.before_save()
-        handle = self._saver.save(request, state)
-        if handle is not None:
-            self._uploads.follow(handle, number)
-            self._cadence.saved(request.step)
+        with self._meter.save(request.step, request.name, request.annotations) as measured:
+            if self._cadence.pending:
+                self._saver.in_flight.settle()  # back-pressure must not leave out the last save
+            self._uploads.before_save()
+            handle = measured.handle = self._saver.save(request, state)
+            measured.skipped = self._saver.skipped
+            if handle is not None:
+                self._uploads.follow(handle, number)
+                self._cadence.saved(request.step)
+                self._journal.seen(request.step)
         return handle
+
+    @property
+    def costs(self) -> SaveCosts | None:
+        """What saves cost, measured on this rank; None until one is known."""
+        return self._meter.costs
 
     def prewarm(self, state: State | CapturedState) -> int:
         """Plan the save and allocate its arenas ahead of the first save. Collective.
@@ -314,6 +308,7 @@ class CheckpointManager:
         if info is not None:  # else stock DCP wrote it
             self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
             self._cadence.count_from(lambda: saved.annotations)
+            self._journal.resumed(info.step)
             self._uploads.count_from(SaveNumber.read(saved.annotations), info.step)
         self._in_force = change or Override.in_force(saved.annotations)
 
@@ -340,6 +335,7 @@ class CheckpointManager:
 
         info, changed, number = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
         self._root.line.continue_from(info)
+        self._journal.resumed(info.step)
         self._uploads.count_from(number, info.step)
         self._in_force = Override(dict(changed))
         return info
@@ -365,7 +361,8 @@ class CheckpointManager:
             SaveError: a save failed. If several did, the next call raises the next error.
         """
         require_same_process(self._pid)
-        self._saver.in_flight.wait()
+        with self._meter.wait():
+            self._saver.in_flight.wait()
 
     def wait_staged(self) -> None:
         """Wait for staged copies, so that weights may change outside `optimizer.step()`.
@@ -404,6 +401,7 @@ class CheckpointManager:
         """
         self._bind()
         self.wait()
+        self._meter.pause()
         if dry_run:
             return self._coordinator.run_on_coordinator(self._pruner.plan, what="pruning")
         self._own_root()
@@ -461,7 +459,9 @@ class CheckpointManager:
                 ending.callback(self._coordinator.close)
             ending.callback(self._cadence.close)
             ending.callback(self._saver.release)
+            ending.callback(self._meter.close)
             ending.callback(self._uploads.close, leave=not wait_for_uploads, preempted=self.preempted)
+            ending.callback(self._journal.end, preempted=self.preempted)
             self._saver.close()
 
     def _own_root(self) -> None:
@@ -472,6 +472,7 @@ class CheckpointManager:
 
     def _rewind(self) -> None:
         """Wait for the saves in flight, and forget the last one, as a load follows."""
+        self._meter.pause()
         self._saver.in_flight.wait()
         self._saver.in_flight.forget()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Final, final
+from typing import Any, Final, final
 
 from ckpt_core.commit import Catalog, require_trusted
 from ckpt_core.disclosure import logger_of
@@ -105,7 +105,8 @@ class TieredLoader:
                 copy = copies[reading.nearest]
                 one = replace(request, directory=copy.info.name, committed=copy.info)
                 try:
-                    saved = self.load_directory(one, source, reading.storage)
+                    with self._job.telemetry.span("load", **self._details(copy)):
+                        saved = self.load_directory(one, source, reading.storage)
                 except (CorruptCheckpointError, UntrustedCheckpointError, CheckpointNotFoundError) as error:
                     errors.append(error)
                     # Without a record the only copy's error is all there is to say.
@@ -205,6 +206,11 @@ class TieredLoader:
         if self._job.coordinator.is_coordinator:
             url = self._tiers[tier].storage.url
             _logger.error("%s/%s is committed but %s (%s) and is passed over", url, name, what, problem)
+
+    def _details(self, copy: TierCopy) -> dict[str, Any]:
+        info = copy.info
+        own = {"step": info.step, "name": info.name, "size_bytes": info.size_bytes}
+        return {**own, "tier": self._tiers[copy.tier].label, "rank": self._job.coordinator.rank}
 
     def _place(self, copy: TierCopy) -> str:
         name = copy.info.name

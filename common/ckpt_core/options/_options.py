@@ -40,7 +40,7 @@ _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
         *("sign_manifest", "verify_manifest", "verify", "read_once", "deadline_seconds", "job_name"),
-        *("storage_options", "replicas", "upload"),
+        *("storage_options", "replicas", "upload", "journal"),
     }
 )
 """Options that say how saves and loads are done, not what they hold."""
@@ -111,6 +111,8 @@ class CheckpointOptions:
         deadline_seconds: the longest wait of ranks for one another.
         job_name: the name of this job in `writer.json`, for a job that finds the root in use; host and
             process are then omitted. None for the name of the script, with both.
+        journal: whether the coordinator keeps `history.jsonl` and `events.jsonl` in the root: what its saves,
+            loads and prunes cost, and how runs ended. No save waits for them, or fails with them.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint; `request_seconds` and
             `conditional_writes` belong to `ObjectStorage`. No repr, error or log shows their values.
     """
@@ -138,6 +140,7 @@ class CheckpointOptions:
     allow_pickle: bool = False
     deadline_seconds: float = 1800.0
     job_name: str | None = None
+    journal: bool = True
     storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +168,7 @@ class CheckpointOptions:
             boolean("allow_pickle", self.allow_pickle),
             positive("deadline_seconds", self.deadline_seconds),
             _job_name(self.job_name),
+            boolean("journal", self.journal),
             option_keys("storage_options", self.storage_options),
         )
 

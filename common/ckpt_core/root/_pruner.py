@@ -85,6 +85,7 @@ class Pruner:
             return plans[-1].drop
 
         drop = ownership.soundness.droppable(ownership.inventory, choose, go_on=go_on)
+        removed: list[CheckpointInfo] = []
         for info in drop:
             ownership.check()
             # Another process may have deleted or replaced it meanwhile.
@@ -92,6 +93,8 @@ class Pruner:
                 with self._telemetry.span("prune.remove", step=info.step, name=info.name):
                     remove(self._storage, info)
                 ownership.inventory.forget(info.name)
+                removed.append(info)
+        self._report(removed, f"not kept by {self._policy!r}")
         return withheld(plans[-1], drop)
 
     def remove(self, name: str) -> None:
@@ -111,6 +114,13 @@ class Pruner:
         with self._telemetry.span("prune.remove", step=info.step, name=info.name):
             remove(self._storage, info)
         self._ownership.inventory.forget(info.name)
+        self._report([info], "removed by its host")
+
+    def _report(self, removed: Sequence[CheckpointInfo], why: str) -> None:
+        if removed:
+            size = sum(info.size_bytes for info in removed)
+            names = [info.name for info in removed]
+            self._telemetry.point("prune", names=names, size_bytes=size, why=why, tier=self._storage.url)
 
     def _check_metrics(self, history: Sequence[CheckpointInfo]) -> None:
         """Warn once if the policy ranks by a metric that no checkpoint has."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
@@ -46,6 +47,8 @@ class Saver:
     Attributes:
         in_flight: the saves that have not ended.
         copies: makes optimizer steps wait for copies that are still being made.
+        skipped: whether back-pressure left the last save out.
+        optimizers: of the last state saved.
 
     Concurrency: methods on the main thread; `save` and `prewarm` are collective.
     """
@@ -93,6 +96,8 @@ class Saver:
         )
         self.in_flight = InFlightSaves(job.coordinator, thread, options)
         self.copies = StepGuard()
+        self.skipped = False
+        self.optimizers: Sequence[Any] = ()
 
     def save(self, request: SaveRequest, state: State | CapturedState) -> SaveHandle | None:
         """Stage a save now and commit it in the background; None if it is skipped.
@@ -112,7 +117,8 @@ class Saver:
             )
         rank, telemetry = self._job.coordinator.rank, self._job.telemetry
         try:
-            if not self.in_flight.ready():
+            self.skipped = not self.in_flight.ready()
+            if self.skipped:
                 telemetry.point("save.skipped", step=request.step, rank=rank)
                 return None
             latest = self.in_flight.latest
@@ -124,6 +130,7 @@ class Saver:
                 prepared = self._preparer.prepare(self._checked(request), state)
             self._asked = request.name
             handle = SaveHandle(request.step, prepared.request.name, prepared.assignment.created)
+            self.optimizers = prepared.optimizers
             self.copies.watch(prepared.staged.deferred, prepared.optimizers)
             run = SaveRun(prepared, handle, self._context, self._job.coordinator.commit_channel())
             self.in_flight.start(handle, run.run, run.give_up)
@@ -141,6 +148,16 @@ class Saver:
         """Plan and allocate the arenas ahead of the first save; see `Preparer.prewarm`."""
         self.in_flight.wait()
         return self._preparer.prewarm(state)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of any save is being done in the background, prunes included."""
+        return self._thread.idle
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long optimizer steps have waited for copies, in all."""
+        return self.copies.waited_seconds
 
     @property
     def staging_bytes(self) -> int:

@@ -6,18 +6,19 @@ import argparse
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from ckpt_core.cadence import FailureRate, expected_overhead, optimal_interval
+from ckpt_core.cli._arguments import Commands
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
+from ckpt_core.journal import failure_rate
 from ckpt_core.options import parse_yaml, policy_from
 from ckpt_core.validation import duration, seconds_of
 
 if TYPE_CHECKING:  # of the commands only this one needs numpy
     from ckpt_core.simulation import FailureTrace, LearnedRate, SimulatedJob, Study
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _TRACES: Final = ("exponential", "weibull", "llama3")
 _DEFAULT_SAVE: Final = "optimal: true"
 _JOB: Final = {
@@ -36,7 +37,7 @@ _JOB: Final = {
 }
 
 
-def add(commands: _Commands, shared: argparse.ArgumentParser) -> None:
+def add(commands: Commands, shared: argparse.ArgumentParser) -> None:
     """Add the command's parser."""
     command = commands.add_parser(
         "simulate",
@@ -65,7 +66,12 @@ def add(commands: _Commands, shared: argparse.ArgumentParser) -> None:
     )
     failures.add_argument("--mtbf", type=_seconds, help="mean time between failures of the whole job")
     failures.add_argument("--shape", type=float, default=0.7, help="of the Weibull distribution (0.7)")
-    failures.add_argument("--devices", type=int, help="accelerators of the job, for llama3")
+    failures.add_argument("--devices", type=int, help="accelerators of the job, for llama3 and --learn")
+    failures.add_argument(
+        "--learn",
+        action="store_true",
+        help="let policies learn the rate of failures, as a root does; else they know it from the start",
+    )
     failures.add_argument(
         "--node-loss",
         type=float,
@@ -91,7 +97,7 @@ def run(arguments: Namespace) -> Outcome:
     policies = {text: _policy(text, "save") for text in arguments.save or [_DEFAULT_SAVE]}
     keep = None if arguments.keep is None else _policy(arguments.keep, "keep")
     job, trace = _job(arguments), _trace(arguments)
-    scenario = Scenario(job=job, trace=trace, learned=_known(trace))
+    scenario = Scenario(job=job, trace=trace, learned=_learned(arguments, trace))
     found: dict[str, Study] = {}
     for text, policy in policies.items():
         found[text] = simulate(policy, scenario, runs=arguments.runs, seed=arguments.seed, keep=keep)
@@ -158,9 +164,22 @@ def _trace(arguments: Namespace) -> FailureTrace:
     return ExponentialFailures(mtbf) if name == "exponential" else WeibullFailures(mtbf, arguments.shape)
 
 
-def _known(trace: FailureTrace) -> LearnedRate:
-    rate = FailureRate(trace.mtbf, "of the trace")
-    return lambda _failures, _seconds: rate
+def _learned(arguments: Namespace, trace: FailureTrace) -> LearnedRate:
+    """Return what policies believe about the rate of failures.
+
+    Raises:
+        ConfigError: it is to be learned, and depends on an unknown number of devices.
+    """
+    devices = arguments.devices
+    if not arguments.learn:
+        rate = FailureRate(trace.mtbf, "of the trace")
+        return lambda _failures, _seconds: rate
+    if devices is None or devices < 1:
+        raise ConfigError("--learn needs --devices, from 1 on: what is believed at first is a rate of each")
+    return lambda failures, seconds: failure_rate(
+        [{"kind": "summary", "failures": failures, "seconds": seconds, "device_seconds": devices * seconds}],
+        devices,
+    )
 
 
 def _formula(job: SimulatedJob, trace: FailureTrace) -> dict[str, float]:
