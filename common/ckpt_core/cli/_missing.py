@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ckpt_core.cli._arguments import Commands, claimed, open_target
-from ckpt_core.cli._cp import CopySource, add_copy_options, copy_all, outcome, pace_of, refuse_conflicts
+from ckpt_core.cli._cp import CopySource, add_copy_options, copy_all, outcome, pace_of
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._tier_columns import open_with_tiers, options_for
 from ckpt_core.commit import Catalog, Owner, Survey
@@ -51,8 +51,15 @@ def run(arguments: Namespace) -> Outcome:
         target = open_target(arguments.to or record.url, options_for(record.url, arguments))
         there = Catalog(target).survey()
         infos = survey.committed if arguments.all else _due(record, survey, there)
-        selection = CopySource(source=storage, infos=infos[::-1], relatives=survey.everything, is_run=True)
-        refuse_conflicts([selection], target, there)
+        names = {info.save_id: info.name for info in there.everything}
+        selection = CopySource(
+            source=storage,
+            # What the tier has by another name, because its own was taken, is not sent again.
+            infos=[info for info in infos[::-1] if names.get(info.save_id, info.name) == info.name],
+            relatives=survey.everything,
+            is_run=True,
+            renames=True,
+        )
         claim = partial(claimed, target, "ckpt upload", take_over=arguments.take_over, ended=ended)
         outcomes.append(outcome(target, copy_all([selection], target, there, pace=pace, claim=claim), ()))
     return Outcome(
