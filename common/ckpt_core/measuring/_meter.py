@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, final
 
-from ckpt_core.cadence import FailureRate, SaveCosts
+from ckpt_core.cadence import SaveCosts
 from ckpt_core.coordination import Coordinator
 from ckpt_core.measuring._ledger import CostLedger
 from ckpt_core.measuring._measured_save import MeasuredSave
@@ -44,7 +44,7 @@ class CostMeter:
     Concurrency: the main thread; the futures of saves bring their times on any thread.
 
     Args:
-        telemetry: receives `save.cost` once for each save, and `cadence`, from the coordinator.
+        telemetry: receives `save.cost` once for each save, from the coordinator.
         coordinator: the ranks.
         work: what the saves do beside the training.
         clock: seconds.
@@ -131,18 +131,6 @@ class CostMeter:
     def costs(self) -> SaveCosts | None:
         """The costs so far; None until one save is committed and its slowdown known."""
         return self._costs
-
-    def chosen(self, rule: str, seconds: float, failures: FailureRate | None) -> None:
-        """Report the interval that a policy has come to, with what it knew."""
-        if self._coordinator.is_coordinator:
-            self._telemetry.point(
-                "cadence",
-                rule=rule,
-                interval_seconds=seconds,
-                costs=None if self._costs is None else self._costs._asdict(),
-                mtbf_seconds=None if failures is None else failures.mtbf,
-                mtbf_source=None if failures is None else failures.source,
-            )
 
     def close(self) -> None:
         """Report what is not reported yet, when all saves and uploads have ended."""

@@ -42,9 +42,6 @@ class MeasuredCosts(Protocol):
     def in_flight(self) -> bool:
         """Whether the newest save is not durable yet."""
 
-    def chosen(self, rule: str, seconds: float, failures: FailureRate | None) -> None:
-        """Receive the interval that a policy has come to."""
-
 
 _UNKNOWN: Final = ("uploaded", None)
 
@@ -160,9 +157,6 @@ class CadenceKeeper:
             ask, self._ask_failures = self._ask_failures, None
             found = self._coordinator.run_on_coordinator(lambda: ask()._asdict(), what="learning")
             self._failures = FailureRate(**found)
-        earlier, known = self._last_save_time, self._costs or self._earlier_costs
-        if self._measured is not None and known and earlier is not None and not self.extra:
-            self._measured.chosen(repr(self._policy), self._now - earlier, self._failures)
         # Without a `due` at this step, ranks agree on the time at the next one.
         self._timed = step == self._previous_step
         self._last_save_time = self._now if self._timed else None

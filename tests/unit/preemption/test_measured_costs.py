@@ -24,10 +24,6 @@ RATE = FailureRate(mtbf=3600.0, source="given")
 class Measured:
     costs: SaveCosts | None = None
     in_flight: bool = False
-    intervals: list[tuple[str, float, FailureRate | None]] = field(default_factory=list)
-
-    def chosen(self, rule: str, seconds: float, failures: FailureRate | None) -> None:
-        self.intervals.append((rule, seconds, failures))
 
 
 @dataclass(frozen=True)
@@ -138,17 +134,6 @@ def test_costs_that_a_user_wrote_wrongly_are_not_used(costs):
     cadence.count_from(lambda: {"costs": costs})
     cadence.due(1)
     assert policy.seen[0].costs is None
-
-
-def test_the_interval_that_a_policy_comes_to_is_reported():
-    clock, policy, measured = FakeClock(), Recorder(), Measured()
-    cadence = CadenceKeeper(policy, Solo(), clock, measured=measured, failures=lambda: RATE)
-    for step in range(1, 4):
-        clock.advance(7.0 * step)
-        cadence.due(step)
-        cadence.saved(step)
-        measured.costs = COSTS
-    assert measured.intervals == [(repr(policy), 14.0, RATE), (repr(policy), 21.0, RATE)]
 
 
 def test_a_policy_that_needs_no_costs_records_none():
