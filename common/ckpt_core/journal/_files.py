@@ -76,6 +76,11 @@ class HistoryFile:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._content: bytes | None = None
+        self._written: Sequence[Record] | None = None
+
+    def lacks(self, history: Sequence[Record]) -> bool:
+        """Return whether `write` has something to do; a history that grows is another object."""
+        return self._written is not history
 
     def write(self, history: Sequence[Record]) -> None:
         """Replace the file, unless it has this content.
@@ -84,12 +89,15 @@ class HistoryFile:
             ForeignJournalError: a file of this name is not ours.
             OSError: storage failed.
         """
+        if not self.lacks(history):
+            return
         content = encode(compact(history))
         if self._content is None:
             self._content = refuse_foreign(self._storage, HISTORY)
         if content != self._content:
             self._storage.replace(HISTORY, content)
             self._content = content
+        self._written = history
 
 
 @final
