@@ -178,14 +178,12 @@ def refuse_foreign(storage: Storage, key: str) -> bytes:
     """
     try:
         with storage.open(key) as stream:
-            start = stream.read(1 << 12)
-            stream.seek(0)
             content = stream.read(_MOST_HISTORY + 1)
     except FileNotFoundError:
         return b""
     except (IsADirectoryError, ForeignFileError) as error:
         raise _foreign(storage, key, "is no regular file") from error
-    if not is_ours(start):
+    if not is_ours(content):
         raise _foreign(storage, key, "was not written by ckpt-suite")
     return content
 

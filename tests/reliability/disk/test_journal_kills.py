@@ -48,7 +48,7 @@ class Nth:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("nth", [0, 1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize("nth", [0, 1, 3, 6])
 def test_a_kill_at_a_write_of_the_journal_harms_nothing(prepared, tmp_path, nth, when):
     root = shutil.copytree(prepared, tmp_path / "root")
     runs = len([each for each in read_history(LocalStorage(root)) if each["event"] == "end"])
