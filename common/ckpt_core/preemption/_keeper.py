@@ -27,6 +27,8 @@ _SAVE, _STOP = 1, 2
 _ANNOUNCED, _NONE = frozenset({PREEMPTION}), frozenset[str]()
 _COUNTS: Final = "counts"
 """The annotation that holds the counts of a checkpoint."""
+_COSTS: Final = "costs"
+"""The annotation that holds what saves had cost until a checkpoint, for the run that continues it."""
 
 
 class MeasuredCosts(Protocol):
@@ -39,6 +41,9 @@ class MeasuredCosts(Protocol):
     @property
     def in_flight(self) -> bool:
         """Whether the newest save is not durable yet."""
+
+
+_UNKNOWN: Final = ("uploaded", None)
 
 
 @final
@@ -92,6 +97,7 @@ class CadenceKeeper:
         self._since_counts: Counts = self._counts
         self._sources = self._listening() if listen else None
         self._costs: SaveCosts | None = None
+        self._earlier_costs: SaveCosts | None = None
         self._failures: FailureRate | None = None
         self._in_flight = False
         self._known = 0
@@ -132,7 +138,7 @@ class CadenceKeeper:
             signals=_ANNOUNCED if self.pending else _NONE,
             counts=found,
             since_counts=self._since_counts,
-            costs=self._costs,
+            costs=self._costs or self._earlier_costs,
             failures=self._failures,
             in_flight=self._in_flight,
         )
@@ -159,22 +165,34 @@ class CadenceKeeper:
 
     @property
     def annotations(self) -> dict[str, Any]:
-        """The counts that the policy needs, for the manifest of a save."""
+        """The counts and costs that the policy needs, for the manifest of a save."""
         needed = needed_counts(self._policy)
         found = {name: count for name, count in self._counts.items() if name in needed}
-        return {_COUNTS: found} if found else {}
+        costs = self._costs or self._earlier_costs
+        return ({_COUNTS: found} if found else {}) | ({} if costs is None else {_COSTS: costs._asdict()})
 
     def count_from(self, annotations: Callable[[], Mapping[str, Any]]) -> None:
-        """Continue counting where a checkpoint was saved. Collective if the policy counts.
+        """Continue where a checkpoint was saved.
+
+        Collective if the policy counts or needs costs.
 
         Args:
             annotations: reads its annotations, on the coordinator; without counts in them, those of the next
-                decision are where counting begins.
+                decision are where counting begins. Costs in them count until this run has measured its own.
         """
-        if not needed_counts(self._policy):
+        counts = bool(needed_counts(self._policy))
+        if not counts and self._measured is None:
             return
-        found = self._coordinator.run_on_coordinator(lambda: _recorded(annotations()), what="counting")
-        self._counts = self._since_counts = cast("Counts", found)
+
+        def read() -> tuple[dict[str, int], list[float | None]]:
+            found = annotations()
+            return _recorded(found), _recorded_costs(found)
+
+        found, costs = self._coordinator.run_on_coordinator(read, what="counting")
+        if counts:
+            self._counts = self._since_counts = cast("Counts", found)
+        if costs:
+            self._earlier_costs = SaveCosts(*cast("Any", costs))
 
     def close(self) -> None:
         """Restore signal handlers and stop polling."""
@@ -263,3 +281,13 @@ def _recorded(annotations: Mapping[str, Any]) -> dict[str, int]:
     found = annotations.get(_COUNTS)
     pairs = found.items() if isinstance(found, Mapping) else ()
     return {name: value for name, value in pairs if _problem(name, value) is None}
+
+
+def _recorded_costs(annotations: Mapping[str, Any]) -> list[float | None]:
+    """Return the costs in annotations; this run has lost nothing yet. [] without any."""
+    found = annotations.get(_COSTS)
+    if not isinstance(found, Mapping) or set(found) != set(SaveCosts._fields):
+        return []
+    values: list[Any] = [0.0 if name == "lost" else found[name] for name in SaveCosts._fields]
+    needed = [each for name, each in zip(SaveCosts._fields, values, strict=True) if (name, each) != _UNKNOWN]
+    return values if all(isinstance(each, int | float) and 0 <= each < math.inf for each in needed) else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -42,6 +44,13 @@ class Recorder(SavePolicy):
     @property
     def needs_failures(self) -> bool:
         return self.needs
+
+
+class Unreachable(Solo):
+    """A rank that must not be asked."""
+
+    def gather_scatter(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the coordinator was asked")
 
 
 class OneOfTwo(Solo):
@@ -96,6 +105,41 @@ def test_parts_of_a_combination_get_what_they_need():
     assert not (EverySeconds(60) | Recorder(needs=False)).needs_costs
     CadenceKeeper(combined, Solo(), FakeClock(), measured=Measured(COSTS)).due(1)
     assert policy.seen[0].costs == COSTS
+
+
+def test_a_run_that_continues_begins_with_the_costs_of_the_one_before():
+    before = CadenceKeeper(Recorder(), Solo(), FakeClock(), measured=Measured(COSTS))
+    assert before.annotations == {}
+    before.due(1)
+    saved = json.loads(json.dumps(before.annotations))
+    policy, measured = Recorder(), Measured()
+    after = CadenceKeeper(policy, Solo(), FakeClock(), measured=measured)
+    after.count_from(lambda: saved)
+    after.due(2)
+    assert policy.seen[0].costs == COSTS._replace(lost=0.0)
+    assert after.annotations == {"costs": COSTS._replace(lost=0.0)._asdict()}
+    measured.costs = COSTS._replace(stall=9.0)
+    after.due(3)
+    assert policy.seen[1].costs == measured.costs
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [None, 3, {}, {"stall": 1.0}, COSTS._asdict() | {"stall": None}]
+    + [COSTS._asdict() | {"durable": value} for value in (-1.0, math.nan, math.inf, "1", [1])],
+)
+def test_costs_that_a_user_wrote_wrongly_are_not_used(costs):
+    policy = Recorder()
+    cadence = CadenceKeeper(policy, Solo(), FakeClock(), measured=Measured())
+    cadence.count_from(lambda: {"costs": costs})
+    cadence.due(1)
+    assert policy.seen[0].costs is None
+
+
+def test_a_policy_that_needs_no_costs_records_none():
+    cadence = CadenceKeeper(Recorder(needs=False), Unreachable(), FakeClock(), measured=Measured(COSTS))
+    cadence.count_from(lambda: pytest.fail("read"))
+    assert cadence.annotations == {}
 
 
 def test_the_rate_of_failures_is_asked_once_when_the_root_is_taken():
