@@ -79,7 +79,7 @@ class HistoryFile:
         self._written: Sequence[Record] | None = None
 
     def lacks(self, history: Sequence[Record]) -> bool:
-        """Return whether `write` has something to do; a history that grows is another object."""
+        """Return whether this is not what was written last; compares no records."""
         return self._written is not history
 
     def write(self, history: Sequence[Record]) -> None:
