@@ -15,7 +15,7 @@ from ckpt_core.cli import _cp, _missing
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, Commands, place_of, storage_options
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._outcome import show as show_outcome
-from ckpt_core.cli.costs import bench, plan
+from ckpt_core.cli.costs import bench, plan, simulate
 from ckpt_core.cli.inspection import diff, ls, show
 from ckpt_core.cli.upkeep import mark, pin, prune, verify
 from ckpt_core.disclosure import printable
@@ -38,7 +38,7 @@ _COMMANDS: Final[tuple[CommandModule, ...]] = (
     *(ls, show, diff),
     *(verify, _cp, _missing),
     *(prune, pin, mark),
-    *(plan, bench),
+    *(plan, bench, simulate),
 )
 """In the order of `ckpt --help`."""
 
