@@ -109,7 +109,9 @@ def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
 def _manager(place: Path) -> CheckpointManager:
     # With a queue, the number of uploads does not depend on which thread is faster.
     upload = Upload(place / _TIER, every=EVERY, keep=KeepLatest(KEPT), when_busy="queue")
-    return CheckpointManager(place / _LOCAL, save=EverySteps(1), keep=KeepLatest(KEPT), upload=upload)
+    # Calls are numbered, and a journal would make its own among them.
+    options = {"save": EverySteps(1), "keep": KeepLatest(KEPT), "upload": upload, "journal": False}
+    return CheckpointManager(place / _LOCAL, **options)
 
 
 def train(place: Path, rank: Rank, scene: Scene, tell: forks.Tell) -> None:
