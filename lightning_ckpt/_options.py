@@ -169,7 +169,8 @@ class Configured:
         verify_manifest: the same, to judge what is about to be loaded, which is refused unless it returns
             True.
         verify: what is compared with checksums before a load changes anything: `read` (what will be used),
-            `full` (everything), `arrival` (as `read`, but from an object store when it arrives) or `off`.
+            `full` (everything), `arrival` (as `read`, but from an object store when it arrives) or `off`. By
+            default `arrival` for automatic resumes, which go on with an older one, else `read`.
         read_once: whether bytes that several ranks need are read by one of them and sent to the others.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
@@ -222,7 +223,7 @@ class Configured:
         replicas: int = 1,
         sign_manifest: SignManifest | str | None = None,
         verify_manifest: VerifyManifest | str | None = None,
-        verify: Verify | bool = "read",
+        verify: Verify | bool | None = None,
         read_once: bool = True,
         allow_pickle: bool = False,
         deadline_seconds: float = 1800.0,

@@ -13,7 +13,7 @@ from ckpt_core.assembly import Assembly
 from ckpt_core.cadence import Counts, SaveCosts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.coordination import Coordinator, require_same_process
-from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
+from ckpt_core.errors import CheckpointError, ConfigError, FileFailure, OverwrittenError
 from ckpt_core.loading import LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -42,12 +42,10 @@ class CheckpointManager:
     Args:
         root: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run.
         options: all other options as one value; see `CheckpointOptions`.
-        coordinator: the communication of ranks; by default over the default process group, which may be made
-            later, but before the first save or resume. A given one may be shared by several managers; its
-            owner closes it.
+        coordinator: the communication of ranks; by default over the default process group, which must be made
+            before the first save or resume. Several managers may share a given one; its owner closes it.
         sinks: receivers of telemetry events.
-        listen: whether an `OnPreemption` installs its signal handlers now; else at the first `due` or
-            `maybe_save`, for hosts that cannot know whether these will be called.
+        listen: whether an `OnPreemption` installs its signal handlers now; else at the first `due`.
         **overrides: fields of `CheckpointOptions`, e.g. `save=EverySteps(500)`, as values or plain mappings.
 
     Raises:
@@ -65,9 +63,7 @@ class CheckpointManager:
         **overrides: Any,
     ) -> None:
         if options is not None and overrides:
-            raise ConfigError(
-                f"give either options= or single options, not both: {', '.join(sorted(overrides))}"
-            )
+            raise ConfigError(f"give options= or single options, not both: {', '.join(sorted(overrides))}")
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
         parts = Assembly.of(root, self.options, coordinator, sinks=sinks, listen=listen)
@@ -75,8 +71,8 @@ class CheckpointManager:
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
         self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
-        self._cadence, self._meter = parts.cadence, parts.meter
         self._root, self._pruner = parts.root, parts.pruner
+        self._cadence, self._meter = parts.cadence, parts.meter
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher = parts.fetcher
         self._in_force = Override()
@@ -98,8 +94,8 @@ class CheckpointManager:
         need them; counts without a step are where counting begins.
 
         With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
-        while every arena was in flight: at the first step at which an arena is free on every rank. While one
-        is pending, and only then, each call is an all-reduce of one number.
+        while every arena was in flight: at the first step with a free one on every rank. Until then each
+        call is an all-reduce of one number.
         """
         self._check()
         if step is None:
@@ -154,18 +150,20 @@ class CheckpointManager:
             UploadError: an upload has failed, and its `on_error` is `raise`; the same on every rank.
             CheckpointExistsError: the step is committed already, or, on an object store, the name.
             RootBusyError: another job writes to this root.
+            OverwrittenError: a load has left the state partly overwritten.
             ConfigError: the root cannot be written, or an argument is invalid.
         """
         self._bind()
         number = self._uploads.number(extra=self._cadence.extra)
         try:
+            self._loader.overwritten.require_none()
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
             own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
             own |= self._uploads.annotations(number)
             request = replace(request, annotations=own)
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
-        except ConfigError as error:
+        except (ConfigError, OverwrittenError) as error:
             if self._coordinator.world_size == 1:
                 raise
             # The other ranks may have called with valid arguments, and would wait for this one.
@@ -188,10 +186,7 @@ class CheckpointManager:
         return self._meter.costs
 
     def prewarm(self, state: State | CapturedState) -> int:
-        """Plan the save and allocate its arenas ahead of the first save. Collective.
-
-        Returns:
-            Bytes of host memory that this rank's arenas take.
+        """Allocate arenas ahead of the first save; return their bytes. Collective.
 
         Raises:
             SaveError: the state cannot be planned; the same on every rank.
@@ -219,7 +214,9 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint yet, and `override` is to change it.
-            CorruptCheckpointError: there are checkpoints, and all of them are damaged.
+            CorruptCheckpointError: there are checkpoints, and all of them are damaged; nothing was touched.
+            OverwrittenError: the same, found on arrival from an object store, or storage failed meanwhile:
+                the state is partly overwritten, and nothing is saved until a load has succeeded.
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
@@ -228,8 +225,9 @@ class CheckpointManager:
         self._bind()
         agreed_values(self._coordinator, "resume", lambda: checked_override(state, override).items)
         self._rewind()
+        self._uploads.claims.patient = True
         self._own_root()
-        request = LoadRequest.of(self.options, Selection(), Override.of(override))
+        request = LoadRequest.to_resume(self.options, Override.of(override))
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
         self._loader.log_surroundings(loaded)
         if loaded is None:
@@ -280,6 +278,7 @@ class CheckpointManager:
         """
         self._check()
         self._coordinator.check()
+        self._uploads.agree()
 
         def selected() -> Selection:
             return Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
@@ -293,12 +292,11 @@ class CheckpointManager:
         self._rewind()
         source, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower, Override.of(override))
-        info: CheckpointInfo | None
-        if step is None and name is None:
+        if step is not None or name is not None:
+            saved, info = self._loader.one(request, source, step=step, name=name)
+        else:
             newest = self._loader.required(self._loader.newest(request, source))
             saved, info = newest.saved, newest.info
-        else:
-            saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved
@@ -334,6 +332,7 @@ class CheckpointManager:
             return held.info, Override.in_force(annotations).items, SaveNumber.read(annotations)
 
         info, changed, number = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
+        self._loader.overwritten.clear()
         self._root.line.continue_from(info)
         self._journal.resumed(info.step)
         self._uploads.count_from(number, info.step)
@@ -498,3 +497,4 @@ class CheckpointManager:
         """Fix the ranks of the job, for which a save or load is about to be planned."""
         self._check()
         self._coordinator.bind()
+        self._uploads.agree()

@@ -104,7 +104,9 @@ class CheckpointOptions:
             and, on a local filesystem, those around them (`read`), the whole checkpoint (`full`), or only the
             small files (`off`). `arrival` is `read` on a local filesystem; from an object store tensors are
             compared as they arrive, in the memory of the model: damage that a second try finds, too, leaves
-            it partly overwritten. True means `read`, False means `off`, as YAML reads that word.
+            it partly overwritten, and `resume` goes on with an older checkpoint, which overwrites all of it.
+            None means `arrival` for `resume` and `read` for `load`. True means `read`, False means `off`, as
+            YAML reads that word.
         read_once: whether bytes that several ranks need are read by one of them and broadcast; if False,
             every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.
@@ -135,7 +137,7 @@ class CheckpointOptions:
     # Not shown: a function may be bound to a key.
     sign_manifest: SignManifest | str | None = field(default=None, repr=False)
     verify_manifest: VerifyManifest | str | None = field(default=None, repr=False)
-    verify: Verify | bool = "read"
+    verify: Verify | bool | None = None
     read_once: bool = True
     allow_pickle: bool = False
     deadline_seconds: float = 1800.0
@@ -174,10 +176,17 @@ class CheckpointOptions:
 
     @property
     def verification(self) -> Verify:
-        """`verify` as one of its words."""
+        """`verify` as one of its words, for all but `resume`."""
+        if self.verify is None:
+            return "read"
         if isinstance(self.verify, bool):
             return "read" if self.verify else "off"
         return self.verify
+
+    @property
+    def resume_verification(self) -> Verify:
+        """`verify` as one of its words, for `resume`."""
+        return "arrival" if self.verify is None else self.verification
 
     @property
     def manifest_signer(self) -> SignManifest | None:
@@ -263,7 +272,7 @@ def _optional(name: str, value: Any, kind: type) -> str | None:
 
 
 def _verify(value: Any) -> str | None:
-    return None if isinstance(value, bool) else one_of("verify", value, get_args(Verify))
+    return None if value is None or isinstance(value, bool) else one_of("verify", value, get_args(Verify))
 
 
 def _one_or_two(name: str, value: Any) -> str | None:
