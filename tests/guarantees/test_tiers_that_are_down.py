@@ -265,6 +265,37 @@ def test_a_time_out_is_told_as_one_with_its_place_and_seconds(client):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("hangs", ["*__0_0.distcp*", "*COMMITTED*", "*writer.json*"])
+def test_an_upload_that_hangs_anywhere_is_cancelled_at_the_end_without_an_error(
+    tmp_path, s3_endpoint, caplog, hangs
+):
+    boto3 = pytest.importorskip("boto3")
+    service, bucket = ServiceControl(s3_endpoint), f"hangs-{len(hangs)}"
+    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
+    cloud = boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1", **keys)
+    cloud.create_bucket(Bucket=bucket)
+    options = {"key": "testing", "secret": "testing", "endpoint_url": s3_endpoint, "client": "botocore"}
+    upload = Upload(f"s3://{bucket}/run", deadline_seconds=0.3, storage_options=options)
+    manager = CheckpointManager(tmp_path, upload=upload)
+    manager.save(1, state_of(1)).uploaded.result(60)
+    service.set(ServiceFault(action="hang", target=f"*{bucket}/run/{hangs}", count=None))
+    try:
+        handle = manager.save(2, state_of(2))
+        handle.result(60)
+        began = time.monotonic()
+        manager.close()
+        assert time.monotonic() - began < 4
+        for thread in uploading():
+            thread.join(20)  # one may wait between two tries
+        assert uploading() == []
+    finally:
+        service.clear()
+        service.release()
+    assert handle.uploaded.result(60) is None
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("client", "what"),
     [("botocore", "denied"), ("botocore", "expired"), ("botocore", "deleted"), ("fsspec", "expired")],

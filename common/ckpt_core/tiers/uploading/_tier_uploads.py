@@ -250,6 +250,7 @@ class TierUploads:
 
     def _end(self, uploaders: Sequence[Uploader], deadline: float) -> None:
         """End the uploads; say what is not there, and how it gets there."""
+        until = max(deadline, time.monotonic()) + _END_SECONDS
         for uploader in uploaders:
             left = uploader.line.unfinished
             if left and self._job.coordinator.is_coordinator:
@@ -262,12 +263,12 @@ class TierUploads:
         _join_all(uploaders)
         if uploaders and self._job.coordinator.is_coordinator:
             self._record.write()
-        until = max(deadline, time.monotonic()) + _END_SECONDS
         for uploader in uploaders:
             # A thread that hangs in storage gives its tier back itself, when it wakes up.
             if uploader.ended:
                 limit = min(until - time.monotonic(), _RELEASE_SECONDS)
-                run_with_timeout(max(0.0, limit), uploader.release)
+                if not run_with_timeout(max(_MOMENT_SECONDS, limit), uploader.release):
+                    uploader.interrupt()
         if not uploaders:
             self.claims.release()
 
@@ -305,7 +306,7 @@ def _join_all(uploaders: Sequence[Uploader]) -> None:
 
 
 def _alive(uploaders: Sequence[Uploader]) -> list[Uploader]:
-    return [uploader for uploader in uploaders if not uploader.ended]
+    return [uploader for uploader in uploaders if not uploader.join(0)]
 
 
 def _ignore(_: object) -> None:
