@@ -30,7 +30,7 @@ from benchmarks.tiering.resumes import (
     ResumeBare,
     ResumeDisk,
     ResumeLost,
-    ResumeLostArrival,
+    ResumeLostRead,
     ResumeWhole,
     one_resume,
     report_resumes,
@@ -54,7 +54,7 @@ SAVERS: Sequence[type[TierSaver]] = (OursTiers, DcpFsspecAsync, DcpS3TorchAsync,
 NEIGHBOURS: Sequence[type[TierSaver]] = (
     OursTiers, OursTiersLimited, OursDiskOnly, DcpFsspecAsync, DcpS3TorchAsync, BarePut,
 )  # fmt: skip
-RESUMES: Sequence[type[Resume]] = (ResumeDisk, ResumeWhole, ResumeLost, ResumeLostArrival, ResumeBare)
+RESUMES: Sequence[type[Resume]] = (ResumeDisk, ResumeWhole, ResumeLost, ResumeLostRead, ResumeBare)
 _KEYS = sorted({each.key for each in (*SAVERS, *NEIGHBOURS, *RESUMES)})
 
 

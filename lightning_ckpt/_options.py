@@ -169,11 +169,14 @@ class Configured:
         verify_manifest: the same, to judge what is about to be loaded, which is refused unless it returns
             True.
         verify: what is compared with checksums before a load changes anything: `read` (what will be used),
-            `full` (everything), `arrival` (as `read`, but from an object store when it arrives) or `off`.
+            `full` (everything), `arrival` (as `read`, but from an object store when it arrives) or `off`. By
+            default `arrival` for automatic resumes, which go on with an older one, else `read`.
         read_once: whether bytes that several ranks need are read by one of them and sent to the others.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
         job_name: what `writer.json` calls this job, instead of its script, host and process.
+        journal: whether `history.jsonl` and `events.jsonl` are kept in `dirpath`: what saves cost, and how
+            runs ended.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
         sinks: receivers of telemetry events.
 
@@ -220,11 +223,12 @@ class Configured:
         replicas: int = 1,
         sign_manifest: SignManifest | str | None = None,
         verify_manifest: VerifyManifest | str | None = None,
-        verify: Verify | bool = "read",
+        verify: Verify | bool | None = None,
         read_once: bool = True,
         allow_pickle: bool = False,
         deadline_seconds: float = 1800.0,
         job_name: str | None = None,
+        journal: bool = True,
         storage_options: dict[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
@@ -262,6 +266,7 @@ class Configured:
             "allow_pickle": allow_pickle,
             "deadline_seconds": deadline_seconds,
             "job_name": job_name,
+            "journal": journal,
             "storage_options": storage_options or {},
         }
         self.settings = Settings(

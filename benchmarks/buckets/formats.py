@@ -23,7 +23,7 @@ class _Ours(BucketClient):
     kind: ClassVar[Kind] = "ours"
     copies: ClassVar[int] = 1
     client: ClassVar[str | None] = None
-    verify: ClassVar[str] = "read"
+    verify: ClassVar[str | None] = None
 
     def __init__(self, task: BucketTask) -> None:
         super().__init__(task)
@@ -51,7 +51,7 @@ class _Ours(BucketClient):
 
     @override
     def load(self, number: int) -> None:
-        self._manager.load({"model": dict(self.task.live.tensors)}, step=number)
+        assert self._manager.resume({"model": dict(self.task.live.tensors)}) == number
 
     @override
     def is_content(self, key: str) -> bool:
@@ -81,12 +81,12 @@ class OursFsspec(_Ours):
 
 
 @final
-class OursOnArrival(_Ours):
-    """What is loaded is verified when it arrives."""
+class OursRead(_Ours):
+    """What is loaded is verified before anything live changes."""
 
-    key = "ours-arrival"
-    name = 'ckpt-suite, verify="arrival"'
-    verify = "arrival"
+    key = "ours-read"
+    name = 'ckpt-suite, verify="read"'
+    verify = "read"
     ways = ("load",)
 
 

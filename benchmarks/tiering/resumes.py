@@ -42,7 +42,7 @@ class Resume(Entrant):
     kind: ClassVar[Kind] = "ours"
     base: ClassVar[str] = "resume-disk"
     uploads: ClassVar[bool] = True
-    verify: ClassVar[str] = "read"
+    verify: ClassVar[str | None] = None
 
     @property
     def root(self) -> Path:
@@ -109,12 +109,12 @@ class ResumeLost(_ResumeLost):
 
 
 @final
-class ResumeLostArrival(_ResumeLost):
-    """From the bucket, verified on arrival."""
+class ResumeLostRead(_ResumeLost):
+    """From the bucket, verified before anything live changes."""
 
-    key = "resume-lost-arrival"
-    name = 'ckpt-suite, lost, verify="arrival"'
-    verify = "arrival"
+    key = "resume-lost-read"
+    name = 'ckpt-suite, lost, verify="read"'
+    verify = "read"
 
 
 @final

@@ -13,13 +13,16 @@ from ckpt_core._version import __version__
 if TYPE_CHECKING:
     from ckpt_core.cadence import (
         AtSteps,
+        Continuous,
         EveryEpochs,
         EveryFraction,
         EverySeconds,
         EverySteps,
         EveryTokens,
         FirstStep,
+        MaxOverhead,
         OnPreemption,
+        Optimal,
         SavePolicy,
     )
     from ckpt_core.errors import (
@@ -58,8 +61,8 @@ if TYPE_CHECKING:
     from ckpt_core.types import CheckpointInfo
 
 _HOMES = {
-    "cadence": "AtSteps EveryEpochs EveryFraction EverySeconds EverySteps EveryTokens FirstStep OnPreemption "
-    "SavePolicy",
+    "cadence": "AtSteps Continuous EveryEpochs EveryFraction EverySeconds EverySteps EveryTokens FirstStep "
+    "MaxOverhead OnPreemption Optimal SavePolicy",
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
     "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError "
@@ -84,6 +87,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointOptions",
     "ConfigError",
+    "Continuous",
     "CoordinationError",
     "CorruptCheckpointError",
     "Counters",
@@ -103,8 +107,10 @@ __all__ = [
     "KeepNewerThan",
     "KeepSteps",
     "LoadError",
+    "MaxOverhead",
     "NoRoomError",
     "OnPreemption",
+    "Optimal",
     "RetentionPolicy",
     "RootBusyError",
     "SaveError",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, final
 
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.groups import open_root
+from ckpt_core.journal import Journal
 from ckpt_core.loading import Fetcher, Loader, Repairer
+from ckpt_core.measuring import CostMeter
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.root import Job, Ownership, Pruner
@@ -28,6 +30,8 @@ class Assembly:
     job: Job
     catalog: RunCatalog
     cadence: CadenceKeeper
+    meter: CostMeter
+    journal: Journal
     uploads: TierUploads
     root: Ownership
     pruner: Pruner
@@ -56,8 +60,9 @@ class Assembly:
         coordinator = coordinator or coordinator_for_job(deadline_seconds=deadline)
         tiers = open_tiers(storage, options)
         catalog = RunCatalog(tiers)
-        cadence = CadenceKeeper(options.save, coordinator, listen=listen)
-        job = Job(storage=storage, coordinator=coordinator, telemetry=Telemetry(*sinks))
+        journal = Journal(storage, [tier.storage for tier in tiers[1:]], enabled=options.journal)
+        telemetry = Telemetry(*sinks, *journal.sinks)
+        job = Job(storage=storage, coordinator=coordinator, telemetry=telemetry)
         uploads = TierUploads(job, options, tiers)
         thread = SaveThread(deadline)
         ownership = Ownership(
@@ -65,18 +70,28 @@ class Assembly:
             coordinator,
             job_name=options.job_name,
             until_idle=thread.until_idle,
-            hooks=uploads.hooks,
+            hooks=replace(uploads.hooks, journal=journal),
             elsewhere=uploads.claims.make,
         )
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
+        saver = Saver(job, thread, options, ownership=ownership, pruner=pruner)
+        meter = CostMeter(job.telemetry, coordinator, saver)
         return cls(
             job=job,
             catalog=catalog,
-            cadence=cadence,
+            cadence=CadenceKeeper(
+                options.save,
+                coordinator,
+                listen=listen,
+                measured=meter,
+                failures=lambda: journal.failures(coordinator.world_size),
+            ),
+            meter=meter,
+            journal=journal,
             uploads=uploads,
             root=ownership,
             pruner=pruner,
-            saver=Saver(job, thread, options, ownership=ownership, pruner=pruner),
+            saver=saver,
             loader=Loader(job, tiers=tiers, verify_manifest=options.manifest_verifier),
             repairer=Repairer(job, tiers[0], options, ownership=ownership, pruner=pruner),
             fetcher=Fetcher(job, tiers, options, ownership),

@@ -16,6 +16,7 @@ CheckpointError(Exception)
 ├─ StagingMemoryError(…, MemoryError)              the copy of the state would not fit into host memory
 ├─ LoadError                                       a load failed for a reason that is none of the above
 │  ├─ ArchivedError(…, PermissionError)            it is in an archive, and must be restored before it is read
+│  ├─ OverwrittenError                             it failed half-way: the live state is partly overwritten
 │  └─ PartialCheckpointError                       some of its files are on disks of other nodes
 ├─ HalfRenamedError(…, OSError)                    done on the disks of some nodes, and not on others
 └─ CoordinationError                               ranks could not agree
@@ -278,6 +279,24 @@ class LoadError(CheckpointError):
 
 class ArchivedError(LoadError, PermissionError):
     """An object is in an archive: it is whole, and can be read once restored."""
+
+
+class OverwrittenError(LoadError):
+    """A load failed half-way, so that the live state is partly overwritten.
+
+    Saves are refused with it until a load has overwritten all of that.
+
+    Attributes:
+        step: of the checkpoint; None if it has none.
+        name: of its directory.
+        damaged: whether it failed because the bytes that arrived differ from those that were saved.
+        failures: the problem of each file, if so.
+    """
+
+    step: int | None = None
+    name: str = ""
+    damaged: bool = False
+    failures: Sequence[FileFailure] = ()
 
 
 class PartialCheckpointError(LoadError):

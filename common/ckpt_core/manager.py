@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any, Self, Unpack, final
 
 from ckpt_core.assembly import Assembly
-from ckpt_core.cadence import Counts
+from ckpt_core.cadence import Counts, SaveCosts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.coordination import Coordinator, require_same_process
-from ckpt_core.errors import CheckpointError, ConfigError, FileFailure
+from ckpt_core.errors import CheckpointError, ConfigError, FileFailure, OverwrittenError
 from ckpt_core.loading import LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions
@@ -42,12 +42,10 @@ class CheckpointManager:
     Args:
         root: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run.
         options: all other options as one value; see `CheckpointOptions`.
-        coordinator: the communication of ranks; by default over the default process group, which may be made
-            later, but before the first save or resume. A given one may be shared by several managers; its
-            owner closes it.
+        coordinator: the communication of ranks; by default over the default process group, which must be made
+            before the first save or resume. Several managers may share a given one; its owner closes it.
         sinks: receivers of telemetry events.
-        listen: whether an `OnPreemption` installs its signal handlers now; else at the first `due` or
-            `maybe_save`, for hosts that cannot know whether these will be called.
+        listen: whether an `OnPreemption` installs its signal handlers now; else at the first `due`.
         **overrides: fields of `CheckpointOptions`, e.g. `save=EverySteps(500)`, as values or plain mappings.
 
     Raises:
@@ -65,17 +63,15 @@ class CheckpointManager:
         **overrides: Any,
     ) -> None:
         if options is not None and overrides:
-            raise ConfigError(
-                f"give either options= or single options, not both: {', '.join(sorted(overrides))}"
-            )
+            raise ConfigError(f"give options= or single options, not both: {', '.join(sorted(overrides))}")
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
         parts = Assembly.of(root, self.options, coordinator, sinks=sinks, listen=listen)
         self.storage = parts.job.storage
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
-        self._catalog, self._cadence, self._uploads = parts.catalog, parts.cadence, parts.uploads
-        self._root, self._pruner = parts.root, parts.pruner
+        self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
+        self._root, self._pruner, self._cadence, self._meter = parts.root, parts.pruner, parts.cadence, parts.meter
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher = parts.fetcher
         self._in_force = Override()
@@ -97,13 +93,16 @@ class CheckpointManager:
         need them; counts without a step are where counting begins.
 
         With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
-        while every arena was in flight: at the first step at which an arena is free on every rank. While one
-        is pending, and only then, each call is an all-reduce of one number.
+        while every arena was in flight: at the first step with a free one on every rank. While one is pending,
+        each call is an all-reduce of one number.
         """
         self._check()
         if step is None:
+            self._meter.pause()
             return self._cadence.check_preemption(**counts)
         step = checked_step("due", step)
+        self._meter.step(step)
+        self._journal.seen(step)
         reason = self._cadence.due(step, total_steps, **counts)
         return reason or (COALESCED if self._saver.in_flight.overdue() else None)
 
@@ -150,36 +149,43 @@ class CheckpointManager:
             UploadError: an upload has failed, and its `on_error` is `raise`; the same on every rank.
             CheckpointExistsError: the step is committed already, or, on an object store, the name.
             RootBusyError: another job writes to this root.
+            OverwrittenError: a load has left the state partly overwritten.
             ConfigError: the root cannot be written, or an argument is invalid.
         """
         self._bind()
         number = self._uploads.number(extra=self._cadence.extra)
         try:
+            self._loader.overwritten.require_none()
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
             own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
             own |= self._uploads.annotations(number)
             request = replace(request, annotations=own)
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
-        except ConfigError as error:
+        except (ConfigError, OverwrittenError) as error:
             if self._coordinator.world_size == 1:
                 raise
             # The other ranks may have called with valid arguments, and would wait for this one.
             request = SaveRequest(step=0, name=step_name(0), refusal=error)
-        if self._cadence.pending:
-            self._saver.in_flight.settle()  # back-pressure must not leave out the last save
-        self._uploads.before_save()
-        handle = self._saver.save(request, state)
-        if handle is not None:
-            self._uploads.follow(handle, number)
-            self._cadence.saved(request.step)
+        with self._meter.save(request.step, request.name, request.annotations) as measured:
+            if self._cadence.pending:
+                self._saver.in_flight.settle()  # back-pressure must not leave out the last save
+            self._uploads.before_save()
+            handle = measured.handle = self._saver.save(request, state)
+            measured.skipped = self._saver.skipped
+            if handle is not None:
+                self._uploads.follow(handle, number)
+                self._cadence.saved(request.step)
+                self._journal.seen(request.step)
         return handle
 
-    def prewarm(self, state: State | CapturedState) -> int:
-        """Plan the save and allocate its arenas ahead of the first save. Collective.
+    @property
+    def costs(self) -> SaveCosts | None:
+        """What saves cost, measured on this rank; None until one is known."""
+        return self._meter.costs
 
-        Returns:
-            Bytes of host memory that this rank's arenas take.
+    def prewarm(self, state: State | CapturedState) -> int:
+        """Allocate this rank's arenas ahead of the first save; return their bytes. Collective.
 
         Raises:
             SaveError: the state cannot be planned; the same on every rank.
@@ -207,7 +213,9 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint yet, and `override` is to change it.
-            CorruptCheckpointError: there are checkpoints, and all of them are damaged.
+            CorruptCheckpointError: there are checkpoints, and all of them are damaged; nothing was touched.
+            OverwrittenError: the same, found on arrival from an object store, or storage failed meanwhile:
+                the state is partly overwritten, and nothing is saved until a load has succeeded.
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
@@ -218,7 +226,7 @@ class CheckpointManager:
         self._rewind()
         self._uploads.claims.patient = True
         self._own_root()
-        request = LoadRequest.of(self.options, Selection(), Override.of(override))
+        request = LoadRequest.to_resume(self.options, Override.of(override))
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
         self._loader.log_surroundings(loaded)
         if loaded is None:
@@ -298,6 +306,7 @@ class CheckpointManager:
         if info is not None:  # else stock DCP wrote it
             self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
             self._cadence.count_from(lambda: saved.annotations)
+            self._journal.resumed(info.step)
             self._uploads.count_from(SaveNumber.read(saved.annotations), info.step)
         self._in_force = change or Override.in_force(saved.annotations)
 
@@ -323,7 +332,9 @@ class CheckpointManager:
             return held.info, Override.in_force(annotations).items, SaveNumber.read(annotations)
 
         info, changed, number = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
+        self._loader.overwritten.clear()
         self._root.line.continue_from(info)
+        self._journal.resumed(info.step)
         self._uploads.count_from(number, info.step)
         self._in_force = Override(dict(changed))
         return info
@@ -349,7 +360,8 @@ class CheckpointManager:
             SaveError: a save failed. If several did, the next call raises the next error.
         """
         require_same_process(self._pid)
-        self._saver.in_flight.wait()
+        with self._meter.wait():
+            self._saver.in_flight.wait()
 
     def wait_staged(self) -> None:
         """Wait for staged copies, so that weights may change outside `optimizer.step()`.
@@ -388,6 +400,7 @@ class CheckpointManager:
         """
         self._bind()
         self.wait()
+        self._meter.pause()
         if dry_run:
             return self._coordinator.run_on_coordinator(self._pruner.plan, what="pruning")
         self._own_root()
@@ -445,7 +458,9 @@ class CheckpointManager:
                 ending.callback(self._coordinator.close)
             ending.callback(self._cadence.close)
             ending.callback(self._saver.release)
+            ending.callback(self._meter.close)
             ending.callback(self._uploads.close, leave=not wait_for_uploads, preempted=self.preempted)
+            ending.callback(self._journal.end, preempted=self.preempted)
             self._saver.close()
 
     def _own_root(self) -> None:
@@ -456,6 +471,7 @@ class CheckpointManager:
 
     def _rewind(self) -> None:
         """Wait for the saves in flight, and forget the last one, as a load follows."""
+        self._meter.pause()
         self._saver.in_flight.wait()
         self._saver.in_flight.forget()
 

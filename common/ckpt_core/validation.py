@@ -8,12 +8,16 @@ from __future__ import annotations
 import importlib
 import math
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
 from ckpt_core.errors import ConfigError
 
 T = TypeVar("T")
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([smhd])\s*")
 
 
 def require(owner: str, *problems: str | None) -> None:
@@ -64,6 +68,21 @@ def positive(name: str, value: Any) -> str | None:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
         return None
     return f"{name} must be a finite number above 0, not {value!r}"
+
+
+def seconds_of(value: Any) -> Any:
+    """Convert "90s", "5m", "6h" or "2d" to seconds; return others unchanged."""
+    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    return value if found is None else float(found[1]) * _SECONDS[found[2]]
+
+
+def duration(name: str, value: Any, *, minimum: float | None = None) -> str | None:
+    """Check finite seconds above 0 or of at least `minimum`, as a number or text."""
+    plain = seconds_of(value)
+    if positive(name, plain) is None or (minimum is not None and plain == minimum and plain is not False):
+        return None
+    least = "above 0" if minimum is None else f"of at least {minimum:g}"
+    return f'{name} must be seconds {least}, as a number or as "90s", "5m", "6h" or "2d", not {value!r}'
 
 
 def text(name: str, value: Any) -> str | None:

@@ -251,7 +251,9 @@ class FabricState:
         """Return the models without tensors, of which a checkpoint records nothing."""
         return {key for key, model in self._parts.models.items() if not any(leaves(model_state(model)))}
 
-    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+    def begin(
+        self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState
+    ) -> Callable[[], Sequence[tuple[str | int, ...]] | None]:
         """Put back what may refuse; see `CarefulSource`."""
         tree = loaded[_PART]
         for key, optimizer in self._parts.optimizers.items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
 from ckpt_core.cli._arguments import (
+    Commands,
     claimed,
     find_root,
     is_left_over,
@@ -90,6 +91,50 @@ class CopyResult:
             "problem": self.problem or None,
             "failures": [asdict(failure) for failure in self.failures],
         }
+
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "cp",
+        parents=[shared],
+        help="copy checkpoints or a run to another root",
+        description="Copies checkpoints as they are, between any two places, and compares every byte with "
+        "their manifests before it commits them. After an interruption the same command continues: what is "
+        "there is not sent again. Files that a manifest does not list are not copied.",
+    )
+    command.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SRC",
+        help="ROOT@STEP, a CHECKPOINT, or a ROOT: all committed ones of its present lineage",
+    )
+    command.add_argument("target", metavar="DST", help="path or URL of the root to copy to")
+    command.add_argument("--all", action="store_true", help="of a root also the abandoned checkpoints")
+    command.add_argument(
+        "--to-storage-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the filesystem behind DST, if others than for SRC are needed; may be repeated",
+    )
+    command.add_argument(
+        "--mixed", action="store_true", help="copy into a root that holds another run; nothing resumes there"
+    )
+    add_copy_options(command)
+    command.set_defaults(command=run)
+
+
+def add_copy_options(command: ArgumentParser) -> None:
+    """Add the options of `cp` and `upload`."""
+    command.add_argument(
+        "--bandwidth", metavar="RATE", help='the most bytes per second to send, such as "100 MB/s"'
+    )
+    command.add_argument(
+        "--take-over",
+        action="store_true",
+        help="copy although writer.json names a job there, where no lock shows whether it is alive",
+    )
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -181,7 +226,7 @@ def copy_all(
     _refuse_without_room(target, [info for _, info in todo])
     with (
         claim() as lease,
-        _interruptible() as stop,
+        interruptible() as stop,
         ProgressLine(f"copying to {target.url}", total, plain=True) as line,
     ):
         for result in results if target.supports_rename else ():
@@ -355,7 +400,7 @@ def _carry_marks(selection: CopySource, info: CheckpointInfo, found: CheckpointI
 
 
 @contextmanager
-def _interruptible() -> Generator[Callable[[], None]]:
+def interruptible() -> Generator[Callable[[], None]]:
     """Let Ctrl-C end the threads of a copy, too; yields what they call."""
     interrupted = threading.Event()
 

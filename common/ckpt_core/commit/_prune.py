@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable
+from typing import Final
 
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._occupant import is_link
@@ -25,6 +26,9 @@ from ckpt_core.commit._strangers import delete_in_place, finish_merge, has_manif
 from ckpt_core.disclosure import logger_of
 from ckpt_core.names import (
     DAMAGED,
+    EARLIER_EVENTS,
+    EVENTS,
+    HISTORY,
     MARKER,
     PINS,
     TIERS,
@@ -41,6 +45,9 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
+_OWNERS: Final = frozenset({TIERS, WRITER, HISTORY, EVENTS, EARLIER_EVENTS})
+"""Small files that only the owner of a root writes."""
+
 _warned: set[tuple[str, str]] = set()
 
 
@@ -104,9 +111,7 @@ def remove_drafts(storage: Storage) -> list[str]:
     The caller owns the root.
     """
     names = [entry.name for entry in storage.list("") if not entry.is_directory]
-    removed = without_others(
-        storage, [name for name in names if is_probe(name) or drafted(name) in {TIERS, WRITER}]
-    )
+    removed = without_others(storage, [name for name in names if is_probe(name) or drafted(name) in _OWNERS])
     _remove(storage, removed)
     for key in (PINS, DAMAGED):
         # Listed again under the lock: without it, a draft that another process is writing could be deleted.

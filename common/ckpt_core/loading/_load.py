@@ -7,8 +7,9 @@
 5. apply: values that need the tensors are restored, and the random number generators last.
 
 A load that fails before 4 leaves everything unchanged. After that, only storage that answered a moment before
-can fail, or an object without a `begin` that refuses its state; the error says that the state is partly
-overwritten. With `verify="arrival"` on an object store, step 2 is a part of step 4, and damage fails there.
+can fail, or an object without a `begin` that refuses its state: an `OverwrittenError` says that the state is
+partly overwritten, `Overwritten` keeps which tensors are, and small values are as before. With "arrival", on
+an object store, step 2 is a part of step 4, and damage fails there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -28,16 +29,19 @@ from ckpt_core.commit import verify, verify_stock
 from ckpt_core.devices import fetch_to, has_streams
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
+    CheckpointError,
     ConfigError,
+    CoordinationError,
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
-    LoadError,
+    OverwrittenError,
     lost,
 )
 from ckpt_core.loading._checkpoint import OpenCheckpoint, open_checkpoint
 from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._framing import verify_framing
+from ckpt_core.loading._overwritten import Overwritten
 from ckpt_core.loading._reads import Reads
 from ckpt_core.loading._selection import Selection
 from ckpt_core.loading._targets import Misfits, PartLoad
@@ -48,6 +52,8 @@ from ckpt_core.root import Job
 from ckpt_core.staging import free_memory
 from ckpt_core.state import AdjustableSource, CarefulSource, Override, StateSource, leaves, put_buffers
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
+
+RollBack: TypeAlias = Callable[[], Sequence[tuple[str | int, ...]] | None]
 
 _logger = logger_of(__name__)
 _KEEP_BYTES: Final = 256 << 20
@@ -68,6 +74,7 @@ class LoadRequest:
         committed: the checkpoint found there; None if it may be a directory that stock DCP wrote.
         manifest_sha256: of the trusted manifest; None if manifests are not judged.
         override: hyperparameters to change, unless the checkpoint says that they are changed already.
+        replaces: whether to refuse a checkpoint that would leave what failed loads have overwritten.
     """
 
     directory: str
@@ -78,6 +85,7 @@ class LoadRequest:
     committed: CheckpointInfo | None = None
     manifest_sha256: str | None = None
     override: Override = field(default_factory=Override)
+    replaces: bool = False
 
     @classmethod
     def of(cls, options: CheckpointOptions, selection: Selection, override: Override | None = None) -> Self:
@@ -90,6 +98,12 @@ class LoadRequest:
             read_once=options.read_once,
             override=override or Override(),
         )
+
+    @classmethod
+    def to_resume(cls, options: CheckpointOptions, override: Override) -> Self:
+        """Make the request of a resume: everything, whatever failed loads have left."""
+        made = cls.of(options, Selection(), override)
+        return replace(made, verification=options.resume_verification, replaces=True)
 
 
 def _keep_bytes() -> int:
@@ -107,14 +121,16 @@ class Load:
         request: the directory, and the options.
         source: the live state to load into.
         job: storage, ranks and telemetry.
+        overwritten: what failed loads have left in the live state, to be kept up to date.
     """
 
-    def __init__(self, request: LoadRequest, source: StateSource, job: Job) -> None:
+    def __init__(self, request: LoadRequest, source: StateSource, job: Job, overwritten: Overwritten) -> None:
         self._request = request
         self._source = source
         self._storage = job.storage
         self._coordinator = job.coordinator
         self._telemetry = job.telemetry
+        self._overwritten = overwritten
         self._engine = Engine(job.storage, request.directory, keep_bytes=_keep_bytes())
         self._place = f"{job.storage.url}/{request.directory}"
 
@@ -126,25 +142,28 @@ class Load:
             CorruptCheckpointError: it is damaged; nothing was touched.
             IncompatibleCheckpointError: it does not fit the live state; nothing was touched.
             UnsafeCheckpointError: it needs pickle, which is not allowed; nothing was touched.
-            LoadError: a rank failed otherwise; the message says whether the live state was touched.
+            OverwrittenError: it failed on a rank after live tensors had been changed.
+            LoadError: a rank failed otherwise; nothing was touched.
         """
         with self._engine:
             opened, parts = self._opened()
             reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
             with self._span("load.verify"), self._phase("verifying a checkpoint"):
                 self._verify(opened, parts, reads)
-            self._begin(opened, parts)
+            roll_back = self._begin(opened, parts)
             with (
+                self._touching(opened, parts, roll_back) as touched,
                 self._span("load.read"),
                 self._phase("reading a checkpoint", touched=True),
                 _inference_mode(wanted=_any_inference(parts)),
             ):
-                with self._no_damage(), fetch_to(_devices(parts)) as fetch:
+                with fetch_to(_devices(parts)) as fetch:
                     # Shared reads first, for other ranks wait: a rank that cannot read still sends its share.
                     reads.relay(self._coordinator, self._engine, fetch)
                     self._engine.fetch(reads.private(fetch), fetch)
                     for load in parts.values():
                         load.read_odd_chunks()
+                touched.applied = True
                 self._apply(opened, parts)
         if opened.drops_kept:
             _logger.warning(
@@ -163,19 +182,21 @@ class Load:
             "older checkpoint was tried; remove the cause, in the storage or where the live state is made, "
             "and try again"
         )
-        consequence = self._half_way if touched else untouched
+        consequence = "reading into place failed" if touched else untouched
         return collective_phase(self._coordinator, consequence, what=what)
 
     @property
     def _half_way(self) -> str:
         return (
-            f"{self._place}: reading failed half-way and the live state is partly overwritten; "
-            "load another checkpoint before training continues"
+            f"{self._place}: reading failed half-way and the live state is partly overwritten; resume, or "
+            "load another checkpoint, before training continues. Until then nothing is saved"
         )
 
     def _opened(self) -> tuple[OpenCheckpoint, Mapping[str, PartLoad]]:
         with self._phase("opening a checkpoint") as note:
             opened, parts, misfits = self._open_and_plan()
+            if self._request.replaces and (lacking := self._overwritten.lacking(parts, opened.saved)):
+                raise _leaves(self._place, lacking, self._overwritten)
             # Whether the checkpoint has names that this rank does not have.
             note.own = bool(misfits.unexpected)
         if any(note.all):
@@ -265,8 +286,11 @@ class Load:
             failures = self._verify_all(opened.files)
         if not failures and self._compares(opened.files):
             twin_of = opened.files.twin if opened.files.has_twins else None
-            # A second file is of use only before anything changes.
+            # A second file is of use only before anything changes. What is partly overwritten is to be put
+            # right by a checkpoint that is known to be whole.
             on_arrival = self._request.verification == "arrival" and twin_of is None
+            suspect = self._overwritten.error is not None or self._is_marked
+            on_arrival = on_arrival and not suspect
             failures = opened.files.without_mended(
                 self._engine.verify(reads.checked(), twin_of=twin_of, on_arrival=on_arrival)
             )
@@ -281,6 +305,11 @@ class Load:
             raise _damaged(self._place, failures)
         for load in parts.values():
             load.try_odd_chunks()
+
+    @property
+    def _is_marked(self) -> bool:
+        committed = self._request.committed
+        return committed is not None and committed.damaged is not None
 
     def _compares(self, files: CommittedFiles) -> bool:
         """Return whether this rank compares what it reads, to choose between files."""
@@ -304,11 +333,15 @@ class Load:
         accepted = self._request.manifest_sha256
         return lost(verify(self._storage, files.directory, paths=paths, sha256=accepted))
 
-    def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> None:
-        """Restore small values, which may refuse their state; roll back if any rank fails."""
+    def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> RollBack:
+        """Restore small values, which may refuse their state; roll back if any rank fails.
+
+        Returns:
+            A function that rolls back later.
+        """
         if not isinstance(self._source, CarefulSource):
-            return
-        roll_back: Callable[[], None] | None = None
+            return lambda: None
+        roll_back: RollBack | None = None
         try:
             with self._phase("restoring small values"), _inference_mode(wanted=_any_inference(parts)):
                 try:
@@ -319,6 +352,7 @@ class Load:
             if roll_back is not None:
                 roll_back()
             raise
+        return roll_back
 
     def _apply(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> None:
         """Restore values that need the tensors; the random number generators last."""
@@ -336,12 +370,37 @@ class Load:
             )
 
     @contextmanager
-    def _no_damage(self) -> Generator[None]:
-        """Convert damage to a `LoadError`: files verified before, and live state changed."""
+    def _touching(
+        self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad], roll_back: RollBack
+    ) -> Generator[_Touched]:
+        """Record what a failure leaves overwritten; put small values back."""
+        touched = _Touched()
         try:
-            yield
-        except CorruptCheckpointError as error:
-            raise LoadError(f"{self._half_way} ({error})") from error
+            yield touched
+        except BaseException as error:
+            found = OverwrittenError(
+                f"{self._half_way} ({error})",
+                step=opened.saved.step,
+                name=self._request.directory,
+                damaged=isinstance(error, CorruptCheckpointError),
+                failures=error.failures if isinstance(error, CorruptCheckpointError) else (),
+            )
+            left = roll_back() or ()
+            self._overwritten.add(parts, found, values=left, applied=touched.applied)
+            if isinstance(error, IncompatibleCheckpointError | CoordinationError):
+                raise error.retold(f"{error}. {self._half_way}") from error
+            if isinstance(error, CheckpointError):
+                raise found from error
+            raise
+        self._overwritten.replaced(parts, opened.saved)
+
+
+@final
+@dataclass(slots=True)
+class _Touched:
+    """How far a load has come after the first change; `applied`: beyond the tensors."""
+
+    applied: bool = False
 
 
 def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointError:
@@ -350,6 +409,16 @@ def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointEr
         f"{place} is damaged in {len(failures)} place(s): {listed}. "
         "Nothing was loaded; load another step, or resume the newest that verifies",
         failures=tuple(failures),
+    )
+
+
+def _leaves(place: str, lacking: Sequence[str], overwritten: Overwritten) -> IncompatibleCheckpointError:
+    by = "a failed load" if overwritten.error is None else overwritten.error.name
+    listed = f"{', '.join(lacking[:5])}{', …' if len(lacking) > 5 else ''}"
+    return IncompatibleCheckpointError(
+        f"{place} lacks {len(lacking)} value(s) that {by} has overwritten: {listed}. It was not loaded, for "
+        "the live state would be a mixture of both",
+        missing=tuple(lacking),
     )
 
 

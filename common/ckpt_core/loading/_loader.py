@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -15,15 +15,19 @@ from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
     CheckpointNotFoundError,
+    ConfigError,
+    CoordinationError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     LoadError,
+    OverwrittenError,
     PartialCheckpointError,
     UntrustedCheckpointError,
     failure_text,
 )
 from ckpt_core.loading._checkpoint import is_stock
 from ckpt_core.loading._load import LoadRequest
+from ckpt_core.loading._overwritten import Overwritten
 from ckpt_core.loading._tiered import Loaded, PassedOver, TieredLoader, archived
 from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
 from ckpt_core.options import VerifyManifest
@@ -53,6 +57,7 @@ class Loader:
         self, job: Job, *, tiers: Sequence[Tier] = (), verify_manifest: VerifyManifest | None = None
     ) -> None:
         self._tiers = tuple(tiers) or (Tier(job.storage.url, job.storage),)
+        self._job = job
         self._coordinator = job.coordinator
         self._telemetry = job.telemetry
         self._copies = TieredLoader(job, self._tiers, verify_manifest)
@@ -70,10 +75,12 @@ class Loader:
     ) -> Loaded | None:
         """Load the newest committed checkpoint that verifies and is trusted.
 
-        Others are reported and passed over. A checkpoint that was marked as damaged before is tried as any
-        other: a mark may be wrong. If the job that owns the root prunes one while it is being read, there is
-        a newer one, which is tried next. With several tiers, a checkpoint is read from the nearest that has
-        it, and what is damaged there from the next, before an older one is tried.
+        Others are reported and passed over. Where one was found to be damaged after live tensors had been
+        overwritten, the next must overwrite all of these, or is passed over, too. A checkpoint that was
+        marked as damaged before is tried as any other: a mark may be wrong. If the job that owns the root
+        prunes one while it is being read, there is a newer one, which is tried next. With several tiers, a
+        checkpoint is read from the nearest that has it, and what is damaged there from the next, before an
+        older one is tried.
 
         Args:
             request: the options; its directory is ignored.
@@ -85,6 +92,7 @@ class Loader:
             The loaded checkpoint; None if nothing has been committed.
 
         Raises:
+            OverwrittenError: none could be loaded, and this load or one before has overwritten live tensors.
             CorruptCheckpointError: every committed checkpoint is damaged; nothing was touched.
             UntrustedCheckpointError: the same, and some of them are whole but not trusted.
             LoadError: a checkpoint could not be judged, or a tier not be listed that may hold a newer one;
@@ -93,30 +101,39 @@ class Loader:
                 by a newer version; nothing was touched.
             CheckpointNotFoundError: the chosen checkpoint was pruned too often; nothing was touched.
         """
-        for often in count():
-            surveys = self._complete(self._surveys())
-            union, passed_over = unite(surveys), PassedOver([_unreadable(survey) for survey in surveys])
-            loaded: Loaded | None = None
-            try:
-                for held in self._candidates(surveys, union, passed_over):
-                    with suppress(CorruptCheckpointError, UntrustedCheckpointError):
-                        loaded = self._copies.load(held, request, source, passed_over)
-                        break
-            except CheckpointNotFoundError as error:
-                if often == _MOST_PRUNED:
-                    raise
-                _logger.warning("%s; looking for a newer one", error)
-                continue
-            if note_damaged is not None:
-                self._note(passed_over, note_damaged)
-                if self._coordinator.is_coordinator:
-                    _mark_all_copies(self._tiers, union)
-            if loaded is None and (any(passed_over.damaged) or union.committed):
-                kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
-                raise kind(_nothing_usable(self._url, union, passed_over))
-            self._note_parts(surveys, loaded)
-            return loaded
+        with _telling(self.overwritten):
+            for often in count():
+                surveys = self._complete(self._surveys())
+                union, passed_over = unite(surveys), PassedOver([_unreadable(survey) for survey in surveys])
+                loaded: Loaded | None = None
+                try:
+                    for held in self._candidates(surveys, union, passed_over):
+                        with (
+                            suppress(CorruptCheckpointError, UntrustedCheckpointError),
+                            _misfits_of(held, self._job, self.overwritten),
+                        ):
+                            loaded = self._copies.load(held, request, source, passed_over)
+                            break
+                except CheckpointNotFoundError as error:
+                    if often == _MOST_PRUNED:
+                        raise
+                    _logger.warning("%s; looking for a newer one", error)
+                    continue
+                if note_damaged is not None:
+                    self._note(passed_over, note_damaged)
+                    if self._coordinator.is_coordinator:
+                        _mark_all_copies(self._tiers, union)
+                if loaded is None and (any(passed_over.damaged) or union.committed):
+                    kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
+                    raise kind(_nothing_usable(self._url, union, passed_over))
+                self._note_parts(surveys, loaded)
+                return loaded
         raise AssertionError  # not reached: there is no end of counting
+
+    @property
+    def overwritten(self) -> Overwritten:
+        """What failed loads have left in the live state."""
+        return self._copies.overwritten
 
     def one(
         self, request: LoadRequest, source: StateSource, *, step: int | None, name: str | None
@@ -130,15 +147,18 @@ class Loader:
             CheckpointNotFoundError: there is no such checkpoint, or it was pruned; nothing was touched.
             CorruptCheckpointError: no copy of it is whole; nothing was touched.
             UntrustedCheckpointError: no copy of it is trusted; nothing was touched.
+            OverwrittenError: this load or one before has overwritten live tensors.
             LoadError: it was not found, and a tier could not be listed; nothing was touched.
         """
-        found = self._find(step, name)
-        if isinstance(found, Held):
-            loaded = self._copies.load(found, request, source)
-            return loaded.saved, loaded.info
-        tier, directory = found
-        storage = self._tiers[tier].storage
-        return self._copies.load_directory(replace(request, directory=directory), source, storage), None
+        with _telling(self.overwritten):
+            found = self._find(step, name)
+            if isinstance(found, Held):
+                loaded = self._copies.load(found, request, source)
+                return loaded.saved, loaded.info
+            tier, directory = found
+            storage = self._tiers[tier].storage
+            one = replace(request, directory=directory)
+            return self._copies.load_directory(one, source, storage), None
 
     def _find(self, step: int | None, name: str | None) -> Held | tuple[int, str]:
         """Find a checkpoint and its copies, or the tier and directory of stock DCP's."""
@@ -319,6 +339,34 @@ class Loader:
                     raise IncompatibleCheckpointError(f"{place}: {error}. Nothing was loaded") from error
                 if isinstance(error, ArchivedError):
                     raise archived(place, error) from error
+
+
+@contextmanager
+def _misfits_of(held: Held, job: Job, overwritten: Overwritten) -> Generator[None]:
+    """Pass over a checkpoint that does not fit, if any is better than what is live."""
+    left = overwritten.error is not None
+    try:
+        yield
+    except IncompatibleCheckpointError as error:
+        if not any(job.coordinator.gather(left, what="passing over a checkpoint")):
+            raise
+        info = held.info
+        job.telemetry.point("load.rejected", name=info.name, step=info.step, failures=str(error))
+        if job.coordinator.is_coordinator:
+            _logger.error("%s is passed over: %s", info.name, error)  # noqa: TRY400 - another is tried
+
+
+@contextmanager
+def _telling(overwritten: Overwritten) -> Generator[None]:
+    """Tell in every error of a load what one that failed half-way has left."""
+    try:
+        yield
+    except (ConfigError, CoordinationError, OverwrittenError):
+        raise
+    except CheckpointError as error:
+        if (left := overwritten.error) is None:
+            raise
+        raise left.retold(f"{left}; and nothing could be loaded in its place: {error}") from error
 
 
 def _log_newer(storage: Storage, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Final, final
+from typing import Any, Final, final
 
 from ckpt_core.commit import Catalog, require_trusted
 from ckpt_core.disclosure import logger_of
@@ -15,9 +15,11 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FileFailure,
+    OverwrittenError,
     UntrustedCheckpointError,
 )
 from ckpt_core.loading._load import Load, LoadRequest
+from ckpt_core.loading._overwritten import Overwritten, release
 from ckpt_core.options import VerifyManifest
 from ckpt_core.root import Job
 from ckpt_core.state import StateSource
@@ -74,6 +76,9 @@ class PassedOver:
 class TieredLoader:
     """Loads of one checkpoint at a time. Methods are collective.
 
+    Attributes:
+        overwritten: what failed loads have left in the live state.
+
     Args:
         job: storage, ranks and telemetry.
         tiers: the nearest first.
@@ -84,6 +89,7 @@ class TieredLoader:
         self._job = job
         self._tiers = tiers
         self._verify_manifest = verify_manifest
+        self.overwritten = Overwritten()
 
     def load(
         self, held: Held, request: LoadRequest, source: StateSource, passed_over: PassedOver | None = None
@@ -91,9 +97,11 @@ class TieredLoader:
         """Load a checkpoint from the nearest copy, what is damaged there from the next.
 
         Raises:
-            CorruptCheckpointError: no copy of some file is whole; nothing was touched.
-            UntrustedCheckpointError: no copy is trusted; nothing was touched.
-            CheckpointNotFoundError: every copy was pruned while it was being read; nothing was touched.
+            CorruptCheckpointError: no copy of some file is whole.
+            UntrustedCheckpointError: no copy is trusted.
+            CheckpointNotFoundError: every copy was pruned while it was being read.
+            OverwrittenError: storage failed half-way.
+            LoadError: it failed before; but for damage on arrival, nothing was touched by these, either.
         """
         found = passed_over or PassedOver([{} for _ in self._tiers])
         errors: list[CheckpointError] = []
@@ -105,8 +113,10 @@ class TieredLoader:
                 copy = copies[reading.nearest]
                 one = replace(request, directory=copy.info.name, committed=copy.info)
                 try:
-                    saved = self.load_directory(one, source, reading.storage)
+                    with self._job.telemetry.span("load", **self._details(copy)):
+                        saved = self.load_directory(one, source, reading.storage)
                 except (CorruptCheckpointError, UntrustedCheckpointError, CheckpointNotFoundError) as error:
+                    release(error)
                     errors.append(error)
                     # Without a record the only copy's error is all there is to say.
                     noted = found if passed_over is not None or len(held.copies) > 1 else None
@@ -128,16 +138,24 @@ class TieredLoader:
     ) -> SavedState:
         """Load one checkpoint directory; see `Load.run`.
 
+        If damage is found on arrival, it is loaded once more, and verified before it is read into place.
+
         Raises:
-            CorruptCheckpointError: it does not verify; nothing was touched.
-            UntrustedCheckpointError: it is not trusted; nothing was touched.
-            CheckpointNotFoundError: it was pruned while it was being read; nothing was touched.
+            CorruptCheckpointError: it does not verify.
+            UntrustedCheckpointError: it is not trusted.
+            CheckpointNotFoundError: it was pruned while it was being read.
+            OverwrittenError: storage failed half-way.
         """
         job = self._job if storage is None else replace(self._job, storage=storage)
         place = f"{job.storage.url}/{request.directory}"
         try:
             request = replace(request, manifest_sha256=self._accepted(job.storage, request.directory))
-            return Load(request, source, job).run()
+            for again in (False, True):
+                try:
+                    return Load(request, source, job, self.overwritten).run()
+                except OverwrittenError as error:
+                    request = self._verified_first(request, error, again=again)
+            raise AssertionError  # not reached
         except (CorruptCheckpointError, CheckpointNotFoundError) as error:
             if request.committed is None or self._is_there(job.storage, request.committed):
                 raise
@@ -147,6 +165,17 @@ class TieredLoader:
             ) from error
         except ArchivedError as error:
             raise archived(place, error) from error
+
+    def _verified_first(self, request: LoadRequest, error: OverwrittenError, *, again: bool) -> LoadRequest:
+        """Return the request by which to load once more what was damaged on arrival."""
+        release(error)
+        if not error.damaged:
+            raise error
+        if again:
+            raise CorruptCheckpointError(str(error), failures=tuple(error.failures)) from error
+        if self._job.coordinator.is_coordinator:
+            _logger.error("%s; loading it once more, verified first", error)
+        return replace(request, verification="full" if request.verification == "full" else "read")
 
     def _accepted(self, storage: Storage, name: str) -> str | None:
         """Return the SHA-256 of the trusted manifest; None without a judge."""
@@ -205,6 +234,11 @@ class TieredLoader:
         if self._job.coordinator.is_coordinator:
             url = self._tiers[tier].storage.url
             _logger.error("%s/%s is committed but %s (%s) and is passed over", url, name, what, problem)
+
+    def _details(self, copy: TierCopy) -> dict[str, Any]:
+        info = copy.info
+        own = {"step": info.step, "name": info.name, "size_bytes": info.size_bytes}
+        return {**own, "tier": self._tiers[copy.tier].label, "rank": self._job.coordinator.rank}
 
     def _place(self, copy: TierCopy) -> str:
         name = copy.info.name

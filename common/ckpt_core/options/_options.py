@@ -40,7 +40,7 @@ _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
         *("sign_manifest", "verify_manifest", "verify", "read_once", "deadline_seconds", "job_name"),
-        *("storage_options", "replicas", "upload"),
+        *("storage_options", "replicas", "upload", "journal"),
     }
 )
 """Options that say how saves and loads are done, not what they hold."""
@@ -104,13 +104,17 @@ class CheckpointOptions:
             and, on a local filesystem, those around them (`read`), the whole checkpoint (`full`), or only the
             small files (`off`). `arrival` is `read` on a local filesystem; from an object store tensors are
             compared as they arrive, in the memory of the model: damage that a second try finds, too, leaves
-            it partly overwritten. True means `read`, False means `off`, as YAML reads that word.
+            it partly overwritten, and `resume` goes on with an older checkpoint, which overwrites all of it.
+            None means `arrival` for `resume` and `read` for `load`. True means `read`, False means `off`, as
+            YAML reads that word.
         read_once: whether bytes that several ranks need are read by one of them and broadcast; if False,
             every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: the longest wait of ranks for one another.
         job_name: the name of this job in `writer.json`, for a job that finds the root in use; host and
             process are then omitted. None for the name of the script, with both.
+        journal: whether the coordinator keeps `history.jsonl` and `events.jsonl` in the root: what its saves,
+            loads and prunes cost, and how runs ended. No save waits for them, or fails with them.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint; `request_seconds` and
             `conditional_writes` belong to `ObjectStorage`. No repr, error or log shows their values.
     """
@@ -133,11 +137,12 @@ class CheckpointOptions:
     # Not shown: a function may be bound to a key.
     sign_manifest: SignManifest | str | None = field(default=None, repr=False)
     verify_manifest: VerifyManifest | str | None = field(default=None, repr=False)
-    verify: Verify | bool = "read"
+    verify: Verify | bool | None = None
     read_once: bool = True
     allow_pickle: bool = False
     deadline_seconds: float = 1800.0
     job_name: str | None = None
+    journal: bool = True
     storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     def __post_init__(self) -> None:
@@ -165,15 +170,23 @@ class CheckpointOptions:
             boolean("allow_pickle", self.allow_pickle),
             positive("deadline_seconds", self.deadline_seconds),
             _job_name(self.job_name),
+            boolean("journal", self.journal),
             option_keys("storage_options", self.storage_options),
         )
 
     @property
     def verification(self) -> Verify:
-        """`verify` as one of its words."""
+        """`verify` as one of its words, for all but `resume`."""
+        if self.verify is None:
+            return "read"
         if isinstance(self.verify, bool):
             return "read" if self.verify else "off"
         return self.verify
+
+    @property
+    def resume_verification(self) -> Verify:
+        """`verify` as one of its words, for `resume`."""
+        return "arrival" if self.verify is None else self.verification
 
     @property
     def manifest_signer(self) -> SignManifest | None:
@@ -259,7 +272,7 @@ def _optional(name: str, value: Any, kind: type) -> str | None:
 
 
 def _verify(value: Any) -> str | None:
-    return None if isinstance(value, bool) else one_of("verify", value, get_args(Verify))
+    return None if value is None or isinstance(value, bool) else one_of("verify", value, get_args(Verify))
 
 
 def _one_or_two(name: str, value: Any) -> str | None:

@@ -131,6 +131,22 @@ def _switch(make: Callable[[], Policy]) -> Callable[[Any], Policy | None]:
     return build
 
 
+def _switch_with(make: Callable[..., Policy], *arguments: str) -> Callable[[Any], Policy | None]:
+    """Return a builder for a policy given as `true`, its first argument, or a mapping."""
+
+    def build(value: Any) -> Policy | None:
+        if isinstance(value, bool):
+            return make() if value else None
+        if not isinstance(value, Mapping):
+            return make(value)
+        problems = Problems()
+        problems.unknown("arguments", value, arguments)
+        problems.raise_if_any()
+        return make(**value)
+
+    return build
+
+
 def _on_preemption(value: Any) -> SavePolicy | None:
     if isinstance(value, bool):
         return cadence.OnPreemption() if value else None
@@ -159,6 +175,9 @@ _SAVE: _Grammar[SavePolicy] = _Grammar(
         "every_epochs": _with(cadence.EveryEpochs, "n"),
         "every_tokens": _with(cadence.EveryTokens, "n"),
         "first_step": _switch(cadence.FirstStep),
+        "optimal": _switch_with(cadence.Optimal, "mtbf", "min_seconds", "max_seconds", "tier"),
+        "max_overhead": _with(cadence.MaxOverhead, "fraction"),
+        "continuous": _switch_with(cadence.Continuous, "min_seconds"),
         "on_preemption": _on_preemption,
     },
 )

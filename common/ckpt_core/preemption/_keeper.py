@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Unpack, cast, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, Unpack, cast, final
 
-from ckpt_core.cadence import PREEMPTION, CadenceContext, Counts, SavePolicy, decide, needed_counts
+from ckpt_core.cadence import (
+    PREEMPTION,
+    CadenceContext,
+    Counts,
+    FailureRate,
+    SaveCosts,
+    SavePolicy,
+    decide,
+    needed_counts,
+)
 from ckpt_core.coordination import Coordinator
 from ckpt_core.preemption._sources import PreemptionSources
 from ckpt_core.validation import integer, one_of, plain_integer, require
@@ -18,6 +27,23 @@ _SAVE, _STOP = 1, 2
 _ANNOUNCED, _NONE = frozenset({PREEMPTION}), frozenset[str]()
 _COUNTS: Final = "counts"
 """The annotation that holds the counts of a checkpoint."""
+_COSTS: Final = "costs"
+"""The annotation that holds what saves had cost until a checkpoint, for the run that continues it."""
+
+
+class MeasuredCosts(Protocol):
+    """What saves cost on this rank: see `CostMeter`."""
+
+    @property
+    def costs(self) -> SaveCosts | None:
+        """The costs so far; None until a save was measured."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the newest save is not durable yet."""
+
+
+_UNKNOWN: Final = ("uploaded", None)
 
 
 @final
@@ -34,6 +60,9 @@ class CadenceKeeper:
         clock: seconds.
         listen: whether to install signal handlers now; otherwise at the first check, so that without checks
             no signal is swallowed.
+        measured: the costs of saves, for policies that need them; those of the coordinator count.
+        failures: asks the coordinator how often the job fails, once the root is taken; for policies that need
+            it.
 
     Attributes:
         preempted: whether training must stop, as of the last check.
@@ -49,9 +78,13 @@ class CadenceKeeper:
         clock: Callable[[], float] = time.monotonic,
         *,
         listen: bool = True,
+        measured: MeasuredCosts | None = None,
+        failures: Callable[[], FailureRate] | None = None,
     ) -> None:
         self._policy = policy
-        self._collective = policy is not None and policy.needs_agreement
+        self._measured = measured if policy is not None and policy.needs_costs else None
+        self._ask_failures = failures if policy is not None and policy.needs_failures else None
+        self._collective = policy is not None and (policy.needs_agreement or policy.needs_costs)
         self._coordinator = coordinator
         self._clock = clock
         self._started = clock()
@@ -63,6 +96,10 @@ class CadenceKeeper:
         self._counts: Counts = {"epochs": 0, "tokens": 0}
         self._since_counts: Counts = self._counts
         self._sources = self._listening() if listen else None
+        self._costs: SaveCosts | None = None
+        self._earlier_costs: SaveCosts | None = None
+        self._failures: FailureRate | None = None
+        self._in_flight = False
         self._known = 0
         self._now = self._announced_at = -math.inf
         self.pending = self.preempted = self.extra = False
@@ -101,6 +138,9 @@ class CadenceKeeper:
             signals=_ANNOUNCED if self.pending else _NONE,
             counts=found,
             since_counts=self._since_counts,
+            costs=self._costs or self._earlier_costs,
+            failures=self._failures,
+            in_flight=self._in_flight,
         )
         self._previous_step = step
         if found:
@@ -109,7 +149,14 @@ class CadenceKeeper:
         return decide(self._policy, context)
 
     def saved(self, step: int) -> None:
-        """Note that a step was saved, or resumed from."""
+        """Note that a step was saved, or resumed from.
+
+        Collective the first time if the policy needs the rate of failures: the root is taken now.
+        """
+        if self._ask_failures is not None:
+            ask, self._ask_failures = self._ask_failures, None
+            found = self._coordinator.run_on_coordinator(lambda: ask()._asdict(), what="learning")
+            self._failures = FailureRate(**found)
         # Without a `due` at this step, ranks agree on the time at the next one.
         self._timed = step == self._previous_step
         self._last_save_time = self._now if self._timed else None
@@ -118,22 +165,34 @@ class CadenceKeeper:
 
     @property
     def annotations(self) -> dict[str, Any]:
-        """The counts that the policy needs, for the manifest of a save."""
+        """The counts and costs that the policy needs, for the manifest of a save."""
         needed = needed_counts(self._policy)
         found = {name: count for name, count in self._counts.items() if name in needed}
-        return {_COUNTS: found} if found else {}
+        costs = self._costs or self._earlier_costs
+        return ({_COUNTS: found} if found else {}) | ({} if costs is None else {_COSTS: costs._asdict()})
 
     def count_from(self, annotations: Callable[[], Mapping[str, Any]]) -> None:
-        """Continue counting where a checkpoint was saved. Collective if the policy counts.
+        """Continue where a checkpoint was saved.
+
+        Collective if the policy counts or needs costs.
 
         Args:
             annotations: reads its annotations, on the coordinator; without counts in them, those of the next
-                decision are where counting begins.
+                decision are where counting begins. Costs in them count until this run has measured its own.
         """
-        if not needed_counts(self._policy):
+        counts = bool(needed_counts(self._policy))
+        if not counts and self._measured is None:
             return
-        found = self._coordinator.run_on_coordinator(lambda: _recorded(annotations()), what="counting")
-        self._counts = self._since_counts = cast("Counts", found)
+
+        def read() -> tuple[dict[str, int], list[float | None]]:
+            found = annotations()
+            return _recorded(found), _recorded_costs(found)
+
+        found, costs = self._coordinator.run_on_coordinator(read, what="counting")
+        if counts:
+            self._counts = self._since_counts = cast("Counts", found)
+        if costs:
+            self._earlier_costs = SaveCosts(*cast("Any", costs))
 
     def close(self) -> None:
         """Restore signal handlers and stop polling."""
@@ -147,11 +206,17 @@ class CadenceKeeper:
         sources = self._sources = self._sources or self._listening()
         self._coordinator.check()  # before anything depends on which rank this is
         own = (self._clock(), self._started) if self._coordinator.is_coordinator else (0.0, 0.0)
-        announced, *microseconds = self._coordinator.all_reduce_max(
-            [self._announced(sources), *(round(each * _MICROSECONDS) for each in own)],
+        announced, now, started, *measured = self._coordinator.all_reduce_max(
+            [
+                self._announced(sources),
+                *(round(each * _MICROSECONDS) for each in own),
+                *self._measured_here(),
+            ],
             what="deciding whether to save",
         )
-        self._now, self._started = (each / _MICROSECONDS for each in microseconds)
+        self._now, self._started = now / _MICROSECONDS, started / _MICROSECONDS
+        if measured:
+            self._in_flight, self._costs = bool(measured[0]), _as_costs(measured[1:])
         if not self._timed:
             self._last_save_time, self._timed = self._now, True
         if not announced or self.preempted:
@@ -160,12 +225,39 @@ class CadenceKeeper:
         self.preempted = announced == _STOP
         self.pending = True
 
+    def _measured_here(self) -> Sequence[int]:
+        """Return whether a save is in flight here, and the costs; () if not needed."""
+        if self._measured is None:
+            return ()
+        costs = self._measured.costs if self._coordinator.is_coordinator else None
+        return [int(self._measured.in_flight), *_as_integers(costs)]
+
     def _announced(self, sources: PreemptionSources) -> int:
         if sources.stop:
             return _STOP
         if 0 <= self._now - self._announced_at < _SAME_SECONDS:
             self._known = sources.count
         return _SAVE if sources.count > self._known else 0
+
+
+def _as_integers(costs: SaveCosts | None) -> Sequence[int]:
+    """Return costs as integers for a maximum over ranks, of which one alone has any."""
+    if costs is None:
+        return [0] * len(SaveCosts._fields)
+    # A time that is not known is 0, so that one of 0 is 1.
+    return [
+        costs.saves if name == "saves" else 0 if value is None else round(value * _MICROSECONDS) + 1
+        for name, value in zip(SaveCosts._fields, costs, strict=True)
+    ]
+
+
+def _as_costs(integers: Sequence[int]) -> SaveCosts | None:
+    """Return the costs in integers; None if no save was measured."""
+    named = dict(zip(SaveCosts._fields, integers, strict=True))
+    if not (saves := named.pop("saves")):
+        return None
+    times = {name: (value - 1) / _MICROSECONDS if value else None for name, value in named.items()}
+    return SaveCosts(saves=saves, **cast("dict[str, Any]", times))
 
 
 def _checked(counts: Mapping[str, Any]) -> Counts:
@@ -189,3 +281,13 @@ def _recorded(annotations: Mapping[str, Any]) -> dict[str, int]:
     found = annotations.get(_COUNTS)
     pairs = found.items() if isinstance(found, Mapping) else ()
     return {name: value for name, value in pairs if _problem(name, value) is None}
+
+
+def _recorded_costs(annotations: Mapping[str, Any]) -> list[float | None]:
+    """Return the costs in annotations; this run has lost nothing yet. [] without any."""
+    found = annotations.get(_COSTS)
+    if not isinstance(found, Mapping) or set(found) != set(SaveCosts._fields):
+        return []
+    values: list[Any] = [0.0 if name == "lost" else found[name] for name in SaveCosts._fields]
+    needed = [each for name, each in zip(SaveCosts._fields, values, strict=True) if (name, each) != _UNKNOWN]
+    return values if all(isinstance(each, int | float) and 0 <= each < math.inf for each in needed) else []

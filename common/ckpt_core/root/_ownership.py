@@ -38,6 +38,7 @@ from ckpt_core.errors import (
     lost,
 )
 from ckpt_core.groups import parts_of
+from ckpt_core.journal import Journal
 from ckpt_core.names import run_name
 from ckpt_core.provenance import find_code_version
 from ckpt_core.root._ancestry import Ancestry
@@ -57,17 +58,19 @@ Elsewhere: TypeAlias = Callable[[Survey], tuple[Sequence[CheckpointInfo], Lineag
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerHooks:
-    """The demands of uploads on the owner of a root.
+    """The demands of uploads on the owner of a root, and its journal.
 
     Attributes:
         taken: called on every rank, on the main thread, when the root has been taken.
         held: returns the names of checkpoints that must not be removed for now.
         spared: returns the names of torn checkpoints that will be completed.
+        journal: is written for as long as the root is held; None for none.
     """
 
     taken: Callable[[], None] = lambda: None
     held: Callable[[], Collection[str]] = tuple
     spared: Callable[[], Collection[str]] = tuple
+    journal: Journal | None = None
 
 
 @final
@@ -145,6 +148,9 @@ class Ownership:
                 survey=self._open,
             )
             self._hooks.taken()
+            if self._hooks.journal is not None:
+                check = None if lease is None else lease.check
+                self._hooks.journal.open(self._prefix, self._coordinator.world_size, check)
         except (CheckpointError, OSError):
             self.release()
             raise
@@ -282,6 +288,7 @@ class Ownership:
 
     def release(self) -> None:
         """Release the root."""
+        _close_journal(self._hooks)
         lease = self._lease
         if lease is not None and not self._superseded:
             let_go(lease)
@@ -362,6 +369,11 @@ class Ownership:
             )
 
 
+def _close_journal(hooks: OwnerHooks) -> None:
+    if hooks.journal is not None:
+        hooks.journal.close()
+
+
 def _mark(storage: Storage, lease: Lease, name: str, problem: str) -> None:
     try:
         lease.check()
@@ -395,6 +407,7 @@ def _superseding(ownership: Ownership) -> Callable[[], None]:
     def supersede() -> None:
         alive = found()
         if alive is not None:
+            _close_journal(alive._hooks)
             alive._superseded = True
 
     return supersede

@@ -123,6 +123,10 @@ class DiskSpace:
                 remove(self._storage, info)
             self._ownership.inventory.forget(info.name)
             removed.append(info)
+        size = sum(info.size_bytes for info in removed)
+        names = [info.name for info in removed]
+        why = f"room for the save of step {coming.step}"
+        self._telemetry.point("prune", names=names, size_bytes=size, why=why, tier=self._storage.url)
         _logger.warning(
             "step %d would not have fitted into %s: removed step(s) %s ahead of its commit; the retention "
             "policy drops them after it in any case",

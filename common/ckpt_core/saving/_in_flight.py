@@ -103,6 +103,11 @@ class SaveThread:
         """Whether more tasks wait for the thread."""
         return not self._tasks.empty()
 
+    @property
+    def idle(self) -> bool:
+        """Whether every task has ended or was given up."""
+        return (last := self._last) is None or last.over.is_set()
+
     def until_idle(self) -> None:
         """Block until every task has ended or was given up. On any thread."""
         if (last := self._last) is not None:

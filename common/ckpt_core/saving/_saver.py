@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
@@ -46,6 +47,8 @@ class Saver:
     Attributes:
         in_flight: the saves that have not ended.
         copies: makes optimizer steps wait for copies that are still being made.
+        skipped: whether back-pressure left the last save out.
+        optimizers: of the last state saved.
 
     Concurrency: methods on the main thread; `save` and `prewarm` are collective.
     """
@@ -62,6 +65,7 @@ class Saver:
         self._job = job
         self._ownership = ownership
         self._pruner = pruner
+        self._held_back: CheckpointInfo | None = None
         self._thread = thread
         self._options = options
         rate = options.write_bytes_per_second
@@ -93,6 +97,8 @@ class Saver:
         )
         self.in_flight = InFlightSaves(job.coordinator, thread, options)
         self.copies = StepGuard()
+        self.skipped = False
+        self.optimizers: Sequence[Any] = ()
 
     def save(self, request: SaveRequest, state: State | CapturedState) -> SaveHandle | None:
         """Stage a save now and commit it in the background; None if it is skipped.
@@ -112,7 +118,8 @@ class Saver:
             )
         rank, telemetry = self._job.coordinator.rank, self._job.telemetry
         try:
-            if not self.in_flight.ready():
+            self.skipped = not self.in_flight.ready()
+            if self.skipped:
                 telemetry.point("save.skipped", step=request.step, rank=rank)
                 return None
             latest = self.in_flight.latest
@@ -124,6 +131,7 @@ class Saver:
                 prepared = self._preparer.prepare(self._checked(request), state)
             self._asked = request.name
             handle = SaveHandle(request.step, prepared.request.name, prepared.assignment.created)
+            self.optimizers = prepared.optimizers
             self.copies.watch(prepared.staged.deferred, prepared.optimizers)
             run = SaveRun(prepared, handle, self._context, self._job.coordinator.commit_channel())
             self.in_flight.start(handle, run.run, run.give_up)
@@ -141,6 +149,16 @@ class Saver:
         """Plan and allocate the arenas ahead of the first save; see `Preparer.prewarm`."""
         self.in_flight.wait()
         return self._preparer.prewarm(state)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of any save is being done in the background, prunes included."""
+        return self._thread.idle
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long optimizer steps have waited for copies, in all."""
+        return self.copies.waited_seconds
 
     @property
     def staging_bytes(self) -> int:
@@ -162,12 +180,15 @@ class Saver:
                 self._partners.close()
 
     def release(self) -> None:
-        """Release the root, after `close`."""
+        """Remove what only uploads had kept from removal, and release the root, after `close`."""
         if self.in_flight.stuck():
             # Storage may hang on this thread, too; at the latest, the lock ends with the process.
             run_with_timeout(self._options.deadline_seconds, self._ownership.release)
-        else:
-            self._ownership.release()
+            return
+        if self._held_back is not None:
+            # A job that ends may have little time: of a large checkpoint at most a part is read back for it.
+            self._apply_retention(self._held_back, lambda: False)
+        self._ownership.release()
 
     def _checked(self, request: SaveRequest) -> SaveRequest:
         """Return the request, with this rank's refusal, if any, which every rank learns."""
@@ -226,8 +247,12 @@ class Saver:
             self._thread.heartbeat("verifying the checkpoints to keep before older ones are removed")
             return not self._thread.waiting and time.monotonic() < deadline
 
+        self._held_back = info if self._ownership.held else None
+        self._apply_retention(info, go_on)
+
+    def _apply_retention(self, newest: CheckpointInfo, go_on: Callable[[], bool]) -> None:
         try:
-            self._pruner.apply(newest=info.step, go_on=go_on)
+            self._pruner.apply(newest=newest.step, go_on=go_on)
         except (OSError, CheckpointError) as error:
             # The checkpoint is committed nevertheless; the next prune removes the rest.
             self._job.telemetry.point("prune.failed", error=str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,9 +22,14 @@ from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
 
 @final
 class StepGuard:
-    """Hooks that make optimizer steps wait for deferred copies. Main thread only."""
+    """Hooks that make optimizer steps wait for deferred copies. Main thread only.
+
+    Attributes:
+        waited_seconds: for which the host has waited for copies, in all.
+    """
 
     def __init__(self) -> None:
+        self.waited_seconds = 0.0
         self._pending: list[DeferredCopies] = []
         self._hooks: list[RemovableHandle] = []
 
@@ -40,8 +46,12 @@ class StepGuard:
 
         On devices, before the next work that it enqueues on the current streams.
         """
+        if not self._pending:
+            return
+        began = time.monotonic()
         for deferred in self._pending:
             deferred.wait()
+        self.waited_seconds += time.monotonic() - began
         self._pending = [each for each in self._pending if not each.done]
 
     def close(self) -> None:

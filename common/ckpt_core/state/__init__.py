@@ -44,7 +44,7 @@ from ckpt_core.state._source import (
 )
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import empty_like, shard_like, template
-from ckpt_core.state._train_state import TrainState
+from ckpt_core.state._train_state import POSITIONS, TrainState
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
 from ckpt_core.state.contents import (
     Contents,
@@ -61,6 +61,7 @@ from ckpt_core.state.overriding import Override
 
 __all__ = [
     "PICKLED",
+    "POSITIONS",
     "AdjustableSource",
     "BufferKey",
     "CarefulSource",

@@ -11,7 +11,7 @@ from torch import nn
 from ckpt_core.data import is_stateful
 from ckpt_core.errors import ConfigError
 from ckpt_core.state._items import load_item
-from ckpt_core.state._nested import get, is_leaf, under
+from ckpt_core.state._nested import Path, get, is_leaf, under
 from ckpt_core.state._tensors import template
 from ckpt_core.state._train_state import TrainState
 from ckpt_core.state.overriding import Override
@@ -62,13 +62,16 @@ class StateSource(Protocol):
 class CarefulSource(StateSource, Protocol):
     """A training state that first puts back what may refuse, and can undo it."""
 
-    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+    def begin(
+        self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState
+    ) -> Callable[[], Sequence[Path] | None]:
         """Put back small values that may refuse, before any tensor is read.
 
         Called between `target` and `apply`. In `loaded`, plain values are present, tensors are not.
 
         Returns:
-            A function that undoes it.
+            A function that undoes it, and returns the paths of values, in `per_rank` or `shared`, that it
+            cannot undo: if the load fails later, another that has them must replace them.
 
         Raises:
             IncompatibleCheckpointError: a part of the state refuses; everything is unchanged.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, final
 
 import torch
@@ -15,6 +16,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._groups import fit_of
 from ckpt_core.state._items import (
+    Counters,
     check_placed,
     check_stateful,
     function_free,
@@ -29,7 +31,7 @@ from ckpt_core.state._model import (
     model_state,
     model_target,
 )
-from ckpt_core.state._nested import get, leaves, put, under
+from ckpt_core.state._nested import Path, get, leaves, put, under
 from ckpt_core.state._optimizer import (
     check_groups,
     load_optimizer_state,
@@ -58,7 +60,7 @@ _BARE = (
 _PART = ""
 _SEED = "rng_seed"
 _GRADIENTS = "gradients"
-_POSITIONS = "dataloader.positions"
+POSITIONS = "dataloader.positions"
 """Shared item: rank 0's positions, for ranks that are added later; no item can have this name."""
 
 
@@ -119,7 +121,7 @@ class TrainState:
         for each in self._optimizers.values():
             unwrap_optimizer(each)
         taken = {*self._optimizers, *self._shared, *loaders, *([_SEED] if rng else ())}
-        if refused := sorted((taken | {_POSITIONS}) & items.keys()):
+        if refused := sorted((taken | {POSITIONS}) & items.keys()):
             raise ConfigError(f"no item can be called {', '.join(refused)}: the state uses the name itself")
         for name, each in (self._shared | items).items():
             check_stateful(name, each)
@@ -192,7 +194,7 @@ class TrainState:
             tree[_GRADIENTS], shared[_GRADIENTS] = gradients
         per_rank: dict[str, Any] = {name: each.state() for name, each in self._dataloaders.items()}
         if per_rank:
-            shared[_POSITIONS] = dict(per_rank)
+            shared[POSITIONS] = dict(per_rank)
         if self._with_rng:
             # Last: a loader that was never iterated draws from the global generator when asked for its state.
             per_rank["rng"] = rng_state()
@@ -318,23 +320,25 @@ class TrainState:
                 "without gradients=True: the first optimizer step is made of fewer batches than others"
             )
 
-    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+    def begin(
+        self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState
+    ) -> Callable[[], Sequence[Path]]:
         """Put back schedulers, scaler, small items and data positions.
 
         See `CarefulSource`. A loader that refuses its position may have changed; everything else is unchanged
-        then.
+        then. What is undone returns the items and loaders that are not quite as before.
 
         Raises:
             IncompatibleCheckpointError: a part refuses, or the optimizers' groups hold other parameters.
         """
         generators = rng_state()
-        undo: list[Callable[[], None]] = []
+        undo: list[Callable[[], Sequence[Path]]] = []
 
-        def roll_back() -> None:
-            for each in reversed(undo):
-                each()
+        def roll_back() -> list[Path]:
+            left = [path for each in reversed(undo) for path in each()]
             load_rng_state(generators)
             self._begun = None
+            return left
 
         tree = loaded.get(_PART, {})
         try:
@@ -376,7 +380,7 @@ class TrainState:
         return notes
 
     def _apply_shared(
-        self, tree: Mapping[str, Any], saved: SavedState, undo: list[Callable[[], None]]
+        self, tree: Mapping[str, Any], saved: SavedState, undo: list[Callable[[], Sequence[Path]]]
     ) -> Iterator[str]:
         by_stock = dict(self._kept_by_stock(saved))
         for name, each in (self._shared | self._items).items():
@@ -388,21 +392,38 @@ class TrainState:
             elif name not in self._items or get(tree, ("items", name)) is None:
                 yield f"the checkpoint has no {name}; it is unchanged"
 
-    def _apply_dataloaders(self, saved: SavedState, undo: list[Callable[[], None]]) -> Iterator[str]:
+    def _apply_dataloaders(
+        self, saved: SavedState, undo: list[Callable[[], Sequence[Path]]]
+    ) -> Iterator[str]:
         same_ranks = saved.world_size in {None, place_in_job()[1]}
-        added = saved.shared.get(_POSITIONS, {})
+        added = saved.shared.get(POSITIONS, {})
         for name, position in self._dataloaders.items():
             state = saved.per_rank.get(name, added.get(name))
             if state is None:
                 yield f"the checkpoint has no position of {name}; it keeps its own"
             else:
-                undo.append(position.forget)
+                undo.append(partial(_forget, name, position))
                 yield from (f"{name}: {note}" for note in position.restore(state, same_ranks=same_ranks))
 
 
-def _undo(name: str, item: Any) -> Callable[[], None]:
+def _undo(name: str, item: Any) -> Callable[[], Sequence[Path]]:
     before = copy.deepcopy(function_free(item.state_dict()))
-    return lambda: load_item(name, item, before)
+    known = {path for path, _ in leaves(before)}
+
+    def undo() -> Sequence[Path]:
+        if isinstance(item, Counters):
+            vars(item).clear()
+        load_item(name, item, before)
+        # Many a `load_state_dict` adds to what is there.
+        return [(name, *path) for path, _ in leaves(function_free(item.state_dict())) if path not in known]
+
+    return undo
+
+
+def _forget(name: str, position: LoaderPosition) -> Sequence[Path]:
+    """Forget a position; samplers and datasets have been changed for good."""
+    position.forget()
+    return [(name,)]
 
 
 def _apply_rng(saved: SavedState) -> Sequence[str]:

@@ -98,6 +98,9 @@ class Storage(ABC):
     If not, a caller that needs bytes twice keeps them: every byte is read once from an object store.
     """
 
+    supports_append: bool = False
+    """Whether `append` exists. Without it a file that grows has to be replaced as a whole."""
+
     num_disks: int = 1
     """How many disks of nodes make up the root: one, unless each node has its own."""
 
@@ -195,6 +198,17 @@ class Storage(ABC):
     @abstractmethod
     def replace(self, key: str, content: bytes) -> None:
         """Write a small file atomically, durable on return, over an existing one."""
+
+    def append(self, key: str, content: bytes) -> None:
+        """Append to a small file, which is made if it is missing; not durable on return.
+
+        A crash may leave a part of `content`. Directories are not made.
+
+        Raises:
+            FileNotFoundError: the directory does not exist.
+            NotImplementedError: not `supports_append`.
+        """
+        raise NotImplementedError(f"{self.url}: nothing can be appended here ({key}, {len(content)} bytes)")
 
     @abstractmethod
     def list(self, key: str) -> list[StorageEntry]:

@@ -30,6 +30,7 @@ class FaultyStorage(Storage):
         self._url = inner.url if url is None else url
         self._script = Script(faults)
         self.supports_rename = inner.supports_rename
+        self.supports_append = inner.supports_append
         self.rereads_from_memory = inner.rereads_from_memory
 
     @property
@@ -85,6 +86,10 @@ class FaultyStorage(Storage):
     def replace(self, key: str, content: bytes) -> None:
         with self.operation("replace", key):
             self._inner.replace(key, content)
+
+    def append(self, key: str, content: bytes) -> None:
+        with self.operation("append", key):
+            self._inner.append(key, content)
 
     def list(self, key: str) -> list[StorageEntry]:
         with self.operation("list", key):

@@ -98,7 +98,8 @@ class TierClaims:
             self.release()
             raise
         union = unite(surveys)
-        return [held.info for held in union.everything if held.copies[0].tier], union.lineage
+        further = [held.info for held in union.everything if held.copies[0].tier or held.copies[0].part]
+        return further, union.lineage
 
     def opened(self, rule: DueRule) -> tuple[str, list[list[CheckpointInfo]], bool]:
         """Return an id, what was left due for each, and whether all are claimed."""

@@ -76,6 +76,7 @@ class TierUploads:
         self._record = TiersRecord(job.storage, options.uploads, self._due)
         self._newest: CheckpointInfo | None = None
         self._there: dict[int, str] = {}
+        self._left: set[str] = set()
 
     def count_from(self, number: SaveNumber | None, step: int) -> None:
         """Continue counting saves after the checkpoint of `step`, whose state is live."""
@@ -223,7 +224,7 @@ class TierUploads:
             outcomes.report(outcome)
 
     def _held(self) -> Collection[str]:
-        return {name for uploader in self._uploaders for name in uploader.line.held}
+        return self._left.union(*(uploader.line.held for uploader in self._uploaders))
 
     def _due(self, index: int) -> list[str]:
         """Return the names that are due for a tier and not there."""
@@ -253,6 +254,7 @@ class TierUploads:
         until = max(deadline, time.monotonic()) + _END_SECONDS
         for uploader in uploaders:
             left = uploader.line.unfinished
+            self._left |= {info.name for info in left}
             if left and self._job.coordinator.is_coordinator:
                 _logger.warning(
                     "not yet in %s: step(s) %s; the next run uploads the rest, and so does `ckpt upload %s`",

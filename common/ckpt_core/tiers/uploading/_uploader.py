@@ -216,7 +216,8 @@ class Uploader:
         if word.name:
             if not self.hangs:
                 self._hanging = None
-            attributes = {"step": info.step, "rank": self._context.rank, "to": self.upload.url}
+            attributes = {"step": info.step, "name": info.name, "size_bytes": info.size_bytes}
+            attributes |= {"rank": self._context.rank, "to": self.upload.url}
             with self._context.telemetry.span("upload", **attributes):
                 end = self._copy_with_all(turn, word.name)
             if end is not End.COMMITTED:

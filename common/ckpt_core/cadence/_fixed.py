@@ -1,134 +1,21 @@
-"""Save policies: values without a clock, a rank, torch or I/O.
-
-Time, history and signals are in a `CadenceContext`, so that one rank can decide for all, and so that every
-decision can be replayed in a test. Policies combine with `|`, `&` and `~`.
-"""
-# ruff: noqa: D102 - the docstring of a policy describes its overrides
+"""Save policies whose boundaries the user gives: steps, times, counts, signals."""
 
 from __future__ import annotations
 
 import signal
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePath
-from typing import ClassVar, Final, Literal, NamedTuple, TypedDict, final
+from typing import ClassVar, Literal, final
 
+from ckpt_core.cadence._algebra import SavePolicy
+from ckpt_core.cadence._cadence_context import PREEMPTION, CadenceContext
 from ckpt_core.errors import ConfigError
 from ckpt_core.validation import boolean, function, instances, integer, integers, positive, require, text
 
-PREEMPTION = "preemption"
-"""The entry of `CadenceContext.signals` for a job that is about to be stopped."""
-
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
 _SMALLEST_FRACTION = Fraction(1, 1_000_000)
-
-
-class Counts(TypedDict, total=False):
-    """What a training has done besides steps, the same on every rank.
-
-    Attributes:
-        epochs: epochs finished.
-        tokens: tokens trained on, by all ranks together.
-    """
-
-    epochs: int
-    tokens: int
-
-
-_NO_COUNTS: Final = Counts()
-
-
-class CadenceContext(NamedTuple):
-    """The input of a decision; a tuple, as every step of a training makes one.
-
-    Attributes:
-        step: the step just finished.
-        previous_step: the last step decided on before this one in this run; None at the first.
-        now: seconds on any clock, the same for every time here.
-        started: when this run started.
-        last_save_step: the last step saved or resumed from; None if there is none.
-        last_save_time: time of that save; None if there is none.
-        total_steps: length of the training, if known.
-        signals: external events of the job, e.g. `PREEMPTION`.
-        counts: of this step, as far as they are known.
-        since_counts: of the last decision or save before it; without a count where it is not known.
-    """
-
-    step: int
-    now: float
-    started: float
-    previous_step: int | None = None
-    last_save_step: int | None = None
-    last_save_time: float | None = None
-    total_steps: int | None = None
-    signals: frozenset[str] = frozenset()
-    counts: Counts = _NO_COUNTS
-    since_counts: Counts = _NO_COUNTS
-
-    @property
-    def since(self) -> int:
-        """The last step decided on: a boundary after it and up to `step` is due now."""
-        step, decided, saved = self.step, self.previous_step, self.last_save_step
-        since = decided if decided is not None and decided < step else None
-        if saved is not None and saved < step and (since is None or saved > since):
-            since = saved
-        return step - 1 if since is None else since
-
-
-class SavePolicy(ABC):
-    """A policy that decides whether to save the step just finished.
-
-    1. (all ranks) where `needs_agreement` is False, every rank calls `decide` and gets the same answer.
-    2. (coordinator) where it is True, one rank calls `decide` and broadcasts the answer.
-
-    Implementations are frozen values: same context, same answer, on any thread.
-    """
-
-    __slots__ = ()
-
-    @abstractmethod
-    def decide(self, context: CadenceContext) -> str | None:
-        """Return the reason to save now, for users, or None. Call `decide` of this module."""
-
-    @property
-    def needs_agreement(self) -> bool:
-        """Whether ranks may decide differently, by time or signals; True by default."""
-        return True
-
-    @property
-    def preemptions(self) -> tuple[OnPreemption, ...]:
-        """The sources of preemptions of this policy; () if there are none."""
-        return ()
-
-    @property
-    def counts(self) -> frozenset[str]:
-        """The names of the counts that it needs, of `Counts`."""
-        return frozenset()
-
-    def __or__(self, other: SavePolicy) -> SavePolicy:
-        return AnyOf((*_flat(self, AnyOf), *_flat(other, AnyOf)))
-
-    def __and__(self, other: SavePolicy) -> SavePolicy:
-        return AllOf((*_flat(self, AllOf), *_flat(other, AllOf)))
-
-    def __invert__(self) -> SavePolicy:
-        return Not(self)
-
-
-def decide(policy: SavePolicy, context: CadenceContext) -> str | None:
-    """Return the reason to save now, or None; never for a step saved already.
-
-    Raises:
-        ConfigError: the policy needs a value that neither it nor the context has.
-    """
-    return None if context.step == context.last_save_step else policy.decide(context)
-
-
-def needed_counts(policy: SavePolicy | None) -> frozenset[str]:
-    """Return the names of the counts that a policy needs; none without a policy."""
-    return frozenset() if policy is None else policy.counts
 
 
 @final
@@ -327,113 +214,8 @@ class OnPreemption(SavePolicy):
         return (self,)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class AnyOf(SavePolicy):
-    """Saves when at least one policy does; written `a | b`."""
-
-    policies: tuple[SavePolicy, ...]
-
-    def __post_init__(self) -> None:
-        require("AnyOf", instances("policies", self.policies, SavePolicy))
-
-    def decide(self, context: CadenceContext) -> str | None:
-        reasons = [reason for policy in self.policies if (reason := policy.decide(context))]
-        return ", ".join(reasons) or None
-
-    @property
-    def needs_agreement(self) -> bool:
-        return any(policy.needs_agreement for policy in self.policies)
-
-    @property
-    def preemptions(self) -> tuple[OnPreemption, ...]:
-        return tuple(each for policy in self.policies for each in policy.preemptions)
-
-    @property
-    def counts(self) -> frozenset[str]:
-        return frozenset[str]().union(*(policy.counts for policy in self.policies))
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class AllOf(SavePolicy):
-    """Saves when all policies do, at the same decision; written `a & b`."""
-
-    policies: tuple[SavePolicy, ...]
-
-    def __post_init__(self) -> None:
-        require("AllOf", instances("policies", self.policies, SavePolicy))
-
-    def decide(self, context: CadenceContext) -> str | None:
-        reasons = [policy.decide(context) for policy in self.policies]
-        return " and ".join(reason for reason in reasons if reason) if all(reasons) else None
-
-    @property
-    def needs_agreement(self) -> bool:
-        return any(policy.needs_agreement for policy in self.policies)
-
-    @property
-    def preemptions(self) -> tuple[OnPreemption, ...]:
-        return tuple(each for policy in self.policies for each in policy.preemptions)
-
-    @property
-    def counts(self) -> frozenset[str]:
-        return frozenset[str]().union(*(policy.counts for policy in self.policies))
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Not(SavePolicy):
-    """Saves when the policy does not; written `~a`. Useful inside `&`."""
-
-    policy: SavePolicy
-
-    def __post_init__(self) -> None:
-        require("Not", instances("policy", (self.policy,), SavePolicy))
-
-    def decide(self, context: CadenceContext) -> str | None:
-        return None if self.policy.decide(context) else f"not {self.policy!r}"
-
-    @property
-    def needs_agreement(self) -> bool:
-        return self.policy.needs_agreement
-
-    @property
-    def preemptions(self) -> tuple[OnPreemption, ...]:
-        return self.policy.preemptions
-
-    @property
-    def counts(self) -> frozenset[str]:
-        return self.policy.counts
-
-
 def _signals(names: tuple[str, ...]) -> str | None:
     known = set(signal.Signals.__members__) - _UNCATCHABLE
     problem = instances("signals", names, str)
     wrong = [] if problem else [name for name in names if name not in known]
     return f"signals must be names of signals that a process can catch, not {wrong!r}" if wrong else problem
-
-
-def _flat(policy: SavePolicy, kind: type[AnyOf] | type[AllOf]) -> tuple[SavePolicy, ...]:
-    return policy.policies if isinstance(policy, kind) else (policy,)
-
-
-__all__ = [
-    "PREEMPTION",
-    "AllOf",
-    "AnyOf",
-    "AtSteps",
-    "CadenceContext",
-    "Counts",
-    "EveryEpochs",
-    "EveryFraction",
-    "EverySeconds",
-    "EverySteps",
-    "EveryTokens",
-    "FirstStep",
-    "Not",
-    "OnPreemption",
-    "SavePolicy",
-    "decide",
-    "needed_counts",
-]

@@ -1,0 +1,49 @@
+"""Save policies: values without a clock, a rank, torch or I/O.
+
+Time, history, signals and what saves cost are in a `CadenceContext`, so that one rank can decide for all, and
+so that every decision can be replayed in a test. Policies combine with `|`, `&` and `~`.
+"""
+
+from __future__ import annotations
+
+from ckpt_core.cadence._adaptive import Continuous, MaxOverhead, Optimal
+from ckpt_core.cadence._algebra import AllOf, AnyOf, Not, SavePolicy, decide, needed_counts
+from ckpt_core.cadence._cadence_context import PREEMPTION, CadenceContext, Counts, FailureRate, SaveCosts
+from ckpt_core.cadence._fixed import (
+    AtSteps,
+    EveryEpochs,
+    EveryFraction,
+    EverySeconds,
+    EverySteps,
+    EveryTokens,
+    FirstStep,
+    OnPreemption,
+)
+from ckpt_core.cadence._optimum import expected_overhead, optimal_interval
+
+__all__ = [
+    "PREEMPTION",
+    "AllOf",
+    "AnyOf",
+    "AtSteps",
+    "CadenceContext",
+    "Continuous",
+    "Counts",
+    "EveryEpochs",
+    "EveryFraction",
+    "EverySeconds",
+    "EverySteps",
+    "EveryTokens",
+    "FailureRate",
+    "FirstStep",
+    "MaxOverhead",
+    "Not",
+    "OnPreemption",
+    "Optimal",
+    "SaveCosts",
+    "SavePolicy",
+    "decide",
+    "expected_overhead",
+    "needed_counts",
+    "optimal_interval",
+]

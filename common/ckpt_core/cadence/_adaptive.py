@@ -1,0 +1,203 @@
+"""Save policies that follow what saves cost, as measured on the running job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final, Literal, cast, final, get_args
+
+from ckpt_core.cadence._algebra import SavePolicy
+from ckpt_core.cadence._cadence_context import CadenceContext, FailureRate, SaveCosts
+from ckpt_core.cadence._optimum import optimal_interval
+from ckpt_core.validation import duration, one_of, positive, require, seconds_of
+
+SurvivingTier = Literal["root", "upload"]
+
+_FIRST_SECONDS: Final = 60.0
+_UNKNOWN_SECONDS: Final = 1800.0
+_MOST_CATCHING_UP: Final = 1.5
+"""How much denser than its fraction `MaxOverhead` may save after a time in which it could not."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Optimal(SavePolicy):
+    """Saves at the interval that loses the least time to saves and failures.
+
+    `docs/cadence.md` derives it. Until one save is measured and the rate of failures known, each wait is as
+    long as the run before it, at least 60 s and at most 30 min. The second save comes after half the
+    interval, as the first one of a run costs more than those after it.
+
+    Args:
+        mtbf: mean time between failures of the whole job, in seconds or as "6h"; None to learn it.
+        min_seconds: the shortest interval, in seconds or as "5m".
+        max_seconds: the longest one; None for no bound.
+        tier: what a failure leaves behind: the `root`, or only the first `upload` tier.
+    """
+
+    mtbf: float | str | None = None
+    min_seconds: float | str = field(default=0.0, kw_only=True)
+    max_seconds: float | str | None = field(default=None, kw_only=True)
+    tier: SurvivingTier = field(default="root", kw_only=True)
+
+    def __post_init__(self) -> None:
+        require(
+            "Optimal",
+            None if self.mtbf is None else duration("mtbf", self.mtbf),
+            duration("min_seconds", self.min_seconds, minimum=0),
+            None if self.max_seconds is None else duration("max_seconds", self.max_seconds),
+            one_of("tier", self.tier, get_args(SurvivingTier)),
+        )
+        for name in ("mtbf", "min_seconds", "max_seconds"):  # "6h" and 21600 make equal policies
+            object.__setattr__(self, name, seconds_of(getattr(self, name)))
+        least, most = self._bounds
+        if most is not None and most < least:
+            require("Optimal", f"max_seconds must be at least min_seconds, {least:g}, not {most:g}")
+
+    def decide(self, context: CadenceContext) -> str | None:
+        since = _since(context)
+        least, most = self._bounds
+        if context.in_flight or since < least:
+            return None
+        costs, mtbf = context.costs, cast("float | None", self.mtbf)
+        if mtbf is None and context.failures is not None:
+            mtbf = context.failures.mtbf
+        if costs is None or mtbf is None:
+            wait = _bounded(_unknown(context), least, most)
+            return (
+                f"optimal: {_text(since)} since the last save, {_missing(costs)}" if since >= wait else None
+            )
+        optimum = _optimum(costs.stall + costs.slowdown, self._durable(costs), mtbf)
+        wait = _bounded(optimum / 2 if costs.saves == 1 else optimum, least, most)
+        return self._reason(since, optimum, costs, context.failures) if since >= wait else None
+
+    @property
+    def needs_costs(self) -> bool:
+        return True
+
+    @property
+    def needs_failures(self) -> bool:
+        return self.mtbf is None
+
+    @property
+    def _bounds(self) -> tuple[float, float | None]:
+        return cast("float", self.min_seconds), cast("float | None", self.max_seconds)
+
+    def _durable(self, costs: SaveCosts) -> float:
+        return costs.durable if self.tier == "root" or costs.uploaded is None else costs.uploaded
+
+    def _reason(self, since: float, optimum: float, costs: SaveCosts, failures: FailureRate | None) -> str:
+        where = "durable" if self.tier == "root" else "uploaded"
+        given = cast("float | None", self.mtbf)
+        rate = FailureRate(given, "given") if given is not None else failures
+        known = "" if rate is None else f", mtbf {_text(rate.mtbf)} {rate.source}"
+        least, most = self._bounds
+        bounds = (
+            "" if _bounded(optimum, least, most) == optimum else f" bounded to {_bounds_text(least, most)}"
+        )
+        return (
+            f"optimal: {_text(since)} since the last save, optimum {_text(optimum)}{bounds} (one save costs "
+            f"{_text(costs.stall + costs.slowdown)}, is {where} after {_text(self._durable(costs))}{known})"
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MaxOverhead(SavePolicy):
+    """Saves as often as this fraction of training time allows.
+
+    All saves of the run and the next one together stay within the fraction of the time since its start. Time
+    saved up earlier is spent at no more than 1.5 times the fraction. The first save, which measures, is made
+    as by `Optimal`.
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        problem = positive("fraction", self.fraction)
+        if problem is None and self.fraction >= 1:
+            problem = f"fraction must be below 1, 0.01 for 1 %, not {self.fraction!r}"
+        require("MaxOverhead", problem)
+
+    def decide(self, context: CadenceContext) -> str | None:
+        if context.in_flight:
+            return None
+        since, costs = _since(context), context.costs
+        if costs is None:
+            late = since >= _unknown(context)
+            return f"overhead: {_text(since)} since the last save, {_missing(costs)}" if late else None
+        cost, elapsed = costs.stall + costs.slowdown, context.now - context.started
+        # The second bound holds, too, where the cost of the last save is not yet part of `lost`.
+        if costs.lost + cost > self.fraction * elapsed or since * self.fraction * _MOST_CATCHING_UP < cost:
+            return None
+        allowed = f"{100 * self.fraction:.3g} % allowed"
+        return (
+            f"overhead: {_text(since)} since the last save, {allowed} (one save costs {_text(cost)}, "
+            f"all so far {_text(costs.lost)} of {_text(elapsed)})"
+        )
+
+    @property
+    def needs_costs(self) -> bool:
+        return True
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Continuous(SavePolicy):
+    """Saves again as soon as the last save is durable in the root.
+
+    Args:
+        min_seconds: the shortest interval, in seconds or as "5m".
+    """
+
+    min_seconds: float | str = 0.0
+
+    def __post_init__(self) -> None:
+        require("Continuous", duration("min_seconds", self.min_seconds, minimum=0))
+        object.__setattr__(self, "min_seconds", seconds_of(self.min_seconds))
+
+    def decide(self, context: CadenceContext) -> str | None:
+        since = _since(context)
+        if context.in_flight or since < cast("float", self.min_seconds):
+            return None
+        return f"continuous: the last save is durable, {_text(since)} after it began"
+
+    @property
+    def needs_costs(self) -> bool:
+        return True
+
+
+@lru_cache(maxsize=128)
+def _optimum(cost: float, durable: float, mtbf: float) -> float:
+    return optimal_interval(cost=cost, durable=durable, mtbf=mtbf)
+
+
+def _since(context: CadenceContext) -> float:
+    start = context.started if context.last_save_time is None else context.last_save_time
+    return context.now - start
+
+
+def _unknown(context: CadenceContext) -> float:
+    """Return the wait while nothing is known: as long as the run before it, in bounds."""
+    return _bounded(context.now - _since(context) - context.started, _FIRST_SECONDS, _UNKNOWN_SECONDS)
+
+
+def _bounded(value: float, least: float, most: float | None) -> float:
+    value = max(value, least)
+    return value if most is None else min(value, most)
+
+
+def _missing(costs: SaveCosts | None) -> str:
+    return "to measure what a save costs" if costs is None else "as the rate of failures is not known yet"
+
+
+def _bounds_text(least: float, most: float | None) -> str:
+    return f"at least {_text(least)}" if most is None else f"{_text(least)} to {_text(most)}"
+
+
+def _text(seconds: float) -> str:
+    """Format seconds for a reason: 0.31 s, 412 s, 6 h."""
+    for unit, size in (("d", 86400), ("h", 3600)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,0 +1,190 @@
+"""The thread that writes the journal of a root."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import CheckpointError
+from ckpt_core.groups import own_part
+from ckpt_core.journal._event_records import is_wanted
+from ckpt_core.journal._files import EventFile, HistoryFile, last_events, read_history
+from ckpt_core.journal._records import Record, encode
+from ckpt_core.journal._run_log import MOST_WAITING, RunLog, Training
+from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Event
+
+_logger = logger_of(__name__)
+
+_GRACE_SECONDS: Final = 10.0
+_IDLE_SECONDS: Final = 60.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tenure:
+    """The time for which a job holds a root.
+
+    Attributes:
+        run: its id.
+        ranks: of the job.
+        check: raises once another job has the root.
+    """
+
+    run: str
+    ranks: int
+    check: Callable[[], None]
+
+
+@final
+class Recorder:
+    """Writes the journal of a root. Nothing raises, and no caller waits for storage.
+
+    A failure of storage is one warning; what could not be written is tried again with what follows. Once
+    another job has the root, nothing is written any more.
+
+    Concurrency: `emit` on any thread, the other methods on the main thread, all else on `ckpt-journal`.
+
+    Attributes:
+        training: what the training thread notes.
+        log: the records.
+        known: set once the history has been read, or cannot be.
+        wake: set when there is something to do.
+        clock: seconds that never go back.
+
+    Args:
+        storage: the root.
+        tiers: further roots of the run, which get a copy of the history.
+        clock: see above.
+    """
+
+    def __init__(
+        self, storage: Storage, tiers: Sequence[Storage] = (), *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.training = Training()
+        self.log = RunLog(storage.url, self.training, clock)
+        self.known, self.wake = threading.Event(), threading.Event()
+        self.clock = clock
+        self._storage = storage
+        self._tiers = tiers
+        self._pid = os.getpid()
+        self._waiting: deque[Event] = deque(maxlen=MOST_WAITING)
+        self._tenure: Tenure | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = self._stopped = self._warned = False
+        self._wrote_at = -math.inf
+
+    def emit(self, event: Event) -> None:
+        """Take an event, if the journal has a record for it."""
+        if is_wanted(event) and not self._stopped and os.getpid() == self._pid:
+            self._waiting.append(event)
+            self.wake.set()
+
+    def begin(self, tenure: Tenure) -> None:
+        """Start to write: this process is the coordinator, and has the root."""
+        if self._thread is not None or self._stopped or os.getpid() != self._pid:
+            return
+        self._tenure = tenure
+        # A daemon: the process must be able to end while storage hangs.
+        thread = threading.Thread(target=self._loop, args=(tenure,), name="ckpt-journal", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends, or there are too many threads
+            self.drop()
+        else:
+            self._thread = thread
+
+    def finish(self) -> None:
+        """Write what is left, and end the thread, unless storage hangs."""
+        if os.getpid() != self._pid or self._thread is None:
+            return
+        self._closing = True
+        self.wake.set()
+        self._thread.join(_GRACE_SECONDS)
+        if self._thread.is_alive() and not self._stopped:
+            self._warn("storage has not answered for a while, and the last lines may be missing")
+        self._stopped = True
+
+    def drop(self) -> None:
+        """Take no more events: another rank writes them, or none."""
+        self._stopped = True
+        self._waiting.clear()
+        self.known.set()
+
+    def _loop(self, tenure: Tenure) -> None:
+        try:
+            self.log.begin(tenure.run, tenure.ranks)
+            self._read()
+            own = own_part(self._storage)
+            files = HistoryFile(own), EventFile(own), [HistoryFile(tier) for tier in self._tiers]
+            closing = False
+            while not (closing or self._stopped):
+                self.wake.wait(self.log.pause(self.clock()) if self.training.first else _IDLE_SECONDS)
+                closing = self._closing  # before anything is looked at
+                self.wake.clear()
+                while self._waiting:
+                    self.log.take(self._waiting.popleft())
+                self.log.look(closing=closing)
+                self._write(*files, check=tenure.check, closing=closing)
+        except CheckpointError:
+            pass  # another job has the root, and keeps its journal
+        except Exception as error:  # noqa: BLE001 - nobody waits for this thread, and no save may fail with it
+            self._warn(f"{type(error).__name__}: {error}")
+        finally:
+            self.drop()
+
+    def _read(self) -> None:
+        """Read what earlier runs have left; a tier may know what a new disk does not."""
+        histories: list[list[Record]] = []
+        events: list[Record] = []
+        for storage in (self._storage, *self._tiers):
+            try:
+                histories.append(read_history(storage))
+                events += last_events(storage) if storage is self._storage else []
+            except OSError as error:
+                self._warn(str(error))
+        self.log.continue_from(histories, events)
+        self.known.set()
+
+    def _write(
+        self,
+        history: HistoryFile,
+        events: EventFile,
+        copies: Sequence[HistoryFile],
+        *,
+        check: Callable[[], None],
+        closing: bool,
+    ) -> None:
+        """Write what is new, the history first.
+
+        Raises:
+            RootBusyError: another job has the root.
+        """
+        log, now = self.log, self.clock()
+        due = closing or log.ended or events.appends or now - self._wrote_at >= log.pause(now)
+        try:
+            check()
+            if log.started:
+                history.write(log.history)
+            if log.lines and due:
+                self._wrote_at = now
+                events.write(encode(log.lines))
+                log.lines.clear()
+            for copy in copies if log.started else ():
+                copy.write(log.history)
+        except OSError as error:
+            self._warn(str(error))
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _logger.warning(
+                "the journal of %s is not complete: %s. Saves go on without it", self._storage.url, problem
+            )
