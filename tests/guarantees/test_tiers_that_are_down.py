@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -101,6 +102,22 @@ def test_a_refusal_that_comes_late_is_raised_at_the_next_save(tmp_path, first, o
         manager.save(4, state_of(4)).uploaded.result(60)
     assert steps(LocalStorage(tmp_path)) == [1, 3, 4]
     assert steps(tier.inner) == [3, 4]
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_the_save_at_a_preemption_is_never_refused_for_an_upload(tmp_path, on_error):
+    tier = Answer()
+    with (
+        pytest.raises(UploadError) if on_error == "raise" else nullcontext(),
+        CheckpointManager(tmp_path, upload=Upload(tier.storage, on_error=on_error)) as manager,
+    ):
+        handle = manager.save(1, state_of(1))
+        handle.result(60)
+        tier.no(PermissionError("keys are refused"))
+        handle.uploaded.exception(60)
+        manager._cadence.preempted = True
+        manager.save(2, state_of(2)).result(60)
+    assert steps(LocalStorage(tmp_path)) == [1, 2]
 
 
 def test_what_is_wrong_and_answers_at_once_is_refused_before_the_first_save(tmp_path):

@@ -104,15 +104,18 @@ class TierUploads:
             same_uploads(self._job.coordinator, self._options.uploads)
             self._agreed = True
 
-    def before_save(self) -> None:
+    def before_save(self, *, preempted: bool) -> None:
         """Wait for uploads that a save must wait for, and raise failures. Collective.
 
-        Ranks communicate only if an upload has `on_error="raise"`, or a tier has not answered yet.
+        Ranks communicate only if an upload has `on_error="raise"`, or a tier has not answered yet. The save
+        of a job that is being stopped is its last, and more than any upload.
 
         Raises:
             UploadError: an upload has failed that is to stop training, or a tier was refused, here or on
                 another rank.
         """
+        if preempted:
+            return
         for uploader in self._uploaders:
             uploader.line.wait_for_turn(uploader.upload.deadline_seconds)
         coordinator = self._job.coordinator
