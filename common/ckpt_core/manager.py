@@ -171,7 +171,7 @@ class CheckpointManager:
         with self._meter.save(request.step, request.name, request.annotations) as measured:
             if self._cadence.pending:
                 self._saver.in_flight.settle()  # back-pressure must not leave out the last save
-            self._uploads.before_save()
+            self._uploads.before_save(preempted=self.preempted)
             handle = measured.handle = self._saver.save(request, state)
             measured.skipped = self._saver.skipped
             if handle is not None:
