@@ -177,6 +177,8 @@ class Configured:
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
         job_name: what `writer.json` calls this job, instead of its script, host and process.
+        journal: whether `history.jsonl` and `events.jsonl` are kept in `dirpath`: what saves cost, and how
+            runs ended.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
         sinks: receivers of telemetry events.
         log_costs: whether the loggers receive `checkpoint/stall_ms`, `durable_s`, `bytes` and `overhead` of
@@ -230,6 +232,7 @@ class Configured:
         allow_pickle: bool = False,
         deadline_seconds: float = 1800.0,
         job_name: str | None = None,
+        journal: bool = True,
         storage_options: dict[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
         log_costs: bool = True,
@@ -269,6 +272,7 @@ class Configured:
             "allow_pickle": allow_pickle,
             "deadline_seconds": deadline_seconds,
             "job_name": job_name,
+            "journal": journal,
             "storage_options": storage_options or {},
         }
         self.settings = Settings(

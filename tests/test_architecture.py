@@ -30,7 +30,19 @@ MAX_FIRST_LINE = 80
 ROLES = {
     # Modules that play one part in several places: in each adapter, kind of storage, or command.
     *("connector", "evaluation", "factory", "hooks", "loading", "metrics", "options", "progress", "resume"),
-    *("base", "roots", "session", "settings", "state", "storage", "reader", "checkpoints", "verify", "prune"),
+    *(
+        "base",
+        "roots",
+        "session",
+        "settings",
+        "state",
+        "storage",
+        "reader",
+        "checkpoints",
+        "verify",
+        "prune",
+        "plan",
+    ),
 }
 TWINS = {
     # One for each algebra of policies, for each Lightning, for each adapter, for each reader of `.metadata`.

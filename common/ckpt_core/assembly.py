@@ -71,7 +71,7 @@ class Assembly:
             job_name=options.job_name,
             until_idle=thread.until_idle,
             hooks=replace(uploads.hooks, journal=journal),
-            elsewhere=catalog.elsewhere,
+            elsewhere=uploads.claims.make,
         )
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
         saver = Saver(job, thread, options, ownership=ownership, pruner=pruner)

@@ -42,12 +42,10 @@ class CheckpointManager:
     Args:
         root: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run.
         options: all other options as one value; see `CheckpointOptions`.
-        coordinator: the communication of ranks; by default over the default process group, which may be made
-            later, but before the first save or resume. A given one may be shared by several managers; its
-            owner closes it.
+        coordinator: the communication of ranks; by default over the default process group, which must be made
+            before the first save or resume. Several managers may share a given one; its owner closes it.
         sinks: receivers of telemetry events.
-        listen: whether an `OnPreemption` installs its signal handlers now; else at the first `due` or
-            `maybe_save`, for hosts that cannot know whether these will be called.
+        listen: whether an `OnPreemption` installs its signal handlers now; else at the first `due`.
         **overrides: fields of `CheckpointOptions`, e.g. `save=EverySteps(500)`, as values or plain mappings.
 
     Raises:
@@ -65,9 +63,7 @@ class CheckpointManager:
         **overrides: Any,
     ) -> None:
         if options is not None and overrides:
-            raise ConfigError(
-                f"give either options= or single options, not both: {', '.join(sorted(overrides))}"
-            )
+            raise ConfigError(f"give options= or single options, not both: {', '.join(sorted(overrides))}")
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
         parts = Assembly.of(root, self.options, coordinator, sinks=sinks, listen=listen)
@@ -75,8 +71,8 @@ class CheckpointManager:
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
         self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
-        self._cadence, self._meter = parts.cadence, parts.meter
         self._root, self._pruner = parts.root, parts.pruner
+        self._cadence, self._meter = parts.cadence, parts.meter
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher = parts.fetcher
         self._in_force, self._closed = Override(), False
@@ -97,8 +93,8 @@ class CheckpointManager:
         need them; counts without a step are where counting begins.
 
         With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
-        while every arena was in flight: at the first step at which an arena is free on every rank. While one
-        is pending, and only then, each call is an all-reduce of one number.
+        while every arena was in flight: at the first step with a free one on every rank. Until then each
+        call is an all-reduce of one number.
         """
         self._check()
         if step is None:
@@ -187,10 +183,7 @@ class CheckpointManager:
         return self._meter.costs
 
     def prewarm(self, state: State | CapturedState) -> int:
-        """Plan the save and allocate its arenas ahead of the first save. Collective.
-
-        Returns:
-            Bytes of host memory that this rank's arenas take.
+        """Allocate arenas ahead of the first save; return their bytes. Collective.
 
         Raises:
             SaveError: the state cannot be planned; the same on every rank.
@@ -228,6 +221,7 @@ class CheckpointManager:
         self._bind()
         agreed_values(self._coordinator, "resume", lambda: checked_override(state, override).items)
         self._rewind()
+        self._uploads.claims.patient = True
         self._own_root()
         request = LoadRequest.to_resume(self.options, Override.of(override))
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)
@@ -280,6 +274,7 @@ class CheckpointManager:
         """
         self._check()
         self._coordinator.check()
+        self._uploads.agree()
 
         def selected() -> Selection:
             return Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
@@ -498,3 +493,4 @@ class CheckpointManager:
         """Fix the ranks of the job, for which a save or load is about to be planned."""
         self._check()
         self._coordinator.bind()
+        self._uploads.agree()

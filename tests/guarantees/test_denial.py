@@ -341,7 +341,7 @@ def test_an_older_checkpoint_in_an_archive_blocks_nothing(history, key):
 
 
 def test_archived_checkpoints_are_no_reason_not_to_verify_the_others(run, monkeypatch, capsys):
-    from ckpt_core.cli import _verify
+    from ckpt_core.cli.upkeep import _verify
 
     def verify_or_archived(storage, name, **options):
         if name == ONE:

@@ -208,7 +208,7 @@ def test_training_starts_and_goes_on_while_the_tier_is_down_and_uploads_when_it_
         (handle,) = saved(manager, 1)
         down.error = None
         assert handle.uploaded.result(60).step == 1
-    assert "cannot be reached, uploads are tried later" in caplog.text
+    assert "cannot be reached (ConnectionError: down): saves go on, uploads are tried later" in caplog.text
     assert steps(down.storage) == [1]
 
 

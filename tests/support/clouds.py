@@ -28,21 +28,25 @@ class Cloud:
 
     kind: str
     endpoint: str
-    bucket: str
+    bucket: str = ""
 
     @classmethod
     def fresh(cls, kind: str, endpoint: str) -> Cloud:
         """Make an empty bucket."""
         made = cls(kind=kind, endpoint=endpoint, bucket=f"bucket-{uuid.uuid4().hex}")
-        if kind == "gcs":
-            body = json.dumps({"name": made.bucket}).encode()
-            request = urllib.request.Request(f"{endpoint}/storage/v1/b?project=test", body)
-            urllib.request.urlopen(request).close()
-        elif kind == "azure":
-            made._azure.create_container(made.bucket)
-        else:
-            made._s3.create_bucket(Bucket=made.bucket)
+        made.make()
         return made
+
+    def make(self) -> None:
+        """Make the bucket."""
+        if self.kind == "gcs":
+            body = json.dumps({"name": self.bucket}).encode()
+            request = urllib.request.Request(f"{self.endpoint}/storage/v1/b?project=test", body)
+            urllib.request.urlopen(request).close()
+        elif self.kind == "azure":
+            self._azure.create_container(self.bucket)
+        else:
+            self._s3.create_bucket(Bucket=self.bucket)
 
     @property
     def scheme(self) -> str:
@@ -105,6 +109,26 @@ class Cloud:
             return sorted(self._azure.get_container_client(self.bucket).list_blob_names())
         found = self._s3.list_objects_v2(Bucket=self.bucket).get("Contents", [])
         return sorted(str(entry["Key"]) for entry in found)
+
+    def begun(self) -> list[str]:
+        """The objects of which uploads in parts have begun and not ended; on S3 alone."""
+        if self.kind != "s3":
+            return []
+        return [
+            str(each["Key"])
+            for each in self._s3.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+        ]
+
+    def empty(self) -> None:
+        """Delete all objects, past our storage."""
+        for name in self.names():
+            if self.kind == "gcs":
+                url = f"{self.endpoint}/storage/v1/b/{self.bucket}/o/{quote(name, safe='')}"
+                urllib.request.urlopen(urllib.request.Request(url, method="DELETE")).close()
+            elif self.kind == "azure":
+                self._azure.get_blob_client(self.bucket, name).delete_blob()
+            else:
+                self._s3.delete_object(Bucket=self.bucket, Key=name)
 
     def fault(self, action: Any, method: str, target: str, **details: Any) -> None:
         """Set one fault; `target` is a pattern of path and query, and may begin with `*`."""

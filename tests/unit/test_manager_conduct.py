@@ -204,7 +204,7 @@ def test_events_tell_the_story_of_a_save_and_a_load(tmp_path):
         checkpoints.load({"a": torch.ones(1000)})
     finished = [event.name for event in sink.events if event.phase == "finished"]
     assert sorted(finished) == sorted(
-        ["save.stall", "save.write", "save.commit"] * 2 + ["prune.remove", "load.verify", "load.read"]
+        ["save.stall", "save.write", "save.commit"] * 2 + ["prune.remove", "load", "load.verify", "load.read"]
     )
     (first, second) = sink.finished("save.write")
     assert (first.attributes["step"], second.attributes["step"]) == (1, 2)

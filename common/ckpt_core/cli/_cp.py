@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
 from ckpt_core.cli._arguments import (
+    Commands,
     claimed,
     find_root,
     is_left_over,
@@ -29,8 +30,9 @@ from ckpt_core.errors import (
     ConfigError,
     CorruptCheckpointError,
     FileFailure,
+    NoRoomError,
 )
-from ckpt_core.names import MARKER
+from ckpt_core.names import MARKER, run_name
 from ckpt_core.options import bytes_text, parse_size
 from ckpt_core.storage import Storage, Throttle
 from ckpt_core.tiers import CopyTerms, copy_checkpoint
@@ -49,6 +51,7 @@ class CopySource:
         infos: the checkpoints, in the order of their copies.
         relatives: everything in the root: what belongs to the same run.
         is_run: whether the run was named, not a checkpoint.
+        renames: whether a copy whose name is taken gets one of its lineage, as by a job.
         unreadable: problems of directories that may be checkpoints.
     """
 
@@ -56,6 +59,7 @@ class CopySource:
     infos: Sequence[CheckpointInfo]
     relatives: Sequence[CheckpointInfo]
     is_run: bool = False
+    renames: bool = False
     unreadable: Sequence[str] = ()
 
 
@@ -87,6 +91,50 @@ class CopyResult:
             "problem": self.problem or None,
             "failures": [asdict(failure) for failure in self.failures],
         }
+
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "cp",
+        parents=[shared],
+        help="copy checkpoints or a run to another root",
+        description="Copies checkpoints as they are, between any two places, and compares every byte with "
+        "their manifests before it commits them. After an interruption the same command continues: what is "
+        "there is not sent again. Files that a manifest does not list are not copied.",
+    )
+    command.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SRC",
+        help="ROOT@STEP, a CHECKPOINT, or a ROOT: all committed ones of its present lineage",
+    )
+    command.add_argument("target", metavar="DST", help="path or URL of the root to copy to")
+    command.add_argument("--all", action="store_true", help="of a root also the abandoned checkpoints")
+    command.add_argument(
+        "--to-storage-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the filesystem behind DST, if others than for SRC are needed; may be repeated",
+    )
+    command.add_argument(
+        "--mixed", action="store_true", help="copy into a root that holds another run; nothing resumes there"
+    )
+    add_copy_options(command)
+    command.set_defaults(command=run)
+
+
+def add_copy_options(command: ArgumentParser) -> None:
+    """Add the options of `cp` and `upload`."""
+    command.add_argument(
+        "--bandwidth", metavar="RATE", help='the most bytes per second to send, such as "100 MB/s"'
+    )
+    command.add_argument(
+        "--take-over",
+        action="store_true",
+        help="copy although writer.json names a job there, where no lock shows whether it is alive",
+    )
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -167,16 +215,18 @@ def copy_all(
     there = {info.name: info for info in survey.everything}
     todo: list[tuple[CopySource, CheckpointInfo]] = []
     for selection, info in ((each, info) for each in selections for info in each.infos):
-        if (found := there.get(info.name)) is None:
+        found = there.get(info.name)
+        if found is None or (selection.renames and found.manifest_sha256 != info.manifest_sha256):
             todo.append((selection, info))
         else:
             results.append(_found(selection, info, found, target))
     if not todo and not is_left_over(Owner.of(target)):
         return results
     total = sum(info.size_bytes for _, info in todo)
+    _refuse_without_room(target, [info for _, info in todo])
     with (
         claim() as lease,
-        _interruptible() as stop,
+        interruptible() as stop,
         ProgressLine(f"copying to {target.url}", total, plain=True) as line,
     ):
         for result in results if target.supports_rename else ():
@@ -206,6 +256,34 @@ def outcome(target: Storage, results: Sequence[CopyResult], unreadable: Sequence
         ],
         exit_code=int(bool(unreadable) or any(each.state == "FAILED" for each in results)),
     )
+
+
+def _refuse_without_room(target: Storage, infos: Sequence[CheckpointInfo]) -> None:
+    """Refuse copies that do not fit, before anything is sent.
+
+    Raises:
+        NoRoomError: they do not.
+    """
+    free = target.free_bytes()
+    if free is None or not infos:
+        return
+    needed = sum(max(0, info.size_bytes - _sent_bytes(target, info)) for info in infos)
+    if needed > free:
+        raise NoRoomError(
+            f"{target.url} has {bytes_text(free)} free, and the {len(infos)} checkpoint(s) to copy need "
+            f"{bytes_text(needed)}; nothing was copied: free space, or copy single checkpoints (ROOT@STEP)",
+            needed_bytes=needed,
+            free_bytes=free,
+        )
+
+
+def _sent_bytes(target: Storage, info: CheckpointInfo) -> int:
+    """Return the size of what an earlier copy has left there, and this one continues."""
+    working = working_name(target, info.name, info.save_id)
+    entry = target.entry(working)
+    if entry is None or not entry.is_directory:
+        return 0
+    return sum(each.size_bytes for each in target.list(working) if not each.is_directory)
 
 
 def _options_of_target(arguments: Namespace) -> dict[str, Any]:
@@ -295,7 +373,8 @@ def _copied(
 ) -> CopyResult:
     source = selection.source
     try:
-        found = copy_checkpoint(source, target, info.name, terms, check=lease.check)
+        otherwise = run_name(info.name, info.lineage.id) if selection.renames and info.lineage.id else ""
+        found = copy_checkpoint(source, target, info.name, terms, check=lease.check, otherwise=otherwise)
     except CorruptCheckpointError as error:
         return CopyResult(
             info=info,
@@ -309,19 +388,19 @@ def _copied(
             raise
         return CopyResult(info=info, source=source.url, state="gone")
     _carry_marks(selection, info, found, target)
-    return CopyResult(info=info, source=source.url, state="copied")
+    return CopyResult(info=replace(info, name=found.name), source=source.url, state="copied")
 
 
 def _carry_marks(selection: CopySource, info: CheckpointInfo, found: CheckpointInfo, target: Storage) -> None:
     """Mark what is bad, and pin what a run has pinned; damage is of one place."""
     if info.bad is not None and found.bad is None:
-        Catalog(target).mark_bad(info.name, info.bad)
+        Catalog(target).mark_bad(found.name, info.bad)
     if selection.is_run and info.pinned is not None and found.pinned is None:
         Catalog(target).pin(info.step, info.pinned)
 
 
 @contextmanager
-def _interruptible() -> Generator[Callable[[], None]]:
+def interruptible() -> Generator[Callable[[], None]]:
     """Let Ctrl-C end the threads of a copy, too; yields what they call."""
     interrupted = threading.Event()
 

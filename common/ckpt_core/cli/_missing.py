@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
 
-from ckpt_core.cli._arguments import claimed, open_target
-from ckpt_core.cli._cp import CopySource, copy_all, outcome, pace_of, refuse_conflicts
+from ckpt_core.cli._arguments import Commands, claimed, open_target
+from ckpt_core.cli._cp import CopySource, add_copy_options, copy_all, outcome, pace_of
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._tier_columns import open_with_tiers, options_for
 from ckpt_core.commit import Catalog, Owner, Survey
@@ -17,6 +17,22 @@ from ckpt_core.names import TIERS, WRITER
 from ckpt_core.storage import Storage, excludes_others
 from ckpt_core.tiers import TierRecord, read_tiers
 from ckpt_core.types import CheckpointInfo
+
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "upload",
+        parents=[shared],
+        help="upload what a job that ended has left in its local root",
+        description="Uploads to the tiers that the root's tiers.json names: what was due and is not there, "
+        "and the newest. Verified and resumable as `cp`. A live job uploads by itself.",
+    )
+    command.add_argument("root", metavar="ROOT", help="path of a run")
+    command.add_argument("--to", metavar="URL", help="only to this place, which tiers.json need not name")
+    command.add_argument("--all", action="store_true", help="everything of the present lineage")
+    add_copy_options(command)
+    command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -35,8 +51,15 @@ def run(arguments: Namespace) -> Outcome:
         target = open_target(arguments.to or record.url, options_for(record.url, arguments))
         there = Catalog(target).survey()
         infos = survey.committed if arguments.all else _due(record, survey, there)
-        selection = CopySource(source=storage, infos=infos[::-1], relatives=survey.everything, is_run=True)
-        refuse_conflicts([selection], target, there)
+        names = {info.save_id: info.name for info in there.everything}
+        selection = CopySource(
+            source=storage,
+            # What the tier has by another name, because its own was taken, is not sent again.
+            infos=[info for info in infos[::-1] if names.get(info.save_id, info.name) == info.name],
+            relatives=survey.everything,
+            is_run=True,
+            renames=True,
+        )
         claim = partial(claimed, target, "ckpt upload", take_over=arguments.take_over, ended=ended)
         outcomes.append(outcome(target, copy_all([selection], target, there, pace=pace, claim=claim), ()))
     return Outcome(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -25,9 +26,13 @@ class ProgressLine:
         what: what is being done.
         total_bytes: how much there is to do; 0 if that is not known.
         plain: whether to write a line now and then where standard error is no terminal; else nothing.
+        seconds: the work ends after so long, whatever is done; None if only the bytes end it.
     """
 
-    def __init__(self, what: str, total_bytes: int, *, plain: bool = False) -> None:
+    def __init__(
+        self, what: str, total_bytes: int, *, plain: bool = False, seconds: float | None = None
+    ) -> None:
+        self._seconds = math.inf if seconds is None else seconds
         self._what = what
         self._total_bytes = total_bytes
         self._terminal = sys.stderr.isatty()
@@ -66,7 +71,8 @@ class ProgressLine:
         rate = self._done_bytes / seconds
         text = f"{self._what}: {done}, {rate / 1e9:.2f} GB/s"
         if left and rate and self._total_bytes > self._done_bytes:
-            text += f", {_duration((self._total_bytes - self._done_bytes) / rate)} left"
+            ends = min((self._total_bytes - self._done_bytes) / rate, self._seconds - seconds)
+            text += f", {_duration(max(ends, 0.0))} left"
         sys.stderr.write(f"{_CLEAR}{text}" if self._terminal else f"ckpt: {text}\n")
         sys.stderr.flush()
 

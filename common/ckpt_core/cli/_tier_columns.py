@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
 from ckpt_core.cli._arguments import is_local, open_root, storage_options
-from ckpt_core.commit import Catalog, Survey
+from ckpt_core.commit import Catalog, Owner, Survey
 from ckpt_core.errors import CheckpointError
 from ckpt_core.hosting import root_of
+from ckpt_core.names import WRITER
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.tiers import TierRecord, United, read_tiers, unite
 from ckpt_core.types import CheckpointInfo
@@ -28,12 +29,14 @@ class TierColumn:
         record: of the tier; None for the root itself.
         survey: what it holds; None if it cannot be reached.
         problem: why it cannot.
+        running: whether a job may be uploading there now.
     """
 
     label: str
     record: TierRecord | None = None
     survey: Survey | None = None
     problem: str = ""
+    running: bool = True
 
     def state(self, info: CheckpointInfo) -> str:
         """Return the state of a checkpoint in this tier, in a word or two."""
@@ -44,10 +47,19 @@ class TierColumn:
             return "committed" if found.damaged is None else "damaged"
         if info.name in self.survey.unreadable:
             return "damaged"
-        running = None if self.record is None else self.record.uploading
-        if running is not None and running.name == info.name:
-            return f"uploading {100 * running.done_bytes // max(running.size_bytes, 1)} %"
-        return "missing"
+        if self.record is None:
+            return "missing"
+        begun = self.record.uploading
+        if begun is not None and begun.name == info.name:
+            word = "uploading" if self.running else "waiting"
+            return f"{word} {100 * begun.done_bytes // max(begun.size_bytes, 1)} %"
+        return "waiting" if info.name in self.record.due else "missing"
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is due that nobody uploads."""
+        record = self.record
+        return record is not None and not self.running and bool(record.due or record.uploading)
 
 
 @final
@@ -90,7 +102,15 @@ class TierColumns:
     @property
     def lines(self) -> list[str]:
         """What is wrong with a tier, for people."""
-        return [f"cannot be reached: {each.label}: {each.problem}" for each in self.columns if each.problem]
+        root = self.columns[0].label
+        return [
+            *(f"cannot be reached: {each.label}: {each.problem}" for each in self.columns if each.problem),
+            *(
+                f"waiting, and no job uploads: {each.label}: the next run does, or `ckpt upload {root}`"
+                for each in self.columns
+                if each.waiting
+            ),
+        ]
 
 
 def open_with_tiers(arguments: Namespace) -> Storage:
@@ -125,7 +145,8 @@ def tier_columns(storage: Storage, survey: Survey, arguments: Namespace) -> tupl
     if not records:
         return None, problem
     columns = [TierColumn(label=storage.url, survey=survey)]
-    columns += [_column(record, arguments) for record in records]
+    running = _may_have_writer(storage)
+    columns += [replace(_column(record, arguments), running=running) for record in records]
     united = unite([column.survey for column in columns if column.survey is not None])
     return TierColumns(columns=columns, united=united), problem
 
@@ -135,6 +156,14 @@ def _records(storage: Storage) -> tuple[list[TierRecord], str]:
         return read_tiers(storage), ""
     except (CheckpointError, OSError) as error:
         return [], str(error)
+
+
+def _may_have_writer(storage: Storage) -> bool:
+    """Return whether a job may be writing to a root; never takes its lock."""
+    owner = Owner.of(storage)
+    if owner is None or not owner.pid:
+        return storage.lock_holder(WRITER) is not None
+    return not owner.has_ended
 
 
 def _column(record: TierRecord, arguments: Namespace) -> TierColumn:

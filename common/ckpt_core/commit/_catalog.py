@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
@@ -420,12 +421,15 @@ def with_remarks(
         committed=[info for info in infos if not info.abandoned],
         unreadable=dict(unreadable),
         abandoned=[info for info in infos if info.abandoned],
-        parts=[
-            Catalog(storage).marker(name).info(name)
-            for name, error in unreadable.items()
-            if isinstance(error, PartialCheckpointError)
-        ],
+        parts=[_remarked(info, pins, marks) for info in _parts(storage, unreadable)],
     )
+
+
+def _parts(storage: Storage, unreadable: Mapping[str, CheckpointError | OSError]) -> Iterator[CheckpointInfo]:
+    for name, error in unreadable.items():
+        if isinstance(error, PartialCheckpointError):
+            with suppress(CheckpointNotFoundError):  # the job that owns the root prunes parts, too
+                yield Catalog(storage).marker(name).info(name)
 
 
 def _remarked(info: CheckpointInfo, pins: Mapping[int, str] | None, marks: Marks) -> CheckpointInfo:

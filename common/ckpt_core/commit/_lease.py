@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -13,11 +14,13 @@ from typing import Final, Self, final
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, RootBusyError
 from ckpt_core.names import WRITER
-from ckpt_core.storage import Lock, Storage, read_small
+from ckpt_core.storage import Lock, Storage, excludes_others, read_small
 
 _logger = logger_of(__name__)
 
 _MAX_BYTES: Final = 1 << 16
+_LOCK_FILE: Final = f"{WRITER}.lock"
+"""Where a filesystem has the lock; nobody deletes it."""
 
 
 @final
@@ -88,6 +91,7 @@ class Lease:
     def __init__(self, storage: Storage, owner: Owner, lock: Lock) -> None:
         self._storage = storage
         self._locks = [lock]
+        self._locks_a_file = excludes_others(lock) and storage.exists(_LOCK_FILE)
         self.owner = owner
 
     @classmethod
@@ -121,9 +125,34 @@ class Lease:
         self._locks.append(lock)
         self._claim(storage)
 
+    def _reclaim(self) -> bool:
+        """Make the claim again unless another one is there by now.
+
+        Raises:
+            FileNotFoundError: this is not the directory that was claimed.
+        """
+        if self._locks_a_file and not self._storage.exists(_LOCK_FILE):
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "what this job has claimed was moved, deleted or unmounted; bring it back, or restart",
+                self._storage.url,
+            )
+        try:
+            self._storage.write_bytes(WRITER, self._content)
+        except FileExistsError:
+            return self.is_held()
+        _logger.warning(
+            "%s/%s was removed while this job holds the root, and is there again", self._storage.url, WRITER
+        )
+        return True
+
+    @property
+    def _content(self) -> bytes:
+        return json.dumps(asdict(self.owner)).encode()
+
     def _claim(self, storage: Storage) -> None:
         try:
-            storage.replace(WRITER, json.dumps(asdict(self.owner)).encode())
+            storage.replace(WRITER, self._content)
         except BaseException:
             self._locks.pop().release()
             raise
@@ -132,14 +161,17 @@ class Lease:
         """Return whether no other job has taken the root since."""
         return Owner.of(self._storage) == self.owner
 
-    def check(self) -> None:
+    def check(self, *, reclaim: bool = False) -> None:
         """Raise if another job has taken the root.
+
+        Args:
+            reclaim: whether to make a claim again that was removed.
 
         Raises:
             RootBusyError: another job has taken it, or the claim has been removed.
         """
         holder = Owner.of(self._storage)
-        if holder == self.owner:
+        if holder == self.owner or (holder is None and reclaim and self._reclaim()):
             return
         taker = "its claim was removed" if holder is None else f"it was taken over by {holder}"
         raise RootBusyError(

@@ -21,7 +21,7 @@ from ckpt_core.commit._catalog import (
     read_all,
     with_remarks,
 )
-from ckpt_core.commit._lineage import by_step, is_same
+from ckpt_core.commit._lineage import by_step, is_same, on_present_line
 from ckpt_core.commit._manifest import whole_info
 from ckpt_core.commit._verify import share, verify
 from ckpt_core.disclosure import logger_of
@@ -62,6 +62,12 @@ class Inventory:
         self._arranged: Arranged | None = None
         self._foreign: set[str] = set()
         self._size_checked: set[str] = set()
+        self._parts: Sequence[CheckpointInfo] = ()
+
+    @property
+    def parts(self) -> Sequence[CheckpointInfo]:
+        """The present lineage's checkpoints of which the last survey found a part."""
+        return self._parts
 
     def survey(self) -> Survey:
         """Return the present content of the root; see `Catalog.survey`."""
@@ -76,7 +82,10 @@ class Inventory:
             for info in found:
                 if info.name not in self._known:  # else a save has taken the name since it was read
                     self.add(info)
-        return with_remarks(self._storage, self._arrange(unreadable), unreadable)
+        survey = with_remarks(self._storage, self._arrange(unreadable), unreadable)
+        line = on_present_line(survey.parts, survey.lineage) if survey.parts else ()
+        self._parts = [info for info in line if not info.abandoned]
+        return survey
 
     def history(self) -> list[CheckpointInfo]:
         """Return every committed checkpoint for retention, oldest first.
@@ -232,6 +241,9 @@ class Soundness:
         If no remaining checkpoint of the present lineage is known to be whole, the newest ones are verified
         until one is. A damaged one is marked and no longer counts, so that `choose` is called again.
 
+        A deletion that is not in the history is of a checkpoint of which only a part is here. The rest may
+        come back, so that one newer than it must remain whole.
+
         Args:
             inventory: of the root.
             choose: selects what to delete from a history; it must not count marked checkpoints.
@@ -245,9 +257,12 @@ class Soundness:
             drop = choose(history)
             if not drop:
                 return drop
-            names = {info.name for info in drop}
+            names, known = {info.name for info in drop}, {info.name for info in history}
+            least = max((info.step for info in drop if info.name not in known), default=-1)
             stays = [
-                info for info in history if info.usable and not info.abandoned and info.name not in names
+                info
+                for info in history
+                if info.usable and not info.abandoned and info.name not in names and info.step > least
             ]
             # The newest first: it is the most likely to be known, and there may be thousands.
             if any(_key(info) in self._whole and inventory.still_there(info) for info in reversed(stays)):

@@ -113,7 +113,7 @@ class RunLog:
             self._start()
         while self.started and training.resumed:
             step = training.resumed.popleft()
-            self._note("resume", step, loss(self._trail, step))
+            self._note("resume", step, loss(list(self._trail), step))
         if self.started and (closing or now - self._progressed_at >= self.pause(now)):
             self._progress(now)
         if training.ending and self.started and not self.ended:
@@ -161,7 +161,7 @@ class RunLog:
         self.ended = True
         lost: Mapping[str, float] = {"lost_steps": 0, "lost_seconds": 0.0}
         if ending == "preempted":
-            lost = loss(self._trail, self._resumed if self._committed is None else self._committed)
+            lost = loss(list(self._trail), self._resumed if self._committed is None else self._committed)
         step, seconds = self._trail[-1]
         self._note(ending, step, {"seconds": seconds, **lost})
 

@@ -173,8 +173,10 @@ class Ownership:
         """
         return f"{self._prefix}{moment:016x}"
 
-    def check(self) -> None:
+    def check(self, *, reclaim: bool = False) -> None:
         """Refuse to continue after another job has taken the root.
+
+        With `reclaim`, a claim that somebody has removed is made again.
 
         Raises:
             RootBusyError: it has, or this job has released the root, and a save that hung wakes up now.
@@ -191,7 +193,7 @@ class Ownership:
                 "that save is not committed"
             )
         if self._lease is not None:
-            self._lease.check()
+            self._lease.check(reclaim=reclaim)
 
     def is_taken(self, name: str, *, replace: bool) -> bool:
         """Return whether a save of that name needs `clear_name`; from memory, without I/O.

@@ -64,7 +64,8 @@ class Pruner:
     def apply(self, *, newest: int | None = None, go_on: Callable[[], bool] = lambda: True) -> PrunePlan:
         """Remove checkpoints that the policy does not keep, oldest first.
 
-        One that stays must be known to be whole first. The root is listed again, so that pins and marks set
+        One that stays must be known to be whole first. So are parts of checkpoints, where the disks of nodes
+        that are gone had the rest. The root is listed again, so that pins and marks set
         meanwhile are seen. Marked checkpoints are neither counted nor removed.
 
         Args:
@@ -82,7 +83,7 @@ class Pruner:
 
         def choose(history: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
             plans.append(self.plan(history, newest=newest))
-            return plans[-1].drop
+            return [*plans[-1].drop, *self._parts_to_drop(history, newest)]
 
         drop = ownership.soundness.droppable(ownership.inventory, choose, go_on=go_on)
         removed: list[CheckpointInfo] = []
@@ -95,7 +96,8 @@ class Pruner:
                 ownership.inventory.forget(info.name)
                 removed.append(info)
         self._report(removed, f"not kept by {self._policy!r}")
-        return withheld(plans[-1], drop)
+        planned = {info.name for info in plans[-1].drop}
+        return withheld(plans[-1], [info for info in drop if info.name in planned])
 
     def remove(self, name: str) -> None:
         """Remove one committed checkpoint on behalf of its host, regardless of the policy.
@@ -121,6 +123,28 @@ class Pruner:
             size = sum(info.size_bytes for info in removed)
             names = [info.name for info in removed]
             self._telemetry.point("prune", names=names, size_bytes=size, why=why, tier=self._storage.url)
+
+    def _parts_to_drop(
+        self, history: Sequence[CheckpointInfo], newest: int | None
+    ) -> Sequence[CheckpointInfo]:
+        """Return the parts that retention would not keep if they were whole.
+
+        Never the newest. The rest of a part may come back with its node, and nothing is removed that would
+        be kept then.
+        """
+        parts = self._ownership.inventory.parts
+        if not parts:
+            return ()
+        held, last = self._ownership.held, max((info.step for info in history if info.usable), default=-1)
+        plan = plan_prune(
+            self._policy, [*history, *parts], time.time(), abandoned=self._abandoned, last=newest
+        )
+        drop = {(info.name, info.save_id) for info in plan.drop}
+        return [
+            info
+            for info in parts
+            if (info.name, info.save_id) in drop and info.step < last and info.name not in held
+        ]
 
     def _check_metrics(self, history: Sequence[CheckpointInfo]) -> None:
         """Warn once if the policy ranks by a metric that no checkpoint has."""

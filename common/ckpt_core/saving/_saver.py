@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -65,6 +65,7 @@ class Saver:
         self._job = job
         self._ownership = ownership
         self._pruner = pruner
+        self._held_back: CheckpointInfo | None = None
         self._thread = thread
         self._options = options
         rate = options.write_bytes_per_second
@@ -179,12 +180,15 @@ class Saver:
                 self._partners.close()
 
     def release(self) -> None:
-        """Release the root, after `close`."""
+        """Apply retention to what uploads had kept, and release the root."""
         if self.in_flight.stuck():
             # Storage may hang on this thread, too; at the latest, the lock ends with the process.
             run_with_timeout(self._options.deadline_seconds, self._ownership.release)
-        else:
-            self._ownership.release()
+            return
+        if self._held_back is not None:
+            # A job that ends may have little time: of a large checkpoint at most a part is read back for it.
+            self._apply_retention(self._held_back, lambda: False)
+        self._ownership.release()
 
     def _checked(self, request: SaveRequest) -> SaveRequest:
         """Return the request, with this rank's refusal, if any, which every rank learns."""
@@ -243,8 +247,12 @@ class Saver:
             self._thread.heartbeat("verifying the checkpoints to keep before older ones are removed")
             return not self._thread.waiting and time.monotonic() < deadline
 
+        self._held_back = info if self._ownership.held else None
+        self._apply_retention(info, go_on)
+
+    def _apply_retention(self, newest: CheckpointInfo, go_on: Callable[[], bool]) -> None:
         try:
-            self._pruner.apply(newest=info.step, go_on=go_on)
+            self._pruner.apply(newest=newest.step, go_on=go_on)
         except (OSError, CheckpointError) as error:
             # The checkpoint is committed nevertheless; the next prune removes the rest.
             self._job.telemetry.point("prune.failed", error=str(error))

@@ -235,6 +235,12 @@ class Storage(ABC):
     def delete(self, key: str) -> None:
         """Delete a file, or a directory with its content; no-op if it does not exist."""
 
+    def interrupt(self) -> None:  # noqa: B027 - most storages cannot
+        """Let requests under way fail soon, on any thread; later ones are not affected.
+
+        For a process that ends. What cannot be cancelled goes on until its own time limit.
+        """
+
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
         """Abort uploads that were begun and never completed, where storage has such.
 

@@ -111,6 +111,9 @@ class FaultyStorage(Storage):
         with self.operation("abandon_uploads", ""):
             return self._inner.abandon_uploads(unwanted)
 
+    def interrupt(self) -> None:
+        self._inner.interrupt()
+
     def make_directory(self, key: str) -> None:
         with self.operation("make_directory", key):
             self._inner.make_directory(key)

@@ -238,13 +238,22 @@ def copy_checkpoint(
     terms: CopyTerms,
     *,
     check: Callable[[], None] = _no_check,
+    otherwise: str = "",
 ) -> CheckpointInfo:
     """Copy a committed checkpoint to another root, which the caller owns.
 
-    Where the target has it already, nothing is done. Raises what `CheckpointCopy` raises.
+    Where the target has it already, nothing is done; `otherwise` is its name where its own is taken. Raises
+    what `CheckpointCopy` raises.
     """
     copy = CheckpointCopy.of(source, target, name)
-    if not copy.begin():
+    try:
+        begun = copy.begin()
+    except CheckpointExistsError:
+        if otherwise in {"", name}:
+            raise
+        copy = CheckpointCopy.of(source, target, name, as_name=otherwise)
+        begun = copy.begin()
+    if not begun:
         terms.progress(copy.manifest.size_bytes)
         return copy.info
     copy.copy_files(copy.manifest.files, terms)

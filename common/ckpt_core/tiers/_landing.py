@@ -49,8 +49,8 @@ def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: by
         finish_merge(storage, working, name)
     try:
         marker = Catalog(storage).marker(name)
-    except CheckpointNotFoundError:
-        return False
+    except (CheckpointNotFoundError, NotADirectoryError):
+        return False  # a file of the user's is moved aside by the commit
     except (CorruptCheckpointError, IncompatibleCheckpointError) as error:
         raise CheckpointExistsError(
             f"{storage.url}/{name} is a checkpoint whose marker cannot be read ({error}); nothing there was "
@@ -93,8 +93,16 @@ def begin_copy(
             storage.make_directory(working)
     elif found is Occupant.TORN and not storage.exists(f"{name}/{MANIFEST}"):
         _refuse_torn(storage, name)
-    for path, content in beside.items():
-        _write_small(storage, working, path, content)
+    try:
+        for path, content in beside.items():
+            _write_small(storage, working, path, content)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not storage.exists(working):
+            raise
+        raise CheckpointExistsError(
+            f"{storage.url}/{working} is a file, where the directory of a copy must be; it was not touched: "
+            "move or delete it"
+        ) from error
     return working
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, final
 
-from ckpt_core.commit import Catalog, Soundness, Survey, verify
+from ckpt_core.commit import Catalog, Soundness, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -18,7 +18,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.tiers._tier import Tier
 from ckpt_core.tiers._union import Held, United, unite
-from ckpt_core.types import CheckpointInfo, Lineage
+from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 _MOST_LISTED: Final = 5
@@ -135,24 +135,6 @@ class RunCatalog:
             for copy in held.copies if held.info.step == step else ():
                 if copy.info.bad is not None:
                     Catalog(self._tiers[copy.tier].storage).unmark(copy.info.name, bad=True)
-
-    def elsewhere(self, nearest: Survey) -> tuple[Sequence[CheckpointInfo], Lineage]:
-        """Return what only further tiers hold, and the present lineage of all tiers.
-
-        A tier that cannot be listed is left out, with a warning.
-        """
-        surveys = [nearest]
-        for tier in self._tiers[1:]:
-            try:
-                surveys.append(tier.survey())
-            except OSError as error:
-                _logger.warning(
-                    "%s could not be listed, so that a lineage that was begun there is not known: %s",
-                    tier.label,
-                    failure_text(error),
-                )
-        union = unite(surveys)
-        return [held.info for held in union.everything if held.copies[0].tier], union.lineage
 
     def union(self) -> United:
         """List all tiers, and log directories whose marker cannot be read.

@@ -65,11 +65,11 @@ class Rank:
 ALONE: Final = Rank()
 
 
-def state_of(step: int, place: Rank = ALONE) -> TrainState:
+def state_of(step: int, place: Rank = ALONE, columns: int = 3) -> TrainState:
     """A model and an optimizer, sharded over the ranks, whose every value depends on the step."""
     torch.manual_seed(step)
-    weight, momentum = torch.randn(ROWS, 3), torch.randn(ROWS, 3)
-    model = nn.Linear(3, ROWS, bias=False)
+    weight, momentum = torch.randn(ROWS, columns), torch.randn(ROWS, columns)
+    model = nn.Linear(columns, ROWS, bias=False)
     model.weight = nn.Parameter(_share(weight, place))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.state[model.weight] = {"momentum_buffer": _share(momentum, place)}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.cli import _verify
+from ckpt_core.cli.upkeep import _verify
 from ckpt_core.commit import Catalog, Lease, begin, commit, replaced
 from ckpt_core.storage import LocalStorage, ObjectStorage
 from ckpt_core.testing import Fault, FaultyStorage
@@ -718,13 +718,14 @@ def test_what_libraries_log_is_not_shown(root):
         f"""
         import logging, sys
         from ckpt_core import cli
+        from ckpt_core.cli.inspection import ls
 
         def noisy(_):
             logging.getLogger("gcsfs").error("forty lines")
             logging.getLogger("ckpt_core.commit").warning("a warning\\nin two lines")
             raise OSError("no network")
 
-        cli._inspect.ls = noisy
+        ls.run = noisy
         sys.exit(cli.main(["ls", {str(root)!r}]))
         """
     )

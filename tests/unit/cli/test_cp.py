@@ -7,7 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -312,7 +312,9 @@ def test_ls_shows_a_column_for_each_tier(ckpt, root, bucket):
     save_on(target, 50, ONE)
     uploading = Uploading(name="step-000000300", done_bytes=4, size_bytes=10)
     tiers_of(root, TierRecord(url=bucket, uploading=uploading), TierRecord(url="nosuch://place"))
-    code, out, _ = ckpt("ls", root)
+    with Lease.acquire(storage, "train.py"):
+        code, out, _ = ckpt("ls", root)
+        json_code, json_out, _ = ckpt("ls", root, "--json")
     lines = out.splitlines()
     assert code == 0
     assert lines[0].split()[-3:] == [str(root), bucket, "nosuch://place"]
@@ -325,8 +327,8 @@ def test_ls_shows_a_column_for_each_tier(ckpt, root, bucket):
     assert lines[4].split()[-5:] == ["committed", "uploading", "40", "%", "?"]
     assert lines[5].startswith(f"3 committed in {root}")
     assert lines[6].startswith("cannot be reached: nosuch://place: ")
-    code, out, _ = ckpt("ls", root, "--json")
-    fields = json.loads(out)
+    fields = json.loads(json_out)
+    assert json_code == 0
     assert [info["step"] for info in fields["checkpoints"]] == [100, 200, 300]
     assert [each["state"] for each in fields["tiers"][0]["checkpoints"]] == [
         *("committed", "committed", "damaged", "uploading 40 %"),
@@ -350,3 +352,58 @@ def test_cp_needs_no_torch(root, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script, "cp", str(root), str(tmp_path / "to")], check=False)
     assert (done.returncode, steps(tmp_path / "to")) == (0, [100, 300])
+
+
+@pytest.mark.parametrize("died", ["released", "killed", "hidden", "killed elsewhere"])
+def test_ls_shows_what_a_job_that_has_ended_left_as_waiting(ckpt, root, bucket, died):
+    storage = LocalStorage(root)
+    uploading = Uploading(name="step-000000300", done_bytes=4, size_bytes=10)
+    tiers_of(root, TierRecord(url=bucket, due=("step-000000300", "step-000000200"), uploading=uploading))
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    owner = Owner.here("train.py", discreet=died == "hidden")
+    if died == "killed":
+        owner = replace(owner, pid=process.pid)
+    if died == "killed elsewhere":
+        owner = replace(owner, host="node-7")
+    if died != "released":
+        storage.replace("writer.json", json.dumps(asdict(owner)).encode())
+    out = ckpt("ls", root)[1]
+    known = died != "killed elsewhere"  # there it may be alive
+    assert ("waiting 40 %" in out, "uploading 40 %" in out) == (known, not known)
+    assert out.splitlines()[2].endswith("waiting")
+    hint = f"waiting, and no job uploads: {bucket}: the next run does, or `ckpt upload {root}`"
+    assert (hint in out) is known
+
+
+def test_upload_gives_a_copy_whose_name_is_taken_the_name_that_a_job_would(ckpt, root, bucket):
+    target = open_storage(bucket)
+    save_on(target, 300, ALIEN, save_id="99999999")
+    write_files(target, "step-000000100")  # torn, of another save
+    target.write_bytes("step-000000100/manifest.json", manifest_of(100).to_bytes())
+    tiers_of(root, TierRecord(url=bucket, due=("step-000000300",)))
+    before = target.read_bytes("step-000000300/COMMITTED")
+    assert ckpt("upload", root)[0] == 0
+    assert f"copied  {bucket}/step-000000300.run-bbbbbbbb" not in ckpt("upload", root)[1]  # it is there
+    assert ckpt("upload", root, "--all")[0] == 0
+    assert target.read_bytes("step-000000300/COMMITTED") == before
+    names = {info.name: info.save_id for info in Catalog(target).committed(abandoned=True)}
+    assert names["step-000000300.run-bbbbbbbb"] == f"{300:08x}"
+    assert names["step-000000100.run-aaaaaaaa"] == f"{100:08x}"
+    assert ckpt("cp", root, bucket, "--mixed")[0] == 1  # a copy by hand never takes another name
+
+
+def test_a_copy_that_does_not_fit_is_refused_before_it_begins_and_one_that_is_continued_may_fit(
+    ckpt, root, tmp_path, monkeypatch
+):
+    source, target = LocalStorage(root), LocalStorage(tmp_path / "copy")
+    needed = sum(info.size_bytes for info in Catalog(source).committed())
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: needed - 1)
+    code, _, err = ckpt("cp", root, tmp_path / "copy")
+    assert (code, "nothing was copied: free space" in err) == (1, True)
+    assert not [path for path in (tmp_path / "copy").rglob("*") if "step-" in path.name]
+    copy = CheckpointCopy.of(source, target, "step-000000300")
+    copy.begin()
+    copy.copy_files(copy.manifest.files[:1], CopyTerms())
+    assert ckpt("cp", root, tmp_path / "copy")[0] == 0
+    assert steps(tmp_path / "copy") == [100, 300]

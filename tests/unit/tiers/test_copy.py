@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -218,3 +220,58 @@ def test_a_copy_may_have_another_name_at_the_target(tmp_path):
     copy.copy_files(copy.manifest.files, CopyTerms())
     assert copy.finish().name == other
     assert_clean(target, other)
+
+
+def a_file(tier: Path, name: str) -> None:
+    (tier / name).write_text("mine")
+
+
+def a_link_to_a_file(tier: Path, name: str) -> None:
+    (tier / "file").write_text("mine")
+    (tier / name).symlink_to("file")
+
+
+def a_directory_with_a_directory_for_data(tier: Path, name: str) -> None:
+    (tier / name / "__0_0.distcp").mkdir(parents=True)
+    (tier / name / "__0_0.distcp" / "notes").write_text("mine")
+
+
+def a_socket(tier: Path, name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        os.chdir(tier)
+        bound.bind(name)
+
+
+@pytest.mark.parametrize(
+    "occupy", [a_file, a_link_to_a_file, a_directory_with_a_directory_for_data, a_socket]
+)
+def test_what_has_the_name_at_a_disk_and_is_not_ours_is_moved_aside_unharmed(tmp_path, occupy, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source, target = LocalStorage(tmp_path / "source"), LocalStorage(tmp_path / "target")
+    info = save(source, 1)
+    (tmp_path / "target").mkdir()
+    occupy(tmp_path / "target", info.name)
+    copy_checkpoint(source, target, info.name, CopyTerms())
+    assert verify(target, info.name) == []
+    paths = list((tmp_path / "target").rglob("*"))
+    assert len([path for path in paths if ".replaced-" in path.name or ".yours-" in path.name]) == 1
+    mine = [path for path in paths if path.is_file() and path.read_bytes() == b"mine"]
+    assert bool(mine) is (occupy is not a_socket)
+
+
+def test_a_file_in_place_of_the_working_directory_is_named_and_not_tried_again(tmp_path):
+    source, target = MemoryStorage("source"), LocalStorage(tmp_path)
+    info = save(source, 1)
+    copy = CheckpointCopy.of(source, target, info.name)
+    target.write_bytes(copy.working, b"mine")
+    with pytest.raises(CheckpointExistsError, match="is a file, where the directory of a copy must be"):
+        copy.begin()
+    assert target.read_bytes(copy.working) == b"mine"
+
+
+def test_an_object_in_place_of_the_prefix_is_named_where_it_is_in_the_way():
+    source, target = MemoryStorage("source"), bucket_like()
+    info = save(source, 1)
+    target.write_bytes(info.name, b"mine")
+    with pytest.raises(CheckpointExistsError, match="is a file, where the directory of a copy must be"):
+        CheckpointCopy.of(source, target, info.name).begin()

@@ -35,7 +35,7 @@ def saved(two):
     return two
 
 
-SMALL = {"COMMITTED", "damaged.json", "pins.json", "writer.json"}
+SMALL = {"COMMITTED", "damaged.json", "pins.json", "writer.json", "history.jsonl"}
 
 
 def reads_below(monkeypatch, root):

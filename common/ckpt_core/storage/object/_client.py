@@ -106,3 +106,6 @@ class ObjectClient(ABC):
         """Abort uploads that were never completed; see `Storage.abandon_uploads`."""
         del unwanted
         return []
+
+    def interrupt(self) -> None:  # noqa: B027 - most libraries cannot
+        """Cancel requests under way; see `Storage.interrupt`."""

@@ -7,6 +7,7 @@ lists nothing where one key cannot be a path.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,7 +19,7 @@ from ckpt_core.storage.object._azure import AzureContainer
 from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._gcs import GcsBucket
 from ckpt_core.storage.object._parts import BLOCK_BYTES, CONNECTIONS, PartClient, PartedObject
-from ckpt_core.storage.object._translation import translated_errors
+from ckpt_core.storage.object._translation import translated_errors, unanswered
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore
@@ -91,6 +92,7 @@ class ObstoreClient(PartClient):
             )
         kind, extra = (GcsBucket, "gcs") if protocol in {"gs", "gcs"} else (AzureContainer, "azure")
         limits = _limits(request_seconds)
+        self._try_seconds = request_seconds / 2
         try:
             with translated_errors(self.url, self.redaction):
                 self._place: Container = kind(url, self.bucket, storage_options, request_seconds, **limits)
@@ -201,6 +203,7 @@ class ObstoreClient(PartClient):
 
     @contextmanager
     def _asking(self, path: str) -> Generator[None]:
+        began = time.monotonic()
         with translated_errors(self.url, self.redaction):
             try:
                 yield
@@ -208,6 +211,12 @@ class ObstoreClient(PartClient):
                 # That of obstore carries the whole exchange.
                 place = f"{self.bucket}/{path}"
                 raise FileNotFoundError(errno.ENOENT, "no such object", self.shown(place)) from None
+            except Exception as error:
+                # That of a time-out has no type of its own; only how long it took tells it.
+                waited = time.monotonic() - began
+                if type(error).__name__ != "GenericError" or waited < self._try_seconds:
+                    raise
+                raise unanswered(error, self.url, waited, self.redaction) from None
 
 
 def _limits(seconds: float) -> dict[str, Any]:

@@ -129,6 +129,10 @@ class S3Client(PartClient):
             S3Parts(self._requests, upload["Key"], upload, {}).abandon()
         return sorted(upload["Key"][len(prefix) :] for upload in found)
 
+    def interrupt(self) -> None:
+        """Cancel requests under way, and further tries of them."""
+        self._requests.interrupt()
+
     def _put(self, path: str, content: Sequence[memoryview], **more: Any) -> None:
         checked = self._requests.checksum(mark(content))
         self._requests.call("put_object", Key=path, Body=Body(content), **checked, **more)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import errno
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any, Final, final
+from weakref import WeakSet
 
 from ckpt_core.disclosure import Redaction, logger_of
 from ckpt_core.storage.object._s3_options import S3Settings
@@ -51,6 +54,8 @@ class S3Requests:
         self._guard = threading.Lock()
         self._warned = False
         self._made: Any = None
+        self._sockets: WeakSet[Any] = WeakSet()
+        self._round = 0
         self._deadline = threading.local()
 
     def call(self, operation: str, *, cleaning: bool = False, **arguments: Any) -> dict[str, Any]:
@@ -104,6 +109,16 @@ class S3Requests:
                 self.url,
             )
 
+    def interrupt(self) -> None:
+        """Cancel what is under way, on any thread; later calls are not affected."""
+        with self._guard:
+            self._round += 1
+            sockets = list(self._sockets)
+        for connected in sockets:
+            with suppress(OSError):
+                # Wakes up the thread that waits for an answer, which `close` does not.
+                connected.shutdown(socket.SHUT_RDWR)
+
     def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
         from botocore.exceptions import ClientError
 
@@ -144,6 +159,7 @@ class S3Requests:
             if self._made is None:
                 with translated_errors(self.url, self.redaction):
                     self._made = self._settings.connect(self.url, self.redaction)
+                _watch(self._made, self._note_socket)
                 self._made.meta.events.register("before-send.s3", self._before_send)
             return self._made
 
@@ -158,14 +174,41 @@ class S3Requests:
         from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
 
         self._deadline.at = time.monotonic() + self._seconds * share
+        self._deadline.round = self._round
         try:
             yield
         except (ConnectTimeoutError, ReadTimeoutError) as error:
             raise late(self.url, self._seconds) from error
 
+    def _note_socket(self, connected: Any) -> None:
+        with self._guard:
+            self._sockets.add(connected)
+
     def _check_deadline(self) -> None:
+        if self._deadline.round != self._round:
+            raise InterruptedError(errno.EINTR, "cancelled, as the process ends", self.url)
         if time.monotonic() > self._deadline.at:
             raise late(self.url, self._seconds)
+
+
+def _watch(client: Any, note: Callable[[Any], None]) -> None:
+    """Let `note` know every socket that botocore opens.
+
+    A botocore whose pools are elsewhere is not watched: its requests end at their time limits.
+    """
+    session = getattr(getattr(client, "_endpoint", None), "http_session", None)
+    pools = getattr(session, "_pool_classes_by_scheme", None)
+    if not isinstance(pools, dict):
+        return
+    for scheme, pool in list(pools.items()):
+        kind: Any = pool.ConnectionCls
+
+        class Watched(kind):  # type: ignore[misc]
+            def connect(self) -> None:
+                super().connect()
+                note(self.sock)
+
+        pools[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": Watched})
 
 
 def _part(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:

@@ -172,6 +172,10 @@ class ObjectStorage(Storage):
         """Abort multipart uploads that were never completed; S3 bills them."""
         return self._client.abandon_uploads(unwanted)
 
+    def interrupt(self) -> None:
+        """Cancel requests under way where the client can: botocore alone."""
+        self._client.interrupt()
+
     def make_directory(self, key: str) -> None:
         """Do nothing but check the key: prefixes need not be created.
 

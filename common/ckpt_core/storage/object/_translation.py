@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -39,6 +40,13 @@ _NO_CREDENTIALS = {
     "UnauthorizedSSOTokenError",
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
+_NO_ANSWER = {
+    "ConnectTimeoutError",
+    "FSTimeoutError",
+    "ReadTimeoutError",
+    "ServiceRequestTimeoutError",
+    "ServiceResponseTimeoutError",
+}
 _ARCHIVED = {"InvalidObjectState"}
 _CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict"}
 _DENIED = {401, 403, "401", "403"}
@@ -63,6 +71,7 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
         TimeoutError: no answer in time.
         OSError: the store failed. Never with EIO, which would mean lost bytes.
     """
+    began = time.monotonic()
     try:
         yield
     # Every error is raised to the caller of the storage; only its type and text may change.
@@ -70,7 +79,7 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
         if hasattr(error, _IN_OUR_WORDS):
             raise  # one of these within another
         secret = redaction.quotes(error)
-        translation = _translation(error, url, redaction)
+        translation = _late(error, began, url, redaction) or _translation(error, url, redaction)
         if translation is None and secret:
             translation = _plain(error, redaction)
         if translation is None:
@@ -79,6 +88,16 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
         if secret or _library(error) == "obstore":
             raise translation from None  # obstore shows whole requests
         raise translation from error
+
+
+def _late(error: Exception, began: float, url: str, redaction: Redaction) -> TimeoutError | None:
+    """Translate the error of a library that has waited too long; None for others."""
+    # requests wraps what its tries met.
+    wrapped = getattr(error.args[0], "reason", None) if error.args else None
+    if not {type(error).__name__, type(wrapped).__name__} & _NO_ANSWER:
+        return None
+    text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
+    return late(url, time.monotonic() - began, text)
 
 
 def _plain(error: Exception, redaction: Redaction) -> OSError | None:
@@ -96,8 +115,6 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
     """Translate an error, with the library's text; None if it needs no translation."""
     text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
     if isinstance(error, OSError) and type(error).__module__ != "requests.exceptions":
-        if type(error).__name__ == "FSTimeoutError":
-            return TimeoutError(errno.ETIMEDOUT, "no answer from the object store in time", url)
         # gcsfs reports 403 as a plain OSError, s3fs answers of all kinds as the nearest OSError.
         if str(error).startswith("Forbidden"):
             return _denied(text, url)
@@ -119,14 +136,19 @@ def _brief(error: Exception) -> str:
     return re.sub(r"\?\S*", "", str(error).partition("\n")[0])
 
 
-def late(url: str, seconds: float) -> TimeoutError:
+def late(url: str, seconds: float, text: str = "") -> TimeoutError:
     """Build the error for a request that took too long, further tries included."""
     return TimeoutError(
         errno.ETIMEDOUT,
-        f"no answer from the object store within {seconds:g} s, further tries included; check the "
-        "network, or allow more with storage_options={'request_seconds': …}",
+        f"no answer from the object store within {seconds:.3g} s, further tries included; check the "
+        f"network, or allow more with storage_options={{'request_seconds': …}}{text and f' ({text})'}",
         url,
     )
+
+
+def unanswered(error: Exception, url: str, seconds: float, redaction: Redaction) -> TimeoutError:
+    """Build the error of a library that does not say that it was a time-out."""
+    return late(url, seconds, f"or none that could be used: {redaction.text(_brief(error))}")
 
 
 def answer_ended(url: str) -> OSError:
@@ -238,14 +260,8 @@ def _expired(text: str, url: str) -> PermissionError:
     )
 
 
-def _no_answer(text: str, url: str) -> TimeoutError:
-    return TimeoutError(errno.ETIMEDOUT, f"no answer from the object store in time ({text})", url)
-
-
 # Of botocore, of Azure's library, of obstore.
 _AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
-    "ReadTimeoutError": _no_answer,
-    "ConnectTimeoutError": _no_answer,
     "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
     "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
     "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),

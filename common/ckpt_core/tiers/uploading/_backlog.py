@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 from ckpt_core.commit import Catalog
@@ -24,18 +24,15 @@ class Backlog:
     Args:
         storage: the root.
         rule: of the run.
+        uploads: of the run.
     """
 
-    def __init__(self, storage: Storage, rule: DueRule) -> None:
+    def __init__(self, storage: Storage, rule: DueRule, uploads: Sequence[Upload]) -> None:
         self._catalog = Catalog(storage)
         self._rule = rule
         self._present = [info for info in self._catalog.committed() if info.usable]
         self._begun = _begun(storage)
-
-    @property
-    def names(self) -> Sequence[tuple[str, str]]:
-        """Name and save id of every checkpoint that may be continued."""
-        return [(info.name, info.save_id) for info in self._present]
+        self._warn_of_others(storage, {upload.url for upload in uploads})
 
     def due(self, upload: Upload, there: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         """Return what is due for a tier and newer than everything there, the oldest first.
@@ -54,6 +51,22 @@ class Backlog:
             if _age(info) > newest and info.save_id not in have and self._is_due(info, upload)
         ]
         return found[-1:] if upload.when_busy == "overtake" else found
+
+    def _warn_of_others(self, storage: Storage, urls: Collection[str]) -> None:
+        """Say what is due for tiers that this run does not upload to."""
+        steps: dict[str, list[str]] = {}
+        for info in self._present:
+            for url in sorted(url for url, name in self._begun if name == info.name and url not in urls):
+                steps.setdefault(url, []).append(str(info.step))
+        for url, found in steps.items():
+            _logger.warning(
+                "step(s) %s were due for %s, where this run uploads nothing: `ckpt upload %s --to %s --all` "
+                "sends what is not there",
+                ", ".join(found),
+                url,
+                storage.url,
+                url,
+            )
 
     def _is_due(self, info: CheckpointInfo, upload: Upload) -> bool:
         if (upload.url, info.name) in self._begun:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Final, final
+from typing import Final, TypeGuard, final
 
-from ckpt_core.commit import abandon
+from ckpt_core.commit import Owner, Survey, abandon
 from ckpt_core.coordination import Solo
+from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, CheckpointExistsError, ConfigError
-from ckpt_core.names import run_name
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    RootBusyError,
+    UploadError,
+)
+from ckpt_core.names import WRITER, run_name
 from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.root import OwnerHooks, Ownership, Pruner
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
-from ckpt_core.tiers import CheckpointCopy
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.tiers import Asked, CheckpointCopy, ask
+from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
 
@@ -30,7 +38,11 @@ _WRONG: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EN
 class DurableRoot:
     """The right to a further tier, its content and its retention. Coordinator only.
 
-    Concurrency: one thread at a time.
+    Concurrency: `take` and `release` on any thread, one at a time; the others on the thread that uploads.
+
+    Attributes:
+        url: of the tier.
+        taken: whether it is claimed.
 
     Args:
         upload: the option.
@@ -51,6 +63,12 @@ class DurableRoot:
         until_idle: Callable[[], None],
         spared: Collection[str],
     ) -> None:
+        self.url = upload.url
+        self.taken = False
+        self._guard = threading.Lock()
+        self._leaving = False
+        self._refusal: CheckpointError | None = None
+        self._found: Survey | None = None
         self._storage = storage
         self._upload = upload
         self._reads_back = storage.supports_rename and options.verification != "off"
@@ -61,44 +79,66 @@ class DurableRoot:
             job_name=options.job_name,
             until_idle=until_idle,
             hooks=OwnerHooks(spared=lambda: spared),
+            elsewhere=self._note_found,
         )
         kept = replace(options, keep=upload.keep, upload=None)
         self._pruner = Pruner(storage, kept, ownership=self._ownership, telemetry=telemetry)
 
-    def take(self) -> None:
+    def ask(self) -> Asked[Survey]:
+        """Claim and list the tier on a thread of its own."""
+        return ask(self._open)
+
+    def take(self) -> bool:
         """Claim the tier, unless claimed already, and remove what nobody will continue.
+
+        False if it is about to be given back.
 
         Raises:
             ConfigError: it cannot be written.
             OSError: it cannot be reached, and may be later.
             RootBusyError: another job uploads there.
         """
-        try:
-            self._ownership.take()
-        except ConfigError as error:
-            if isinstance(error.__cause__, OSError) and _is_passing(error.__cause__):
-                raise error.__cause__ from None
-            raise
+        with self._guard:
+            if self._leaving:
+                return False
+            try:
+                self._ownership.take()
+            except (CheckpointError, OSError) as error:
+                if isinstance(error, ConfigError) and _is_passing(error.__cause__):
+                    raise error.__cause__ from None
+                self._refusal = error if isinstance(error, CheckpointError) else None
+                raise
+            self.taken, self._refusal = True, None
+            return True
 
-    def check(self) -> None:
-        """Refuse to continue after another job has taken the tier; see `Ownership.check`."""
-        self._ownership.check()
+    def take_refusal(self) -> CheckpointError | None:
+        """Return why the tier was refused, once; None if it was not."""
+        refusal, self._refusal = self._refusal, None
+        return refusal
 
-    def content(self) -> Sequence[CheckpointInfo]:
-        """Claim the tier, return its checkpoints; none while it cannot be reached.
+    def check(self, *, reclaim: bool = False) -> None:
+        """Refuse to continue after another job has taken the tier.
+
+        Args:
+            reclaim: whether a claim that somebody has removed is made again; at the begin of an attempt
+                only, because another job may have come and gone since.
 
         Raises:
-            ConfigError: see `take`.
-            RootBusyError: see `take`.
+            OSError: the directory is another one than was claimed.
+            RootBusyError: another job has taken it.
+            UploadError: the claim was removed.
         """
         try:
-            self.take()
-            return self._ownership.inventory.survey().everything
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            _logger.warning("%s cannot be reached, uploads are tried later: %s", self._upload.url, error)
-            return ()
+            self._ownership.check(reclaim=reclaim)
+        except RootBusyError as error:
+            taker = Owner.of(self._storage)
+            if taker is None and not self._storage.exists(WRITER):
+                raise UploadError(f"{self.url}/{WRITER} was removed during the upload") from error
+            raise RootBusyError(
+                f"{self.url} was taken over by {taker or 'another job, whose claim cannot be read'}: this "
+                "job uploads nothing there any more; its saves go on. If this is the job that should "
+                "upload, stop the other one and restart this one"
+            ) from error
 
     def begin(self, copy_as: Callable[[str], CheckpointCopy], info: CheckpointInfo) -> str | None:
         """Prepare a copy; return its name, or None if the checkpoint is there already.
@@ -106,13 +146,14 @@ class DurableRoot:
         Where its own name belongs to another checkpoint, as after training went back, it gets one of its
         lineage.
         """
-        self.check()
+        self.check(reclaim=True)
         try:
             return info.name if copy_as(info.name).begin() else None
         except CheckpointExistsError:
             other = run_name(info.name, info.lineage.id)
             if not info.lineage.id or other == info.name:
                 raise
+            _logger.info("%s has %s already, so that it is uploaded as %s", self.url, info.name, other)
             return other if copy_as(other).begin() else None
 
     def commit(self, copy: CheckpointCopy) -> CheckpointInfo:
@@ -143,12 +184,35 @@ class DurableRoot:
         except (OSError, CheckpointError) as error:
             _logger.warning("the unfinished %s/%s was not removed: %s", self._storage.url, working, error)
 
+    def leave(self) -> None:
+        """Begin no claim any more; `release` follows."""
+        self._leaving = True
+
     def release(self) -> None:
-        """Give the tier back."""
-        self._ownership.release()
+        """Give the tier back; waits for a claim under way."""
+        self.leave()
+        with self._guard:
+            self._ownership.release()
+
+    def release_soon(self) -> None:
+        """Give the tier back on a thread that nobody waits for."""
+        run_with_timeout(0, self.release)
+
+    def _open(self) -> Survey:
+        if not self.take():
+            raise UploadError(f"the uploads to {self.url} have ended")
+        found, self._found = self._found, None
+        return found or self._ownership.inventory.survey()
+
+    def _note_found(self, survey: Survey) -> tuple[Sequence[CheckpointInfo], Lineage]:
+        """Keep what was found at the claim; no other tier counts here."""
+        self._found = survey
+        return (), survey.lineage
 
 
-def _is_passing(error: OSError) -> bool:
+def _is_passing(error: BaseException | None) -> TypeGuard[OSError]:
     """Return whether a tier that could not be claimed may be there later."""
+    if not isinstance(error, OSError):
+        return False
     wrong = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | CheckpointError)
     return not wrong and error.errno not in _WRONG

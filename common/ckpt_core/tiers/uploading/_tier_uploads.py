@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Protocol, final
 
-from ckpt_core.commit import working_name
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import UploadError
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job, OwnerHooks
-from ckpt_core.tiers import Tier
-from ckpt_core.tiers.uploading._backlog import Backlog
+from ckpt_core.tiers import FurtherTier, Tier
+from ckpt_core.tiers.uploading._claims import TierClaims
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
-from ckpt_core.tiers.uploading._durable import DurableRoot
 from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
-from ckpt_core.tiers.uploading._places import refuse_one_place
+from ckpt_core.tiers.uploading._places import refuse_one_place, same_uploads
 from ckpt_core.tiers.uploading._tiers_record import SAID_EVERY, TiersRecord
 from ckpt_core.tiers.uploading._upload_context import UploadContext
 from ckpt_core.tiers.uploading._uploader import Uploader
@@ -28,8 +25,12 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
-_GRACE_SECONDS: Final = 15.0
-"""Time for ranks to meet once more after they have been stopped."""
+_END_SECONDS: Final = 2.0
+"""The longest time for which the end of uploads is waited for, once they have been stopped."""
+_GRACE_SECONDS: Final = 0.5
+"""The part of it in which requests under way may end by themselves."""
+_MOMENT_SECONDS: Final = 0.25
+_RELEASE_SECONDS: Final = 15.0
 
 
 class FollowedSave(Protocol):
@@ -44,10 +45,12 @@ class FollowedSave(Protocol):
 class TierUploads:
     """The uploads of one manager; without an `Upload` every method returns at once.
 
-    Concurrency: the main thread of every rank; `hooks.taken`, `before_save` and `close` are collective.
+    Concurrency: the main thread of every rank; `agree`, `hooks.taken`, `before_save` and `close` are
+    collective.
 
     Attributes:
         hooks: what the owner of the root must know.
+        claims: of the tiers.
 
     Args:
         job: storage, ranks and telemetry.
@@ -62,15 +65,18 @@ class TierUploads:
         refuse_one_place([tier.storage for tier in tiers], options)
         self._job = job
         self._options = options
-        self._tiers = tiers[1:]
+        self._tiers = [tier for tier in tiers if isinstance(tier, FurtherTier)]
         self.hooks = OwnerHooks(taken=self._begin, held=self._held) if self._tiers else OwnerHooks()
         self._rule = DueRule.of(options.save)
         self._count = self._step = 0
         self._uploaders: list[Uploader] = []
-        self._durable: list[DurableRoot] = []
+        self.claims = TierClaims(job, options, self._tiers, partial(_halt, self._uploaders))
+        self._agreed = False
+        self._settled = True
         self._record = TiersRecord(job.storage, options.uploads, self._due)
         self._newest: CheckpointInfo | None = None
         self._there: dict[int, str] = {}
+        self._left: set[str] = set()
 
     def count_from(self, number: SaveNumber | None, step: int) -> None:
         """Continue counting saves after the checkpoint of `step`, whose state is live."""
@@ -88,26 +94,48 @@ class TierUploads:
         """Return what the manifest of a save notes for the next run."""
         return number.annotations if self._tiers else {}
 
+    def agree(self) -> None:
+        """Refuse uploads that differ between ranks, at the first call. Collective.
+
+        Raises:
+            ConfigError: they do; the same on every rank.
+        """
+        if not self._agreed:
+            same_uploads(self._job.coordinator, self._options.uploads)
+            self._agreed = True
+
     def before_save(self) -> None:
         """Wait for uploads that a save must wait for, and raise failures. Collective.
 
-        Only an upload with `on_error="raise"` makes ranks communicate.
+        Ranks communicate only if an upload has `on_error="raise"`, or a tier has not answered yet.
 
         Raises:
-            UploadError: an upload has failed that is to stop training, here or on another rank.
+            UploadError: an upload has failed that is to stop training, or a tier was refused, here or on
+                another rank.
         """
         for uploader in self._uploaders:
             uploader.line.wait_for_turn(uploader.upload.deadline_seconds)
+        coordinator = self._job.coordinator
+        if not self._settled:
+            try:
+                self._settled = coordinator.run_on_coordinator(
+                    self.claims.settled, what="looking for refused tiers"
+                )
+            except UploadError:
+                _take_failure(self._uploaders)  # the same one
+                raise
         if all(upload.on_error == "warn" for upload in self._options.uploads):
             return
         own = _take_failure(self._uploaders)
-        if any(self._job.coordinator.all_reduce_max([int(own is not None)], what="looking for lost uploads")):
+        if any(coordinator.all_reduce_max([int(own is not None)], what="looking for lost uploads")):
             raise own or UploadError("an upload has failed; the log of another rank has the reason")
 
     def follow(self, save: FollowedSave, number: SaveNumber) -> None:
         """Upload a save once it is committed, if it is due."""
         if not self._uploaders or save.uploaded is not save.committed:
             return
+        for tier in self._tiers:
+            tier.note(None)
         save.uploaded = Future()
         save.uploaded.set_running_or_notify_cancel()
         self._count, self._step = number.number, save.step
@@ -135,9 +163,10 @@ class TierUploads:
         for index, uploader in enumerate(uploaders):
             self._add_newest(index, uploader)
             uploader.line.close()
-        for index, uploader in enumerate(uploaders):
+        for uploader in uploaders:
             self._wait(uploader, began + uploader.upload.deadline_seconds)
-            self._end(index, uploader)
+        deadlines = (began + uploader.upload.deadline_seconds for uploader in uploaders)
+        self._end(uploaders, max(deadlines, default=began))
         self._uploaders = []
         if (failure := _take_failure(uploaders)) is not None:
             raise failure
@@ -146,10 +175,12 @@ class TierUploads:
         """Claim the tiers and begin to upload what an earlier run has left. Collective."""
         if self._uploaders:
             return
-        session, backlog = self._job.coordinator.run_on_coordinator(
-            self._claim, what="taking the further tiers"
-        )
         coordinator = self._job.coordinator
+        session, backlog, self._settled = coordinator.run_on_coordinator(
+            partial(self.claims.opened, self._rule), what="taking the further tiers"
+        )
+        if coordinator.is_coordinator:
+            self._record.write()
         for index, (upload, tier) in enumerate(zip(self._options.uploads, self._tiers, strict=True)):
             context = UploadContext(
                 source=self._job.storage,
@@ -160,35 +191,12 @@ class TierUploads:
                 telemetry=self._job.telemetry,
                 note=partial(self._record.note, index) if coordinator.is_coordinator else _ignore,
             )
-            durable = self._durable[index] if coordinator.is_coordinator else None
+            durable = self.claims.durable[index] if coordinator.is_coordinator else None
             uploader = Uploader(upload, tier.storage, context, durable)
             self._uploaders.append(uploader)
             for info in backlog[index]:
                 uploader.line.add(DueCheckpoint(info, partial(self._note, index, info, None)))
             uploader.start()
-
-    def _claim(self) -> tuple[str, list[list[CheckpointInfo]]]:
-        """Take every tier; return an id, and what is due for each. Coordinator only."""
-        backlog, found = Backlog(self._job.storage, self._rule), list[list[CheckpointInfo]]()
-        try:
-            for upload, tier in zip(self._options.uploads, self._tiers, strict=True):
-                durable = DurableRoot(
-                    upload,
-                    tier.storage,
-                    self._options,
-                    telemetry=self._job.telemetry,
-                    until_idle=partial(_stop_all, self._uploaders),
-                    spared={working_name(tier.storage, *each) for each in backlog.names},
-                )
-                self._durable.append(durable)
-                found.append(backlog.due(upload, durable.content()))
-        except BaseException:
-            for durable in self._durable:
-                durable.release()
-            self._durable = []
-            raise
-        self._record.write()
-        return secrets.token_hex(4), found
 
     def _committed(
         self, uploaded: Future[CheckpointInfo | None], due: Sequence[Uploader], done: Future[CheckpointInfo]
@@ -216,7 +224,7 @@ class TierUploads:
             outcomes.report(outcome)
 
     def _held(self) -> Collection[str]:
-        return {name for uploader in self._uploaders for name in uploader.line.held}
+        return self._left.union(*(uploader.line.held for uploader in self._uploaders))
 
     def _due(self, index: int) -> list[str]:
         """Return the names that are due for a tier and not there."""
@@ -241,29 +249,29 @@ class TierUploads:
             if self._job.coordinator.is_coordinator:
                 self._record.say(uploader.upload, uploader.line.unfinished)
 
-    def _end(self, index: int, uploader: Uploader) -> None:
-        """End an upload; say what is not there, and how it gets there."""
-        left = uploader.line.unfinished
-        if left and self._job.coordinator.is_coordinator:
-            _logger.warning(
-                "not yet in %s: step(s) %s; the next run uploads the rest, and so does `ckpt upload %s`",
-                uploader.upload.url,
-                ", ".join(str(info.step) for info in left),
-                self._job.storage.url,
-            )
-        ended = uploader.join(_GRACE_SECONDS)
-        if not self._job.coordinator.is_coordinator:
-            return
-        self._record.write()
-        if ended:  # else the thread hangs in storage, and the tier is its own until the process ends
-            _release(self._durable[index], hangs=uploader.hangs)
-
-
-def _release(durable: DurableRoot, *, hangs: bool) -> None:
-    if hangs:
-        run_with_timeout(_GRACE_SECONDS, durable.release)
-    else:
-        durable.release()
+    def _end(self, uploaders: Sequence[Uploader], deadline: float) -> None:
+        """End the uploads; say what is not there, and how it gets there."""
+        for uploader in uploaders:
+            left = uploader.line.unfinished
+            self._left |= {info.name for info in left}
+            if left and self._job.coordinator.is_coordinator:
+                _logger.warning(
+                    "not yet in %s: step(s) %s; the next run uploads the rest, and so does `ckpt upload %s`",
+                    uploader.upload.url,
+                    ", ".join(str(info.step) for info in left),
+                    self._job.storage.url,
+                )
+        _join_all(uploaders)
+        if uploaders and self._job.coordinator.is_coordinator:
+            self._record.write()
+        until = max(deadline, time.monotonic()) + _END_SECONDS
+        for uploader in uploaders:
+            # A thread that hangs in storage gives its tier back itself, when it wakes up.
+            if uploader.ended:
+                limit = min(until - time.monotonic(), _RELEASE_SECONDS)
+                run_with_timeout(max(0.0, limit), uploader.release)
+        if not uploaders:
+            self.claims.release()
 
 
 def _take_failure(uploaders: Sequence[Uploader]) -> UploadError | None:
@@ -275,12 +283,31 @@ def _take_failure(uploaders: Sequence[Uploader]) -> UploadError | None:
     return None
 
 
-def _stop_all(uploaders: Sequence[Uploader]) -> None:
+def _halt(uploaders: Sequence[Uploader]) -> None:
     """Stop the uploads of a manager whose root another one of this process takes."""
     for uploader in uploaders:
         uploader.stop()
+    _join_all(uploaders)
+
+
+def _join_all(uploaders: Sequence[Uploader]) -> None:
+    """Wait until stopped uploads have ended; cancel requests that do not."""
+    until = time.monotonic() + _END_SECONDS
     for uploader in uploaders:
-        uploader.join(_GRACE_SECONDS)
+        uploader.join(min(_GRACE_SECONDS, until - time.monotonic()))
+    # Several times, because one request may follow another; the last moment is for threads without a channel.
+    while (alive := _alive(uploaders)) and time.monotonic() < until - _MOMENT_SECONDS:
+        for uploader in alive:
+            uploader.interrupt()
+        alive[0].join(_MOMENT_SECONDS)
+    for uploader in alive:
+        uploader.abandon()
+    for uploader in alive:
+        uploader.join(until - time.monotonic())
+
+
+def _alive(uploaders: Sequence[Uploader]) -> list[Uploader]:
+    return [uploader for uploader in uploaders if not uploader.ended]
 
 
 def _ignore(_: object) -> None:

@@ -31,6 +31,8 @@ _logger = logger_of(__name__)
 _SHORTEST_PAUSE: Final = 0.25
 _LONGEST_PAUSE: Final = 60.0
 _END_SECONDS: Final = 10.0
+_STOPPED_SECONDS: Final = 0.2
+"""Times for the thread of an attempt to end, while uploads go on, and once they have been stopped."""
 
 
 @messages.message
@@ -71,6 +73,10 @@ class _Turn:
     overdue: bool = False
     working: str = ""
 
+    def is_spent(self, now: float, seconds: float) -> bool:
+        """Return whether it should have been there by now."""
+        return now - self.began_at >= seconds
+
     @property
     def topic(self) -> str:
         """The name of the next verdict and its attempt, equal on all ranks."""
@@ -82,7 +88,7 @@ class _Turn:
 class Uploader:
     """The uploads to one further tier.
 
-    Concurrency: `start`, `stop` and `join` on the main thread.
+    Concurrency: `start`, `stop`, `interrupt`, `abandon`, `join` and `release` on the main thread.
 
     Attributes:
         upload: the option.
@@ -109,6 +115,7 @@ class Uploader:
         self._durable = durable
         self._channel: CommitChannel | None = None
         self._stopped = threading.Event()
+        self._abandoned = threading.Event()
         self._running: Transfer | None = None
         self._hanging: Transfer | None = None
         # A daemon: the process must be able to end while storage hangs.
@@ -126,6 +133,28 @@ class Uploader:
             self._running.stop()
         self.line.close()
 
+    def interrupt(self) -> None:
+        """Cancel requests under way, where the client of the tier can."""
+        if self._durable is not None:
+            self._durable.leave()
+        self._target.interrupt()
+
+    def abandon(self) -> None:
+        """Let the thread end by itself, whenever it wakes up, without the other ranks."""
+        self._abandoned.set()
+        if (channel := self._channel) is not None:
+            channel.close()
+
+    def release(self) -> None:
+        """Give the tier back; coordinator only."""
+        if self._durable is not None:
+            self._durable.release()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
     @property
     def stopped(self) -> bool:
         """Whether the rest is left to the next run."""
@@ -138,8 +167,8 @@ class Uploader:
 
     def join(self, seconds: float) -> bool:
         """Wait until the thread has ended; False if `seconds` pass before."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        self._thread.join(max(0.0, seconds))
+        return self.ended
 
     def _loop(self) -> None:
         while (due := self.line.next()) is not None:
@@ -154,6 +183,8 @@ class Uploader:
             self._context.note(None)
         if self._channel is not None:
             self._channel.close()
+        if self._abandoned.is_set():
+            self.release()
 
     def _serve(self, turn: _Turn) -> Outcome:
         """Upload one checkpoint; return once it is there, or is not going to be."""
@@ -161,6 +192,8 @@ class Uploader:
             try:
                 return self._attempt(turn)
             except CheckpointError as error:
+                if self._abandoned.is_set():
+                    return None
                 self._note_failure(turn, error)
                 if self.ending and _is_lost(error):
                     self.stop()  # at the end of a process nobody brings the Store back
@@ -193,7 +226,7 @@ class Uploader:
 
     def _hear(self, turn: _Turn) -> _Verdict | None:
         """Return the coordinator's verdict; None if this rank waits no longer."""
-        channel = self._connected()
+        channel = self._connected
         while True:
             try:
                 return channel.broadcast(
@@ -210,8 +243,12 @@ class Uploader:
 
     def _decide(self, turn: _Turn) -> _Verdict:
         """Decide on the next attempt, after a pause if one has failed; coordinator only."""
-        durable, info = self._require_durable(), turn.due.info
-        if turn.attempts and self._is_spent(turn) and not turn.overdue:
+        durable, info = self._owner, turn.due.info
+        if (
+            turn.attempts
+            and turn.is_spent(self._context.clock(), self.upload.deadline_seconds)
+            and not turn.overdue
+        ):
             # Before the tier is asked: while it is down, every later verdict is an error.
             return _Verdict(overdue=turn.problem)
         if turn.attempts:
@@ -224,18 +261,14 @@ class Uploader:
                 durable.drop(turn.working)
             return _Verdict()
         with described(info, self.upload.url, self._context.rank):
-            if Catalog(self._context.source).find(name=info.name).bad is not None:
-                return _Verdict()  # a user has marked it since
-            durable.take()
+            # A user may have marked it since.
+            if Catalog(self._context.source).find(name=info.name).bad is not None or not durable.take():
+                return _Verdict()
             name = durable.begin(partial(self._copy, info), info)
             if name is None:
                 return _Verdict(there=True)
             turn.working = self._copy(info, name).working
         return _Verdict(name=name)
-
-    def _is_spent(self, turn: _Turn) -> bool:
-        """Return whether a checkpoint should have been there by now."""
-        return self._context.clock() - turn.began_at >= self.upload.deadline_seconds
 
     def _copy_with_all(self, turn: _Turn, name: str) -> End:
         info = turn.due.info
@@ -244,24 +277,26 @@ class Uploader:
             partial(refuse_hanging, self._hanging, partial(self._copy, info, name)),
             self.upload,
             self._context,
-            commit=lambda copy: self._require_durable().commit(copy),
+            commit=lambda copy: DurableRoot.commit(self._owner, copy),
         )
         self._running = attempt.transfer
         try:
-            return attempt.run(self._connected(), turn.topic, self._stopped.is_set)
+            return attempt.run(self._connected, turn.topic, self._stopped.is_set)
         finally:
             self._running = None
-            if not attempt.transfer.end(_END_SECONDS):
+            if not attempt.transfer.end(_STOPPED_SECONDS if self._stopped.is_set() else _END_SECONDS):
                 self._hanging = self._hanging or attempt.transfer
 
     def _copy(self, info: CheckpointInfo, as_name: str) -> CheckpointCopy:
         return CheckpointCopy.of(self._context.source, self._target, info.name, as_name=as_name)
 
-    def _require_durable(self) -> DurableRoot:
+    @property
+    def _owner(self) -> DurableRoot:
         if self._durable is None:
             raise CoordinationError("only the coordinator decides on uploads and commits them")
         return self._durable
 
+    @property
     def _connected(self) -> CommitChannel:
         if self._channel is None:
             self._channel = self._context.open_channel()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from argparse import Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from typing import Final
 
-from ckpt_core.cli._arguments import find_checkpoint, nothing_at
-from ckpt_core.cli._chain import chain_of, chain_table, code_text, data_text
+from ckpt_core.cli._arguments import Commands, find_checkpoint, nothing_at
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
+from ckpt_core.cli.inspection._chain import chain_of, chain_table, code_text, data_text
 from ckpt_core.commit import (
     Catalog,
     Manifest,
@@ -26,8 +27,41 @@ from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, open_storage, read_small
 from ckpt_core.types import Lineage
 
+_CHAIN: Final = 10
 
-def show(arguments: Namespace) -> Outcome:
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "show",
+        parents=[shared],
+        help="show what one checkpoint holds",
+        description="Shows a checkpoint: the one named, or of a root the newest that can be used.",
+    )
+    command.add_argument("place", metavar="ROOT_OR_CHECKPOINT", help="path or URL")
+    command.add_argument("--step", type=int, help="show this step of the root")
+    command.add_argument(
+        "--tensors",
+        action="store_true",
+        help="list every tensor: name, shape, dtype, elements, size; of stock DCP directories, too",
+    )
+    command.add_argument(
+        "--chain",
+        type=_count,
+        default=_CHAIN,
+        metavar="N",
+        help=f"follow at most N parents, the checkpoints that this one continues ({_CHAIN})",
+    )
+    command.set_defaults(command=run)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return int(text)
+
+
+def run(arguments: Namespace) -> Outcome:
     """Show what one checkpoint holds, or what is there instead."""
     storage, name = find_checkpoint(arguments.place, arguments.storage_options, step=arguments.step)
     found = (

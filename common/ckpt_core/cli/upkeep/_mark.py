@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
-from ckpt_core.cli._arguments import open_root
+from ckpt_core.cli._arguments import Commands, open_root
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.commit import Catalog
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 from ckpt_core.types import CheckpointInfo
+
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "mark",
+        parents=[shared],
+        help="mark a step as bad, or as good again",
+        description="A bad checkpoint is passed over by every resume and counts for nothing in retention, so "
+        "that to roll back past it is one command. It is not deleted; see `prune --bad`.",
+    )
+    command.add_argument("checkpoint", metavar="ROOT@STEP", help="path or URL of a run, and a step of it")
+    command.add_argument("verdict", choices=("bad", "good"))
+    command.add_argument("--reason", help="why it is bad")
+    command.add_argument(
+        "--and-later", action="store_true", help="also every later step of the present lineage"
+    )
+    command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
-from ckpt_core.cli._arguments import nothing_at, open_checkpoint, open_root
+from ckpt_core.cli._arguments import Commands, nothing_at, open_checkpoint, open_root
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.commit import Catalog, strangers, verify, verify_stock, whole_info
@@ -66,6 +66,32 @@ class _Result:
             "strangers": list(self.strangers),
         }
         return fields | ({"was_marked": self.damaged, "mark": self.mark} if self.mark else {})
+
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "verify",
+        parents=[shared],
+        help="read checkpoints back and compare them with what was committed",
+        description="Verifies a checkpoint, the newest of a root, or a directory written by stock DCP. One "
+        "that is damaged is marked, so that no resume relies on it; one that verifies loses its mark.",
+    )
+    command.add_argument("place", metavar="ROOT_OR_CHECKPOINT", help="path or URL")
+    which = command.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="verify this step of the root")
+    which.add_argument("--all", action="store_true", help="verify every checkpoint of the root")
+    command.add_argument(
+        "--strict",
+        action="store_true",
+        help="fail also if a checkpoint holds what its manifest does not name",
+    )
+    command.add_argument(
+        "--manifest-sha256",
+        metavar="HEX",
+        help="fail unless this is the SHA-256 of its manifest, which `show` prints",
+    )
+    command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ckpt_core.cli._arguments import open_root
+from ckpt_core.cli._arguments import Commands
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli._tier_columns import TierColumns, open_with_tiers, tier_columns
 from ckpt_core.commit import Catalog, look_around, replaced
@@ -16,7 +16,14 @@ from ckpt_core.options import bytes_text
 from ckpt_core.types import CheckpointInfo
 
 
-def ls(arguments: Namespace) -> Outcome:
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser("ls", parents=[shared], help="list the committed checkpoints of a root")
+    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
+    command.set_defaults(command=run)
+
+
+def run(arguments: Namespace) -> Outcome:
     """List the committed checkpoints of a root, and whatever else is there."""
     storage = open_with_tiers(arguments)
     catalog, survey = Catalog(storage), Catalog(storage).survey()
@@ -66,28 +73,6 @@ def _unreadable(name: str, error: Exception) -> str:
     if isinstance(error, PartialCheckpointError):
         return f"{error}: {name}"
     return f"marker cannot be read: {name}: {error}"
-
-
-def pin(arguments: Namespace) -> Outcome:
-    """Protect a step from pruning."""
-    if not arguments.reason.strip():
-        raise ConfigError("give the reason why it must stay: --reason TEXT")
-    storage = open_root(arguments.root, arguments.storage_options)
-    Catalog(storage).pin(arguments.step, arguments.reason)
-    return Outcome(
-        fields={"root": storage.url, "step": arguments.step, "pinned": arguments.reason},
-        parts=[f"step {arguments.step} is pinned: {arguments.reason}"],
-    )
-
-
-def unpin(arguments: Namespace) -> Outcome:
-    """Remove the protection of a step."""
-    storage = open_root(arguments.root, arguments.storage_options)
-    Catalog(storage).unpin(arguments.step)
-    return Outcome(
-        fields={"root": storage.url, "step": arguments.step, "pinned": None},
-        parts=[f"step {arguments.step} is not pinned"],
-    )
 
 
 def _info_table(infos: Sequence[CheckpointInfo], tiers: TierColumns | None) -> list[Table]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import reduce
 from operator import or_
 
-from ckpt_core.cli._arguments import claimed, open_root
+from ckpt_core.cli._arguments import Commands, claimed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.commit import Catalog, Inventory, Lease, Soundness, collect_orphans, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
@@ -26,6 +26,50 @@ from ckpt_core.retention import (
 )
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
+
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "prune",
+        parents=[shared],
+        help="remove checkpoints that no policy keeps",
+        description="Keeps what at least one policy keeps, what is pinned, and always the newest. What is "
+        "marked or abandoned counts for none of that and stays: remove it with --damaged, --bad or "
+        "--abandoned. Before anything goes, one checkpoint that stays is verified; one that is damaged is "
+        "marked, and what is older stays in its place.",
+    )
+    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
+    command.add_argument("--keep-latest", type=int, metavar="N", help="keep the N highest steps")
+    command.add_argument("--keep-every", type=int, metavar="STEPS", help="keep one in that many steps")
+    command.add_argument("--keep-newer-than", type=float, metavar="SECONDS", help="keep what is younger")
+    command.add_argument(
+        "--keep-best",
+        action="append",
+        default=[],
+        metavar="METRIC[:N][:min|max]",
+        help="keep the N best by a metric (1, min); may be repeated",
+    )
+    command.add_argument("--policy", metavar="FILE", help="YAML or TOML file of options with a `keep`")
+    command.add_argument(
+        "--damaged",
+        action="store_true",
+        help="instead of a policy: delete what is marked as damaged and not pinned, and nothing else; verify "
+        "first, which takes the mark from what is whole",
+    )
+    command.add_argument("--bad", action="store_true", help="the same for what is marked as bad")
+    command.add_argument(
+        "--abandoned",
+        action="store_true",
+        help="the same for what the present lineage does not continue from",
+    )
+    command.add_argument("--dry-run", action="store_true", help="only show what would be removed")
+    command.add_argument(
+        "--take-over",
+        action="store_true",
+        help="prune although writer.json names a job, where no lock shows whether it is alive",
+    )
+    command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:

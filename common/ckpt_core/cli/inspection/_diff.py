@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from ckpt_core.cli._arguments import find_checkpoint
-from ckpt_core.cli._chain import code_text, data_text
+from ckpt_core.cli._arguments import Commands, find_checkpoint
 from ckpt_core.cli._outcome import Outcome, Table, moment_text
 from ckpt_core.cli._progress_line import ProgressLine
+from ckpt_core.cli.inspection._chain import code_text, data_text
 from ckpt_core.commit import Catalog, Manifest
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import MARKER
@@ -19,6 +19,42 @@ from ckpt_core.types import SavedTensor
 
 if TYPE_CHECKING:  # of the commands only this one needs torch, which takes a second to import
     from ckpt_core.comparison import Comparison, TensorDifference
+
+
+_TROUBLE: Final = 2
+"""The exit code if the two cannot be compared, as of the program of that name."""
+
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "diff",
+        parents=[shared],
+        help="show what of two checkpoints differs",
+        description="Compares two checkpoints, of ours or of stock DCP, however many ranks saved them: facts "
+        "in their manifests, tensors and values. Tensors of equal checksums are not read, and nothing is "
+        "unpickled but plain values. Facts alone, such as the step, do not make them different.",
+        epilog="Exit codes: 0 the states are equal; 1 they differ; 2 they could not be compared; "
+        "130 interrupted.",
+    )
+    command.add_argument("place", metavar="A", help="path or URL of a checkpoint; of a root its newest")
+    command.add_argument("other", metavar="B", nargs="?", help="the same")
+    command.add_argument(
+        "--steps", nargs=2, type=int, metavar=("A", "B"), help="compare these steps of the root A"
+    )
+    command.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="compare only what has such a name, e.g. 'model.*'; may be repeated",
+    )
+    command.add_argument(
+        "--quick",
+        action="store_true",
+        help="compute no figures: where checksums tell that a tensor differs, it is not read",
+    )
+    command.set_defaults(command=run, trouble=_TROUBLE)
 
 
 def run(arguments: Namespace) -> Outcome:

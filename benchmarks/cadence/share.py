@@ -1,0 +1,143 @@
+"""How much of its training time `MaxOverhead(x)` costs, measured without our meter.
+
+Steps with the manager and the same steps without it take turns while no save is in flight; the manager's
+clock stands still during the latter. What the former took longer is lost, a save in flight included.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from benchmarks.cadence.model import Training
+from ckpt_core import CheckpointManager, FirstStep, MaxOverhead
+from ckpt_core.saving import SaveHandle
+
+_NEIGHBOURS = 256
+_OUTLIER = 5.0
+_AFTER_COMMIT = 3
+"""Steps after a commit that still count as of the save: the thread ends, and caches fill."""
+
+
+@final
+class PausableClock:
+    """Seconds that pass only while the training with the manager runs."""
+
+    def __init__(self) -> None:
+        self._left_out = 0.0
+
+    def __call__(self) -> float:
+        """Return the present."""
+        return time.perf_counter() - self._left_out
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Let no time pass."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._left_out += time.perf_counter() - began
+
+
+@final
+@dataclass
+class Turns:
+    """The times of steps with the manager, and of their twins without it.
+
+    `busy` are steps with a save in flight: the number of pairs before it, and its seconds.
+    """
+
+    pairs: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    busy: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    saves: int = 0
+
+    @property
+    def training(self) -> float:
+        """Seconds of the training with the manager."""
+        return sum(ours for ours, _ in self.pairs) + sum(seconds for _, seconds in self.busy)
+
+    def lost(self) -> tuple[float, float]:
+        """Return the seconds lost, and their standard error."""
+        usual = statistics.median(twin for _, twin in self.pairs)
+        fair = [(ours, twin) for ours, twin in self.pairs if max(ours, twin) < _OUTLIER * usual]
+        more = [ours - twin for ours, twin in fair]
+        noise = statistics.stdev(twin for _, twin in fair)
+        lost, variance = sum(more), len(more) * statistics.variance(more)
+        for at, seconds in self.busy:
+            near = self.pairs[max(0, at - _NEIGHBOURS // 2) : at + _NEIGHBOURS // 2]
+            twins = [twin for _, twin in near if twin < _OUTLIER * usual]
+            lost += seconds - statistics.fmean(twins)
+            variance += noise**2
+        return lost, math.sqrt(variance)
+
+
+def measure(root: Path, fractions: Sequence[float], *, seconds: float, width: int) -> dict[str, Any]:
+    """Train with each `MaxOverhead`; print a line for each."""
+    found = []
+    for fraction in fractions:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=root) as folder:
+            turns, metered = _run(Path(folder), fraction, seconds, width)
+        lost, error = turns.lost()
+        real = lost / turns.training
+        row = {
+            "fraction": fraction,
+            "real": real,
+            "standard_error": error / turns.training,
+            "metered": metered / turns.training,
+            "saves": turns.saves,
+            "training_seconds": turns.training,
+            "step_seconds": statistics.median(twin for _, twin in turns.pairs),
+            "passed": 0.8 * fraction <= real <= 1.2 * fraction,
+        }
+        found.append(row)
+        print(
+            f"MaxOverhead({fraction:g}): {100 * real:.3f} % lost (+- {100 * row['standard_error']:.3f}), "
+            f"{real / fraction:.2f} of what is allowed; by our meter {100 * row['metered']:.3f} %; "
+            f"{turns.saves} saves in {turns.training:.0f} s, step {1000 * row['step_seconds']:.2f} ms",
+            flush=True,
+        )
+    return {"rows": found, "passed": all(row["passed"] for row in found)}
+
+
+def _run(folder: Path, fraction: float, seconds: float, width: int) -> tuple[Turns, float]:
+    training, turns, clock = Training(width), Turns(), PausableClock()
+    for _ in range(50):
+        training.step()
+    # The first save measures; without it, it would be made after a minute.
+    with CheckpointManager(folder / "run", save=FirstStep() | MaxOverhead(fraction)) as manager:
+        _set_clock(manager, clock)
+        began, step, quiet = clock(), 0, 0
+        handle: SaveHandle | None = None
+        while clock() - began < seconds:
+            step += 1
+            start = time.perf_counter()
+            training.step()
+            new = manager.maybe_save(step, training.state)
+            taken = time.perf_counter() - start
+            if new is not None:
+                handle, quiet, turns.saves = new, 0, turns.saves + 1
+            elif handle is None or handle.done():
+                quiet += 1
+            if quiet <= _AFTER_COMMIT:
+                turns.busy.append((len(turns.pairs), taken))
+                continue
+            with clock.paused():
+                start = time.perf_counter()
+                training.step()
+                turns.pairs.append((taken, time.perf_counter() - start))
+        costs = manager.costs
+    return turns, 0.0 if costs is None else costs.lost
+
+
+def _set_clock(manager: Any, clock: PausableClock) -> None:
+    """Let the manager see no time of the twins; it has no option for that, as no job needs one."""
+    for part in (manager._cadence, manager._meter):
+        part._clock, part._started = clock, clock()

@@ -1,0 +1,6 @@
+"""Commands about what checkpoints cost, before a training and of a storage."""
+
+from ckpt_core.cli.costs import _bench as bench
+from ckpt_core.cli.costs import _plan as plan
+
+__all__ = ["bench", "plan"]

@@ -1,0 +1,30 @@
+"""Runs of a job through failures, with the real save policies: what a cadence costs."""
+
+from __future__ import annotations
+
+from ckpt_core.simulation._failure_traces import (
+    LLAMA_3_DEVICE_SECONDS,
+    ExponentialFailures,
+    FailureTrace,
+    RecordedFailures,
+    WeibullFailures,
+    failures_from_csv,
+)
+from ckpt_core.simulation._simulated_job import LearnedRate, RunParts, SimulatedJob
+from ckpt_core.simulation._study import PARTS, Scenario, Study, simulate
+
+__all__ = [
+    "LLAMA_3_DEVICE_SECONDS",
+    "PARTS",
+    "ExponentialFailures",
+    "FailureTrace",
+    "LearnedRate",
+    "RecordedFailures",
+    "RunParts",
+    "Scenario",
+    "SimulatedJob",
+    "Study",
+    "WeibullFailures",
+    "failures_from_csv",
+    "simulate",
+]
