@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
-from ckpt_core.telemetry._numbers import SAVE_COST
+from ckpt_core.telemetry._save_numbers import SAVE_COST
 from ckpt_core.telemetry._spans import Event
 
 _logger = logger_of(__name__)
