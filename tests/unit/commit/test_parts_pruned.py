@@ -73,6 +73,13 @@ def test_a_part_that_retention_would_keep_if_it_were_whole_stays(disk):
     assert pruned(disk, KeepEvery(10)) == [step_name(10), step_name(12)]
 
 
+def test_a_part_goes_when_its_step_was_saved_again(disk):
+    save_part(disk, 1)
+    save(disk, 1, name=f"{step_name(1)}.run-0123abcd")
+    save(disk, 2)
+    assert pruned(disk, KeepLatest(2)) == [f"{step_name(1)}.run-0123abcd", step_name(2)]
+
+
 def test_a_pinned_part_stays(disk):
     save_part(disk, 1)
     save(disk, 2)
