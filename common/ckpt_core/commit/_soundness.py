@@ -66,7 +66,7 @@ class Inventory:
 
     @property
     def parts(self) -> Sequence[CheckpointInfo]:
-        """The checkpoints of which the last survey found only a part, where this training comes from them."""
+        """What the last survey found only a part of, on the line of this training."""
         return self._parts
 
     def survey(self) -> Survey:

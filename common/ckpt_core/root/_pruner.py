@@ -117,9 +117,9 @@ class Pruner:
     def _parts_to_drop(
         self, history: Sequence[CheckpointInfo], newest: int | None
     ) -> Sequence[CheckpointInfo]:
-        """Return the parts that retention would not keep if they were whole, and that are not the newest.
+        """Return the parts to remove: retention would not keep them if they were whole.
 
-        The rest of a part may come back with its node, and nothing is removed that would be kept then. Where
+        None is the newest. The rest of a part may come back with its node, and nothing is removed that would be kept then. Where
         the step was saved again, that checkpoint stands for it.
         """
         parts = self._ownership.inventory.parts
