@@ -119,8 +119,8 @@ class Pruner:
     ) -> Sequence[CheckpointInfo]:
         """Return the parts to remove: retention would not keep them if they were whole.
 
-        None is the newest. The rest of a part may come back with its node, and nothing is removed that would be kept then. Where
-        the step was saved again, that checkpoint stands for it.
+        None is the newest. The rest of a part may come back with its node, and nothing is removed that would
+        be kept then. Where the step was saved again, that checkpoint stands for it.
         """
         parts = self._ownership.inventory.parts
         if not parts:
