@@ -1,7 +1,7 @@
 """How much of its training time `MaxOverhead(x)` costs, measured without our meter.
 
 Steps with the manager and the same steps without it take turns while no save is in flight; the manager's
-clock stands still during the latter. What the former took longer is lost, a save in flight included.
+clock does not run during the latter. What the former took longer is lost, a save in flight included.
 """
 
 from __future__ import annotations

@@ -71,11 +71,11 @@ class CheckpointManager:
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
         self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
-        self._root, self._pruner, self._cadence, self._meter = parts.root, parts.pruner, parts.cadence, parts.meter
+        self._root, self._pruner = parts.root, parts.pruner
+        self._cadence, self._meter = parts.cadence, parts.meter
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher = parts.fetcher
-        self._in_force = Override()
-        self._closed = False
+        self._in_force, self._closed = Override(), False
 
     @property
     def preempted(self) -> bool:
@@ -93,8 +93,8 @@ class CheckpointManager:
         need them; counts without a step are where counting begins.
 
         With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
-        while every arena was in flight: at the first step with a free one on every rank. While one is pending,
-        each call is an all-reduce of one number.
+        while every arena was in flight: at the first step with a free one on every rank. Until then each
+        call is an all-reduce of one number.
         """
         self._check()
         if step is None:
@@ -137,8 +137,7 @@ class CheckpointManager:
             state: a `TrainState`, any `StateSource`, or a mapping of tensors and Statefuls.
             metrics: numbers for `KeepBest`.
             annotations: plain JSON for the manifest.
-            name: directory name, if not the step's own. A committed checkpoint of that name is replaced
-                once the new one is complete; on an object store, which cannot rename, the save is refused.
+            name: directory name, if not the step's own. A checkpoint of it is replaced; object stores refuse.
 
         Returns:
             A handle on the save in flight; None if every arena was in flight already and `back_pressure` is
@@ -158,8 +157,7 @@ class CheckpointManager:
             self._loader.overwritten.require_none()
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
             own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
-            own |= self._uploads.annotations(number)
-            request = replace(request, annotations=own)
+            request = replace(request, annotations=own | self._uploads.annotations(number))
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
         except (ConfigError, OverwrittenError) as error:
@@ -185,7 +183,7 @@ class CheckpointManager:
         return self._meter.costs
 
     def prewarm(self, state: State | CapturedState) -> int:
-        """Allocate this rank's arenas ahead of the first save; return their bytes. Collective.
+        """Allocate arenas ahead of the first save; return their bytes. Collective.
 
         Raises:
             SaveError: the state cannot be planned; the same on every rank.
@@ -214,8 +212,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no checkpoint yet, and `override` is to change it.
             CorruptCheckpointError: there are checkpoints, and all of them are damaged; nothing was touched.
-            OverwrittenError: the same, found on arrival from an object store, or storage failed meanwhile:
-                the state is partly overwritten, and nothing is saved until a load has succeeded.
+            OverwrittenError: the same, found too late: nothing is saved until a load has succeeded.
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.
@@ -291,12 +288,11 @@ class CheckpointManager:
         self._rewind()
         source, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower, Override.of(override))
-        info: CheckpointInfo | None
-        if step is None and name is None:
+        if step is not None or name is not None:
+            saved, info = self._loader.one(request, source, step=step, name=name)
+        else:
             newest = self._loader.required(self._loader.newest(request, source))
             saved, info = newest.saved, newest.info
-        else:
-            saved, info = self._loader.one(request, source, step=step, name=name)
         if selection.is_all and takes_all(state, saved):
             self._continue_from(info, saved, request.override)
         return saved

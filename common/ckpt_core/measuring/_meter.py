@@ -203,20 +203,6 @@ class CostMeter:
         for save in self._ledger.reportable(closing=closing):
             self._sum_up()
             if self._coordinator.is_coordinator:
-                self._tell(save)
-
-    def _tell(self, save: MeasuredSave) -> None:
-        seconds = self._clock() - self._started
-        self._telemetry.point(
-            "save.cost",
-            step=save.step,
-            name=save.name,
-            reason=save.reason,
-            stall_seconds=save.stall,
-            slowdown_seconds=save.slowdown,
-            durable_seconds=save.durable,
-            uploaded_seconds=save.uploaded,
-            size_bytes=save.size_bytes,
-            overhead=max(0.0, self._ledger.lost) / seconds if seconds else 0.0,
-            outcome=save.outcome,
-        )
+                seconds = self._clock() - self._started
+                overhead = max(0.0, self._ledger.lost) / seconds if seconds else 0.0
+                self._telemetry.point("save.cost", overhead=overhead, **save.known())

@@ -1,4 +1,4 @@
-"""Runs of a job through failures, with the real save policies: what a cadence costs."""
+"""What a cadence costs: a job run through failures, with the real save policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a simulated job fails: distributions with a published rate, or a record of one's own."""
+"""When a simulated job fails: by a distribution, or by a record of one's own."""
 # ruff: noqa: ARG002 - only a record cares which run it is
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ExponentialFailures(FailureTrace):
 @final
 @dataclass(frozen=True, slots=True)
 class WeibullFailures(FailureTrace):
-    """Failures that cluster where the shape is below 1: one makes the next one likelier."""
+    """Failures that cluster where the shape is below 1."""
 
     mean: float
     shape: float
@@ -94,7 +94,7 @@ class WeibullFailures(FailureTrace):
 @final
 @dataclass(frozen=True, slots=True)
 class RecordedFailures(FailureTrace):
-    """The gaps of a record: in their order in the first run, drawn from them in the others."""
+    """The gaps of a record, in their order in the first run, in others drawn from it."""
 
     recorded: tuple[float, ...]
 

@@ -1,4 +1,4 @@
-"""The next step at which a real policy saves, found without asking it at every step."""
+"""The next step at which a policy saves, found without asking at every step."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ class NextSave:
 
 
 def _any_of_known(policy: SavePolicy) -> bool:
-    """Return whether a jump over steps hides nothing: the first decision after a boundary fires."""
+    """Return whether the first decision after a jump finds what was jumped over."""
     if isinstance(policy, AnyOf):
         return all(map(_any_of_known, policy.policies))
     return isinstance(policy, _BOUNDARIES + _LASTING)
 
 
 def _bisect(policy: SavePolicy, at: ContextAt, between: tuple[int, int], expected: int | None) -> int | None:
-    """Return the first step after one, up to another, that a jump from there finds due."""
+    """Return the first step between two that a jump from the lower finds due."""
     before, last = between
     low, high, stride = before, last + 1, 1
     probe = before + 1 if expected is None else expected

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.simulation._simulated_job import LearnedRate, RunParts, SimulatedJob
-from ckpt_core.simulation._stretch import Replay, Stretch
+from ckpt_core.simulation._stretch import RunSoFar, Stretch
 from ckpt_core.simulation._tiers_of_run import TiersOfRun
 
 
@@ -34,7 +34,7 @@ def replay(
     """
     upload_seconds = None if job.uploaded is None else job.uploaded - job.durable
     tiers = TiersOfRun(upload_seconds, commits)
-    run = Replay(policy, job, tiers, learned=learned, every_save=commits is not None)
+    run = RunSoFar(policy, job, tiers, learned=learned, every_save=commits is not None)
     failing = _Failing(run, gaps, draws)
     began, step = 0.0, 0
     while True:
@@ -52,7 +52,7 @@ def replay(
 class _Failing:
     """The failures of a run, and how it comes back."""
 
-    def __init__(self, run: Replay, gaps: Iterator[float], draws: np.random.Generator) -> None:
+    def __init__(self, run: RunSoFar, gaps: Iterator[float], draws: np.random.Generator) -> None:
         self._run, self._gaps, self._draws = run, gaps, draws
         self.at = next(gaps)
 

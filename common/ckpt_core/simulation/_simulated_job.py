@@ -20,7 +20,7 @@ STEPS_TO_MEASURE: Final = 8
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedJob:
-    """The length of a training, the costs of its saves and of its failures, in seconds.
+    """A training, its saves and its failures, in seconds.
 
     Attributes:
         work: training time without a save or a failure.
@@ -99,7 +99,7 @@ class SimulatedJob:
 @final
 @dataclass(kw_only=True, slots=True)
 class RunParts:
-    """Where the time of one simulated run went, in seconds; the parts add up to `wall`.
+    """Where the time of one simulated run went; the seconds add up to `wall`.
 
     Attributes:
         useful: training that counted.

@@ -18,7 +18,7 @@ _NO_COUNTS: Final = Counts()
 
 
 @final
-class Replay:
+class RunSoFar:
     """What the starts of one run share.
 
     Args:
@@ -45,10 +45,27 @@ class Replay:
         self.every_save = every_save
         self.parts = RunParts()
         self.trained = 0.0
+        self._annotated_from: int | None = None
+
+    def annotate(self, step: int, costs: SaveCosts | None) -> None:
+        """Note that a save carries the costs known so far, as every later one does."""
+        if costs is not None and self._annotated_from is None:
+            self._annotated_from = step
+
+    def carried(self, step: int) -> SaveCosts | None:
+        """Return the costs that the checkpoint of a step carries, with nothing lost."""
+        if self._annotated_from is None or step < self._annotated_from:
+            return None
+        return costs_of(self.job, saves=_SETTLED, lost=0.0)
 
     def rate(self) -> FailureRate | None:
         """Return the rate that a start learns."""
         return None if self.learned is None else self.learned(self.parts.failures, self.trained)
+
+
+def costs_of(job: SimulatedJob, *, saves: int, lost: float) -> SaveCosts:
+    """Return what a manager measures of this job's saves."""
+    return SaveCosts(job.stall, job.slowdown, job.durable, job.uploaded, saves, lost, job.step)
 
 
 @final
@@ -64,12 +81,13 @@ class Stretch:
         step: resumed; 0 for a new training.
     """
 
-    def __init__(self, replay: Replay, began: float, fails_at: float, step: int) -> None:
+    def __init__(self, replay: RunSoFar, began: float, fails_at: float, step: int) -> None:
         self._replay, self._job, self._began, self._fails_at = replay, replay.job, began, fails_at
         self._time, self._step, self._fresh = began, step, step == 0
         self._stall = self._in_flight = self._work_in_flight = 0.0
         self._saves, self._lost = 0, 0.0
-        self._costs: SaveCosts | None = None
+        self._costs = replay.carried(step)
+        self._measured = 0
         self._rate = None if self._fresh else replay.rate()
         self._gap = 0
         self._gap_is_fixed = False
@@ -145,9 +163,9 @@ class Stretch:
         free = self._time + self._stall + self._in_flight
         wait = max(0.0, free - now) if self._saves else 0.0
         self._account(now)
-        if self._saves:
-            self._measure()
-        elif self._fresh:
+        self._measure()
+        self._replay.annotate(step, self._costs)
+        if self._fresh and not self._saves:
             self._rate = self._replay.rate()
         gap = step - self._step
         self._gap_is_fixed = self._replay.repeats and self._saves >= _SETTLED and gap == self._gap
@@ -186,11 +204,9 @@ class Stretch:
         self._replay.tiers.skip(count * period, count * self._gap)
 
     def _measure(self) -> None:
-        job = self._job
-        if self._saves and (self._costs is None or self._costs.saves < self._saves):
-            self._costs = SaveCosts(
-                *(job.stall, job.slowdown, job.durable, job.uploaded, self._saves, self._lost, job.step)
-            )
+        if self._measured < self._saves:
+            self._measured = self._saves
+            self._costs = costs_of(self._job, saves=self._saves, lost=self._lost)
 
     def _account(self, now: float) -> None:
         """Add what the anchor's save has cost by now."""

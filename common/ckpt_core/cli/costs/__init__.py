@@ -2,5 +2,6 @@
 
 from ckpt_core.cli.costs import _bench as bench
 from ckpt_core.cli.costs import _plan as plan
+from ckpt_core.cli.costs import _simulate as simulate
 
-__all__ = ["bench", "plan"]
+__all__ = ["bench", "plan", "simulate"]
