@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ckpt_core import CheckpointManager, KeepEvery, KeepLatest
+from ckpt_core import CheckpointManager, CheckpointOptions, KeepEvery, KeepLatest, Upload
 from ckpt_core.commit import Catalog, begin, commit
+from ckpt_core.coordination import Solo
 from ckpt_core.names import step_name
+from ckpt_core.root import Job
 from ckpt_core.storage import LocalStorage
+from ckpt_core.telemetry import Telemetry
 from ckpt_core.testing import Fault, FaultyStorage
-from ckpt_core.tiers import RunCatalog, Tier
+from ckpt_core.tiers import FurtherTier, Tier
+from ckpt_core.tiers.uploading._claims import TierClaims
 from tests.unit.commit.checkpoints import FILES, manifest_of, save, write_files
 
 LOST = "__1_0.distcp"
@@ -107,8 +111,12 @@ def test_a_checkpoint_of_which_the_root_has_a_part_and_a_tier_all_is_one_to_cont
     working = begin(whole, step_name(1), manifest.save_id)
     write_files(whole, working)
     commit(whole, working, step_name(1), manifest)
-    tiers = [Tier("disk", disk), Tier("tier", whole)]
-    further, present = RunCatalog(tiers).elsewhere(tiers[0].survey())
+    nearest, further_tier = Tier("disk", disk), FurtherTier("tier", whole)
+    job = Job(storage=disk, coordinator=Solo(), telemetry=Telemetry())
+    options = CheckpointOptions(upload=Upload(tmp_path / "tier"))
+    claims = TierClaims(job, options, [further_tier], lambda: None)
+    further, present = claims.make(nearest.survey())
+    claims.release()
     assert [(info.step, info.lineage, info.abandoned) for info in further] == [(1, present, False)]
 
 
