@@ -68,7 +68,7 @@ class Turns:
         """Return the seconds lost, and their standard error."""
         usual = statistics.median(twin for _, twin in self.pairs)
         fair = [(ours, twin) for ours, twin in self.pairs if max(ours, twin) < _OUTLIER * usual]
-        # The same is done at each of these steps, so that the middle of the differences tells, with less noise.
+        # The same is done at each of these steps, so the middle of the differences tells, with less noise.
         more = sorted(ours - twin for ours, twin in fair)[len(fair) // 10 : -len(fair) // 10]
         noise = statistics.stdev(twin for _, twin in fair)
         lost = len(self.pairs) * statistics.fmean(more)
