@@ -17,19 +17,22 @@ from ckpt_core.telemetry import Telemetry
 
 
 class BackgroundWork(Protocol):
-    """What the saves of a manager do beside the training: see `Saver`."""
+    """What the saves of a manager do beside the training: see `Saver`.
+
+    Attributes:
+        idle: whether nothing of any save is being done in the root, prunes included.
+        waited_seconds: how long optimizer steps have waited for copies, in all.
+        optimizers: of the last state saved.
+    """
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing of any save is being done in the root, prunes included."""
+    def idle(self) -> bool: ...
 
     @property
-    def waited_seconds(self) -> float:
-        """How long optimizer steps have waited for copies, in all."""
+    def waited_seconds(self) -> float: ...
 
     @property
-    def optimizers(self) -> Sequence[Any]:
-        """The optimizers of the last state saved."""
+    def optimizers(self) -> Sequence[Any]: ...
 
 
 @final

@@ -32,15 +32,18 @@ _COSTS: Final = "costs"
 
 
 class MeasuredCosts(Protocol):
-    """What saves cost on this rank: see `CostMeter`."""
+    """What saves cost on this rank: see `CostMeter`.
+
+    Attributes:
+        costs: so far; None until a save was measured.
+        in_flight: whether the newest save is not durable yet.
+    """
 
     @property
-    def costs(self) -> SaveCosts | None:
-        """The costs so far; None until a save was measured."""
+    def costs(self) -> SaveCosts | None: ...
 
     @property
-    def in_flight(self) -> bool:
-        """Whether the newest save is not durable yet."""
+    def in_flight(self) -> bool: ...
 
 
 _UNKNOWN: Final = ("uploaded", None)
