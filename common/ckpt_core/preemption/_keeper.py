@@ -41,6 +41,7 @@ class MeasuredCosts(Protocol):
     @property
     def in_flight(self) -> bool:
         """Whether the newest save is not durable yet."""
+        ...
 
 
 _UNKNOWN: Final = ("uploaded", None)
