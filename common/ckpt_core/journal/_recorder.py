@@ -168,16 +168,20 @@ class Recorder:
             RootBusyError: another job has the root.
         """
         log, now = self.log, self.clock()
-        due = closing or log.ended or events.appends or now - self._wrote_at >= log.pause(now)
+        waited = closing or log.ended or events.appends or now - self._wrote_at >= log.pause(now)
+        lines_due = bool(log.lines) and waited
+        files = [each for each in (history, *copies) if log.started and each.lacks(log.history)]
+        if not files and not lines_due:
+            return
         try:
             check()
-            if log.started:
-                history.write(log.history)
-            if log.lines and due:
+            for file in files[:1]:
+                file.write(log.history)
+            if lines_due:
                 self._wrote_at = now
                 events.write(encode(log.lines))
                 log.lines.clear()
-            for copy in copies if log.started else ():
+            for copy in files[1:]:
                 copy.write(log.history)
         except OSError as error:
             self._warn(str(error))
