@@ -26,6 +26,7 @@ from ckpt_core.cadence import SavePolicy, optimal_interval
 
 _BAR = 1.05
 _LONG = 10**9
+_STEPS_EVERY, _STEPS = 4, 60
 
 
 @final
@@ -62,7 +63,8 @@ def measure(root: Path, schedule: Schedule, *, width: int) -> dict[str, Any]:
             order = list(contenders)
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 _live(Path(folder) / name, contenders[name], life, width)
-            steps.append(_in_child(lambda: _step_seconds(width)))
+            if number % _STEPS_EVERY == 0:
+                steps.append(_in_child(lambda: _step_seconds(width)))
         step = sorted(steps)[len(steps) // 2]
         done = {name: _in_child(lambda at=Path(folder) / name: _last_step(at)) for name in contenders}
     total = sum(lives)
@@ -119,9 +121,9 @@ def _step_seconds(width: int) -> float:
     for _ in range(20):
         training.step()
     began = time.perf_counter()
-    for _ in range(100):
+    for _ in range(_STEPS):
         training.step()
-    return (time.perf_counter() - began) / 100
+    return (time.perf_counter() - began) / _STEPS
 
 
 def _last_step(root: Path) -> int:

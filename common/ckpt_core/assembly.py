@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self, final
 
 from ckpt_core.coordination import Coordinator, coordinator_for_job
@@ -76,16 +77,18 @@ class Assembly:
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
         saver = Saver(job, thread, options, ownership=ownership, pruner=pruner)
         meter = CostMeter(job.telemetry, coordinator, saver)
+        cadence = CadenceKeeper(
+            options.save,
+            coordinator,
+            listen=listen,
+            measured=meter,
+            failures=lambda: journal.failures(coordinator.world_size),
+        )
+        cadence.report = partial(telemetry.point, "cadence")
         return cls(
             job=job,
             catalog=catalog,
-            cadence=CadenceKeeper(
-                options.save,
-                coordinator,
-                listen=listen,
-                measured=meter,
-                failures=lambda: journal.failures(coordinator.world_size),
-            ),
+            cadence=cadence,
             meter=meter,
             journal=journal,
             uploads=uploads,

@@ -23,7 +23,8 @@ def storage_calls(make, kept: int, keep: RetentionPolicy) -> Counter[str]:
     for step in range(1, kept + 1):
         save(inner, step)
     storage = FaultyStorage(inner)
-    with CheckpointManager(storage, keep=keep) as manager:
+    # The journal asks for as much with any number kept, at moments of its own.
+    with CheckpointManager(storage, keep=keep, journal=False) as manager:
         manager.continue_from()
         manager.save(kept + 1, {"w": torch.zeros(4)})
         manager.wait()

@@ -68,7 +68,7 @@ def used(storage):
 
 @pytest.fixture
 def disk():
-    """Space for many saves; no headroom but what a test asks for."""
+    """Space for many saves, without a headroom. A journal would take of it at any moment."""
     return MemoryStorage("disk", capacity_bytes=100 * SIZE, capacity_files=10_000)
 
 
@@ -78,7 +78,7 @@ def changes(storage, since=0):
 
 def test_a_save_that_cannot_fit_is_refused_with_figures_before_a_byte_is_written(disk):
     storage = FaultyStorage(disk)
-    with CheckpointManager(storage, headroom=1000) as checkpoints:
+    with CheckpointManager(storage, journal=False, headroom=1000) as checkpoints:
         saved(checkpoints, 1)
         disk.capacity_bytes = used(disk) + SIZE // 2
         before = len(storage.operations)
@@ -95,7 +95,7 @@ def test_a_save_that_cannot_fit_is_refused_with_figures_before_a_byte_is_written
 
 
 def test_a_refused_save_stops_nothing_if_errors_are_only_reported(disk, caplog):
-    with CheckpointManager(disk, headroom=0, on_error="warn") as checkpoints:
+    with CheckpointManager(disk, journal=False, headroom=0, on_error="warn") as checkpoints:
         saved(checkpoints, 1)
         disk.capacity_bytes = used(disk)
         checkpoints.save(2, state_of(2))
@@ -107,13 +107,13 @@ def test_a_refused_save_stops_nothing_if_errors_are_only_reported(disk, caplog):
 @pytest.mark.parametrize(("headroom", "fits"), [(0, True), (SIZE, False), ("1 %", True), ("99 %", False)])
 def test_saves_leave_the_headroom_free(disk, headroom, fits):
     disk.capacity_bytes = 2 * SIZE
-    with CheckpointManager(disk, headroom=headroom, on_error="warn") as checkpoints:
+    with CheckpointManager(disk, journal=False, headroom=headroom, on_error="warn") as checkpoints:
         checkpoints.save(1, state_of(1))
     assert steps(disk) == ([1] if fits else [])
 
 
 def test_files_are_counted_as_bytes_are(disk):
-    with CheckpointManager(disk, headroom=0) as checkpoints:
+    with CheckpointManager(disk, journal=False, headroom=0) as checkpoints:
         saved(checkpoints, 1)
         free = disk.free_files()
         disk.capacity_files -= free - 5
@@ -128,7 +128,7 @@ def test_files_are_counted_as_bytes_are(disk):
 def tight(disk, room_for, *, keep, numbers=(1, 2), **options):
     """A manager whose disk, after these steps, has room for so many saves, and the storage that logs."""
     storage = FaultyStorage(disk)
-    checkpoints = CheckpointManager(storage, headroom=0, keep=keep, **options)
+    checkpoints = CheckpointManager(storage, journal=False, headroom=0, keep=keep, **options)
     saved(checkpoints, *numbers)
     size_bytes = used(disk) / len(Catalog(disk).committed())
     disk.capacity_bytes = int(used(disk) + room_for * size_bytes)
@@ -155,7 +155,7 @@ def test_no_more_is_removed_ahead_than_is_needed(disk):
     checkpoints, _ = tight(disk, 0.5, keep=None, numbers=(1, 2, 3, 4))
     checkpoints.close()
     sink = InMemorySink()
-    with CheckpointManager(disk, headroom=0, keep=KeepLatest(2), sinks=[sink]) as checkpoints:
+    with CheckpointManager(disk, journal=False, headroom=0, keep=KeepLatest(2), sinks=[sink]) as checkpoints:
         checkpoints.continue_from()
         saved(checkpoints, 5)
     removed = [
@@ -239,7 +239,7 @@ def test_what_crashes_left_goes_before_any_checkpoint(disk):
 
 
 def test_a_checkpoint_to_be_replaced_stays_until_the_new_one_is_whole(disk):
-    with CheckpointManager(disk, headroom=0, keep=KeepLatest(1)) as checkpoints:
+    with CheckpointManager(disk, journal=False, headroom=0, keep=KeepLatest(1)) as checkpoints:
         checkpoints.save(1, state_of(1), name="last").result()
         checkpoints.wait()
         disk.capacity_bytes = used(disk) + SIZE // 2
@@ -252,7 +252,7 @@ def test_a_checkpoint_to_be_replaced_stays_until_the_new_one_is_whole(disk):
 
 def test_a_person_is_told_ahead_of_time_and_not_at_every_save(disk, caplog):
     sink = InMemorySink()
-    with CheckpointManager(disk, headroom=0, sinks=[sink]) as checkpoints:
+    with CheckpointManager(disk, journal=False, headroom=0, sinks=[sink]) as checkpoints:
         saved(checkpoints, 1)
         disk.capacity_bytes = int(used(disk) * 6.5)
         saved(checkpoints, 2, 3, 4, 5, 6)
@@ -264,7 +264,7 @@ def test_a_person_is_told_ahead_of_time_and_not_at_every_save(disk, caplog):
 
 def test_while_as_many_saves_fit_as_when_it_was_told_nothing_is_told_again(disk):
     sink = InMemorySink()
-    with CheckpointManager(disk, headroom=0, sinks=[sink]) as checkpoints:
+    with CheckpointManager(disk, journal=False, headroom=0, sinks=[sink]) as checkpoints:
         saved(checkpoints, 1)
         disk.capacity_bytes = int(used(disk) * 4.5)
         for number in range(2, 7):
@@ -275,7 +275,7 @@ def test_while_as_many_saves_fit_as_when_it_was_told_nothing_is_told_again(disk)
 
 def test_a_steady_state_that_fits_is_not_warned_of(disk):
     sink = InMemorySink()
-    with CheckpointManager(disk, headroom=0, keep=KeepLatest(2), sinks=[sink]) as checkpoints:
+    with CheckpointManager(disk, journal=False, headroom=0, keep=KeepLatest(2), sinks=[sink]) as checkpoints:
         saved(checkpoints, 1)
         disk.capacity_bytes = int(used(disk) * 3.5)
         saved(checkpoints, 2, 3, 4, 5)

@@ -264,3 +264,31 @@ def test_plain_values_name_these_policies(value: object, policy: SavePolicy) -> 
 def test_what_means_nothing_is_refused(value: object, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         policy_from(value, "save")
+
+
+# --- the interval that a policy tells -----------------------------------------------------------------------
+
+
+def told(policy, *, mtbf=3600.0):
+    costs = SaveCosts(stall=1.0, slowdown=1.0, durable=10.0, uploaded=None, saves=5, lost=10.0, step=0.1)
+    context = CadenceContext(
+        step=9, now=100.0, started=0.0, costs=costs, failures=FailureRate(mtbf, "learned")
+    )
+    assert policy.interval(context._replace(costs=None)) is None
+    return policy.interval(context)
+
+
+def test_the_interval_is_the_one_that_decides():
+    best = optimal_interval(cost=2.0, durable=10.0, mtbf=3600.0)
+    assert told(Optimal()) == (best, (3600.0, "learned"))
+    assert told(Optimal(mtbf="1h"), mtbf=9.0) == (best, (3600.0, "given"))
+    assert told(Optimal(max_seconds=7)).seconds == 7.0
+    assert told(MaxOverhead(0.01)) == (200.0, None)
+    assert told(EverySteps(3)) is None
+    assert told(~Optimal()) is None
+
+
+def test_of_several_rules_the_one_that_saves_counts():
+    best = optimal_interval(cost=2.0, durable=10.0, mtbf=3600.0)
+    assert told(EverySteps(3) | Optimal() | MaxOverhead(0.01)).seconds == min(best, 200.0)
+    assert told(EverySteps(3) & Optimal() & MaxOverhead(0.01)).seconds == max(best, 200.0)

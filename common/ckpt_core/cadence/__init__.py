@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from ckpt_core.cadence._adaptive import Continuous, MaxOverhead, Optimal
 from ckpt_core.cadence._algebra import AllOf, AnyOf, Not, SavePolicy, decide, needed_counts
-from ckpt_core.cadence._cadence_context import PREEMPTION, CadenceContext, Counts, FailureRate, SaveCosts
+from ckpt_core.cadence._cadence_context import (
+    PREEMPTION,
+    CadenceContext,
+    ChosenInterval,
+    Counts,
+    FailureRate,
+    SaveCosts,
+)
 from ckpt_core.cadence._fixed import (
     AtSteps,
     EveryEpochs,
@@ -27,6 +34,7 @@ __all__ = [
     "AnyOf",
     "AtSteps",
     "CadenceContext",
+    "ChosenInterval",
     "Continuous",
     "Counts",
     "EveryEpochs",

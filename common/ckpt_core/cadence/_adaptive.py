@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Final, Literal, cast, final, get_args
 
 from ckpt_core.cadence._algebra import SavePolicy
-from ckpt_core.cadence._cadence_context import CadenceContext, FailureRate, SaveCosts
+from ckpt_core.cadence._cadence_context import CadenceContext, ChosenInterval, FailureRate, SaveCosts
 from ckpt_core.cadence._optimum import optimal_interval
 from ckpt_core.validation import duration, one_of, positive, require, seconds_of
 
@@ -59,17 +59,22 @@ class Optimal(SavePolicy):
         least, most = self._bounds
         if context.in_flight or since < least:
             return None
-        costs, mtbf = context.costs, cast("float | None", self.mtbf)
-        if mtbf is None and context.failures is not None:
-            mtbf = context.failures.mtbf
-        if costs is None or mtbf is None:
+        costs, rate = context.costs, self._rate(context)
+        if costs is None or rate is None:
             wait = _bounded(_unknown(context), least, most)
             return (
                 f"optimal: {_text(since)} since the last save, {_missing(costs)}" if since >= wait else None
             )
-        optimum = _optimum(costs.stall + costs.slowdown, self._durable(costs), mtbf)
+        optimum = _optimum(costs.stall + costs.slowdown, self._durable(costs), rate.mtbf)
         wait = _bounded(optimum / 2 if costs.saves == 1 else optimum, least, most)
-        return self._reason(since, optimum, costs, context.failures) if since >= wait else None
+        return self._reason(since, optimum, costs, rate) if since >= wait else None
+
+    def interval(self, context: CadenceContext) -> ChosenInterval | None:
+        costs, rate = context.costs, self._rate(context)
+        if costs is None or rate is None:
+            return None
+        optimum = _optimum(costs.stall + costs.slowdown, self._durable(costs), rate.mtbf)
+        return ChosenInterval(_bounded(optimum, *self._bounds), rate)
 
     @property
     def needs_costs(self) -> bool:
@@ -83,14 +88,16 @@ class Optimal(SavePolicy):
     def _bounds(self) -> tuple[float, float | None]:
         return cast("float", self.min_seconds), cast("float | None", self.max_seconds)
 
+    def _rate(self, context: CadenceContext) -> FailureRate | None:
+        given = cast("float | None", self.mtbf)
+        return context.failures if given is None else FailureRate(given, "given")
+
     def _durable(self, costs: SaveCosts) -> float:
         return costs.durable if self.tier == "root" or costs.uploaded is None else costs.uploaded
 
-    def _reason(self, since: float, optimum: float, costs: SaveCosts, failures: FailureRate | None) -> str:
+    def _reason(self, since: float, optimum: float, costs: SaveCosts, rate: FailureRate) -> str:
         where = "durable" if self.tier == "root" else "uploaded"
-        given = cast("float | None", self.mtbf)
-        rate = FailureRate(given, "given") if given is not None else failures
-        known = "" if rate is None else f", mtbf {_text(rate.mtbf)} {rate.source}"
+        known = f", mtbf {_text(rate.mtbf)} {rate.source}"
         least, most = self._bounds
         bounds = (
             "" if _bounded(optimum, least, most) == optimum else f" bounded to {_bounds_text(least, most)}"
@@ -135,6 +142,10 @@ class MaxOverhead(SavePolicy):
             f"overhead: {_text(since)} since the last save, {allowed} (one save costs {_text(cost)}, "
             f"all so far {_text(costs.lost)} of {_text(elapsed)})"
         )
+
+    def interval(self, context: CadenceContext) -> ChosenInterval | None:
+        costs = context.costs
+        return None if costs is None else ChosenInterval((costs.stall + costs.slowdown) / self.fraction)
 
     @property
     def needs_costs(self) -> bool:

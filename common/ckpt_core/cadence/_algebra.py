@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from ckpt_core.cadence._cadence_context import CadenceContext
+from ckpt_core.cadence._cadence_context import CadenceContext, ChosenInterval
 from ckpt_core.validation import instances, require
 
 if TYPE_CHECKING:
@@ -53,6 +53,11 @@ class SavePolicy(ABC):
         """Whether it reads `failures` of the context; False by default."""
         return False
 
+    def interval(self, context: CadenceContext) -> ChosenInterval | None:
+        """Return the interval that it has found by now; None where it looks for none."""
+        del context
+        return None
+
     def __or__(self, other: SavePolicy) -> SavePolicy:
         return AnyOf((*_flat(self, AnyOf), *_flat(other, AnyOf)))
 
@@ -61,6 +66,10 @@ class SavePolicy(ABC):
 
     def __invert__(self) -> SavePolicy:
         return Not(self)
+
+
+def _intervals(policies: tuple[SavePolicy, ...], context: CadenceContext) -> list[ChosenInterval]:
+    return [found for policy in policies if (found := policy.interval(context)) is not None]
 
 
 def decide(policy: SavePolicy, context: CadenceContext) -> str | None:
@@ -103,6 +112,9 @@ class AnyOf(SavePolicy):
     def needs_failures(self) -> bool:
         return any(policy.needs_failures for policy in self.policies)
 
+    def interval(self, context: CadenceContext) -> ChosenInterval | None:
+        return min(_intervals(self.policies, context), default=None)
+
     @property
     def preemptions(self) -> tuple[OnPreemption, ...]:
         return tuple(each for policy in self.policies for each in policy.preemptions)
@@ -137,6 +149,9 @@ class AllOf(SavePolicy):
     @property
     def needs_failures(self) -> bool:
         return any(policy.needs_failures for policy in self.policies)
+
+    def interval(self, context: CadenceContext) -> ChosenInterval | None:
+        return max(_intervals(self.policies, context), default=None)
 
     @property
     def preemptions(self) -> tuple[OnPreemption, ...]:

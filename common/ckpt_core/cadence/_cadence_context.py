@@ -57,6 +57,13 @@ class FailureRate(NamedTuple):
     source: str
 
 
+class ChosenInterval(NamedTuple):
+    """The seconds between saves that a policy finds, by which rate of failures."""
+
+    seconds: float
+    failures: FailureRate | None = None
+
+
 class CadenceContext(NamedTuple):
     """The input of a decision; a tuple, as every step of a training makes one.
 

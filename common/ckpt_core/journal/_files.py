@@ -76,6 +76,11 @@ class HistoryFile:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._content: bytes | None = None
+        self._written: Sequence[Record] | None = None
+
+    def lacks(self, history: Sequence[Record]) -> bool:
+        """Return whether this is not what was written last; compares no records."""
+        return self._written is not history
 
     def write(self, history: Sequence[Record]) -> None:
         """Replace the file, unless it has this content.
@@ -84,12 +89,15 @@ class HistoryFile:
             ForeignJournalError: a file of this name is not ours.
             OSError: storage failed.
         """
+        if not self.lacks(history):
+            return
         content = encode(compact(history))
         if self._content is None:
             self._content = refuse_foreign(self._storage, HISTORY)
         if content != self._content:
             self._storage.replace(HISTORY, content)
             self._content = content
+        self._written = history
 
 
 @final
@@ -170,14 +178,12 @@ def refuse_foreign(storage: Storage, key: str) -> bytes:
     """
     try:
         with storage.open(key) as stream:
-            start = stream.read(1 << 12)
-            stream.seek(0)
             content = stream.read(_MOST_HISTORY + 1)
     except FileNotFoundError:
         return b""
     except (IsADirectoryError, ForeignFileError) as error:
         raise _foreign(storage, key, "is no regular file") from error
-    if not is_ours(start):
+    if not is_ours(content):
         raise _foreign(storage, key, "was not written by ckpt-suite")
     return content
 

@@ -152,7 +152,7 @@ def is_ours(content: bytes) -> bool:
 
     A power cut may leave zeros instead of the first lines.
     """
-    start = content.lstrip(b"\0\n")[: len(START)]
+    start = content[: 1 << 16].lstrip(b"\0\n")[: len(START)]
     return START.startswith(start)
 
 

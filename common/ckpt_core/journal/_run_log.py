@@ -132,7 +132,8 @@ class RunLog:
         self.started = True
         step, training = 0, self._training
         if training.resumed:
-            step = self._resumed = training.resumed.popleft()
+            step = self._resumed = training.resumed.pop()
+            training.resumed.clear()  # what was loaded before it was not trained from
         self._trail.append((step, 0.0))
         for start, trail in self._dead:
             self._append(self._unclean(start, trail))

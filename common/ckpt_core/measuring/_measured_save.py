@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 from ckpt_core.measuring._slowdown import MOST_LAPS, Lap, references_for, slowdown
 from ckpt_core.types import CheckpointInfo
@@ -98,6 +98,21 @@ class MeasuredSave:
         self._busy, self.before = [], ()
         return None if found is None or not seconds else found / seconds
 
+    def known(self) -> dict[str, Any]:
+        """Return what is reported of it."""
+        committed = self.handle if self.handle is not None and self.outcome == "committed" else None
+        return {
+            "step": self.step,
+            "name": self.name,
+            "reason": self.reason,
+            "stall_seconds": self.stall,
+            "slowdown_seconds": self.slowdown,
+            "durable_seconds": self.durable,
+            "uploaded_seconds": self.uploaded,
+            "size_bytes": None if committed is None else committed.committed.result().size_bytes,
+            "outcome": self.outcome,
+        }
+
     @property
     def outcome(self) -> Literal["committed", "failed", "skipped"]:
         """What has become of it, once it has ended."""
@@ -114,9 +129,3 @@ class MeasuredSave:
     def done(self) -> bool:
         """Whether nothing of it is still to be committed or uploaded."""
         return self.handle is None or (self.handle.committed.done() and self.handle.uploaded.done())
-
-    @property
-    def size_bytes(self) -> int | None:
-        """Bytes of the checkpoint; None if it did not become one."""
-        committed = self.handle is not None and self.outcome == "committed"
-        return self.handle.committed.result().size_bytes if self.handle is not None and committed else None

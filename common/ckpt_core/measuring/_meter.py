@@ -17,19 +17,22 @@ from ckpt_core.telemetry import Telemetry
 
 
 class BackgroundWork(Protocol):
-    """What the saves of a manager do beside the training: see `Saver`."""
+    """What the saves of a manager do beside the training: see `Saver`.
+
+    Attributes:
+        idle: whether nothing of any save is being done in the root, prunes included.
+        waited_seconds: how long optimizer steps have waited for copies, in all.
+        optimizers: of the last state saved.
+    """
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing of any save is being done in the root, prunes included."""
+    def idle(self) -> bool: ...
 
     @property
-    def waited_seconds(self) -> float:
-        """How long optimizer steps have waited for copies, in all."""
+    def waited_seconds(self) -> float: ...
 
     @property
-    def optimizers(self) -> Sequence[Any]:
-        """The optimizers of the last state saved."""
+    def optimizers(self) -> Sequence[Any]: ...
 
 
 @final
@@ -203,20 +206,6 @@ class CostMeter:
         for save in self._ledger.reportable(closing=closing):
             self._sum_up()
             if self._coordinator.is_coordinator:
-                self._tell(save)
-
-    def _tell(self, save: MeasuredSave) -> None:
-        seconds = self._clock() - self._started
-        self._telemetry.point(
-            "save.cost",
-            step=save.step,
-            name=save.name,
-            reason=save.reason,
-            stall_seconds=save.stall,
-            slowdown_seconds=save.slowdown,
-            durable_seconds=save.durable,
-            uploaded_seconds=save.uploaded,
-            size_bytes=save.size_bytes,
-            overhead=max(0.0, self._ledger.lost) / seconds if seconds else 0.0,
-            outcome=save.outcome,
-        )
+                seconds = self._clock() - self._started
+                overhead = max(0.0, self._ledger.lost) / seconds if seconds else 0.0
+                self._telemetry.point("save.cost", overhead=overhead, **save.known())

@@ -32,15 +32,18 @@ _COSTS: Final = "costs"
 
 
 class MeasuredCosts(Protocol):
-    """What saves cost on this rank: see `CostMeter`."""
+    """What saves cost on this rank: see `CostMeter`.
+
+    Attributes:
+        costs: so far; None until a save was measured.
+        in_flight: whether the newest save is not durable yet.
+    """
 
     @property
-    def costs(self) -> SaveCosts | None:
-        """The costs so far; None until a save was measured."""
+    def costs(self) -> SaveCosts | None: ...
 
     @property
-    def in_flight(self) -> bool:
-        """Whether the newest save is not durable yet."""
+    def in_flight(self) -> bool: ...
 
 
 _UNKNOWN: Final = ("uploaded", None)
@@ -68,6 +71,7 @@ class CadenceKeeper:
         preempted: whether training must stop, as of the last check.
         pending: whether a preemption still needs its save.
         extra: whether the last decision was to save for a preemption alone.
+        report: called on the coordinator with the interval that the policy finds, when costs have changed.
     """
 
     def __init__(
@@ -103,6 +107,8 @@ class CadenceKeeper:
         self._known = 0
         self._now = self._announced_at = -math.inf
         self.pending = self.preempted = self.extra = False
+        self._reported: SaveCosts | None = None
+        self.report: Callable[..., None] | None = None
 
     def check_preemption(self, **counts: Unpack[Counts]) -> str | None:
         """Return "preemption" if a save or stop is due. Collective if the policy has any.
@@ -142,11 +148,27 @@ class CadenceKeeper:
             failures=self._failures,
             in_flight=self._in_flight,
         )
+        if context.costs != self._reported:
+            self._report(context)
         self._previous_step = step
         if found:
             self._counts = {**self._counts, **found}
         self.extra = self.pending and decide(self._policy, context._replace(signals=_NONE)) is None
         return decide(self._policy, context)
+
+    def _report(self, context: CadenceContext) -> None:
+        costs = self._reported = context.costs
+        found = None if self._policy is None else self._policy.interval(context)
+        if found is None or costs is None or self.report is None or not self._coordinator.is_coordinator:
+            return
+        rate = found.failures
+        self.report(
+            rule=repr(self._policy),
+            interval_seconds=found.seconds,
+            costs=costs._asdict(),
+            mtbf_seconds=None if rate is None else rate.mtbf,
+            mtbf_source=None if rate is None else rate.source,
+        )
 
     def saved(self, step: int) -> None:
         """Note that a step was saved, or resumed from.

@@ -123,6 +123,19 @@ class StorageTests:
         assert self.raw_read(storage, "dir/pins.json") == b"second"
         assert [entry.name for entry in storage.list("dir")] == ["pins.json"]
 
+    def test_what_is_appended_follows_what_is_there(self, storage: Storage) -> None:
+        if not storage.supports_append:
+            with pytest.raises(NotImplementedError):
+                storage.append("events.jsonl", b"1\n")
+            return
+        storage.replace("pins.json", b"")  # the root exists
+        storage.append("events.jsonl", b"1\n")
+        storage.append("events.jsonl", b"2\n")
+        assert self.raw_read(storage, "events.jsonl") == b"1\n2\n"
+        with pytest.raises(OSError, match="events"):
+            storage.append("missing/events.jsonl", b"1\n")
+        assert storage.list("missing") == []
+
     def test_threads_write_side_by_side(self, storage: Storage) -> None:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda i: storage.write_bytes(f"step/deep/{i}", b"%d" % i * 1000), range(12)))

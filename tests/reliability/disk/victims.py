@@ -97,9 +97,11 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def manager(root: Path, *, deadline_seconds: float = 60.0) -> CheckpointManager:
+def manager(root: Path, *, deadline_seconds: float = 60.0, journal: bool = True) -> CheckpointManager:
     """What the victims save with, and those who come after them."""
-    return CheckpointManager(LocalStorage(root), keep=KeepLatest(KEPT), deadline_seconds=deadline_seconds)
+    return CheckpointManager(
+        LocalStorage(root), keep=KeepLatest(KEPT), deadline_seconds=deadline_seconds, journal=journal
+    )
 
 
 def prepare(root: Path, place: Rank) -> None:
@@ -117,12 +119,20 @@ def prepare(root: Path, place: Rank) -> None:
             path.write_bytes(content)
 
 
-def train(root: Path, place: Rank, tell: Callable[[Any], None], *, deadline_seconds: float = 60.0) -> None:
+def train(
+    root: Path,
+    place: Rank,
+    tell: Callable[[Any], None],
+    *,
+    deadline_seconds: float = 60.0,
+    journal: bool = False,
+) -> None:
     """Resume past the damaged checkpoint, save it again, replace another, save among the user's files.
 
     Every save is acknowledged when it is committed, and so is the failure of one: then the job stops.
+    The journal has a thread of its own: with it, the calls of a job have another order each time.
     """
-    checkpoints = manager(root, deadline_seconds=deadline_seconds)
+    checkpoints = manager(root, deadline_seconds=deadline_seconds, journal=journal)
     try:
         checkpoints.resume(state_of(0, place))
         for name in (None, LAST_NAME, THEIR_NAME):

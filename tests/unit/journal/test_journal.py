@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_core import CheckpointManager, EverySteps, KeepLatest, OnPreemption, Upload
+from ckpt_core import CheckpointManager, EverySteps, KeepLatest, OnPreemption, Optimal, Upload
 from ckpt_core.errors import RootBusyError
 from ckpt_core.journal import Journal, _recorder, failure_rate, read_events, read_history
 from ckpt_core.journal._recorder import Recorder, Tenure
@@ -368,6 +368,40 @@ def test_an_interval_is_told_when_it_has_changed_by_a_tenth(tmp_path):
     found = [each for each in read_events(LocalStorage(tmp_path)) if each["kind"] == "cadence"]
     assert [each["interval_seconds"] for each in found] == [100.0, 111.0, 90.0]
     assert found[0]["costs"] == {"stall": 0.5, "uploaded": None}
+
+
+def test_the_interval_that_a_policy_finds_is_told_with_its_numbers(tmp_path):
+    policy = EverySteps(3) | Optimal(mtbf="6h")
+    with CheckpointManager(tmp_path, save=policy) as checkpoints:
+        for step in range(1, 14):
+            checkpoints.maybe_save(step, state())
+            checkpoints.wait()
+    found = [each for each in read_events(LocalStorage(tmp_path)) if each["kind"] == "cadence"]
+    assert found
+    assert found[0]["rule"] == repr(policy)
+    assert found[0]["interval_seconds"] > 0
+    assert found[0]["costs"]["stall"] > 0
+    assert (found[0]["mtbf_seconds"], found[0]["mtbf_source"]) == (21600.0, "given")
+
+
+def test_neither_secrets_nor_the_place_of_the_root_are_written(tmp_path):
+    url = "s3://key:hunter2@bucket/run?X-Amz-Signature=abcdef"
+    journal = Journal(LocalStorage(tmp_path))
+    journal.open("a", 1, lambda: None)
+    error = f"OSError: {tmp_path}/step-000000001: 403 for {url}"
+    for name, fields in (
+        ("upload", {"to": url}),
+        ("load", {"tier": url}),
+        ("prune", {"tier": url, "why": url}),
+    ):
+        attributes = {"name": "step-000000001", "error": error, "storage_options": {"x": "hunter2"}, **fields}
+        journal.sinks[0].emit(Event(name=name, phase="failed", time=1.0, attributes=attributes))
+    journal.close()
+    written = (tmp_path / EVENTS).read_text()
+    assert len(written.splitlines()) == 3
+    assert "s3://bucket/run" in written
+    for secret in ("hunter2", "abcdef", "key:", str(tmp_path), "storage_options"):
+        assert secret not in written
 
 
 def test_a_step_costs_microseconds_and_an_event_little_more(tmp_path):

@@ -31,7 +31,7 @@ class Recorder(SavePolicy):
     """Never saves, and keeps what it was given."""
 
     needs: bool = True
-    seen: list[CadenceContext] = field(default_factory=list[CadenceContext], hash=False)
+    seen: list[CadenceContext] = field(default_factory=list[CadenceContext], hash=False, repr=False)
 
     def decide(self, context: CadenceContext) -> str | None:
         self.seen.append(context)
