@@ -65,7 +65,9 @@ def enable(
             `contents` ("all" of the models, or "trainable", which refers to what is frozen; the default for
             PEFT models),
             `override` (hyperparameters that `load_state` changes, such as `{"lr": 1e-4}`, once for all
-            restarts), and every other field of `CheckpointOptions`, such as `back_pressure` and `on_error`.
+            restarts), `log_costs` (whether the trackers receive `checkpoint/stall_ms`, `durable_s`, `bytes`
+            and `overhead` of every save; True), and every other field of `CheckpointOptions`, such as
+            `back_pressure` and `on_error`.
 
     Raises:
         ConfigError: an option is wrong, or the accelerator is enabled already, or is none.

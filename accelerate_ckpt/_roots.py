@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -57,11 +57,16 @@ class Roots:
         self._options = settings.options
         self.override = settings.override
         self._abandoned_given = "abandoned" in settings.given
-        self._sinks = sinks
+        self._sinks = settings.with_numbers(sinks, self._log)
         self.managers = ManagersByRoot(self._make, deadline_seconds=settings.options.deadline_seconds)
         self._ended = set[str]()
         self._given = None if settings.root is None else RunRoot.of(settings.root)
         self._project = ("", "")
+
+    def _log(self, numbers: Mapping[str, float], step: int) -> None:
+        for tracker in self._accelerator.trackers:
+            # W&B drops what comes after a later step: there it is of the step that is being logged.
+            tracker.log(dict(numbers), step=None if tracker.name == "wandb" else step)
 
     def automatic(self) -> CheckpointManager | None:
         """Return the manager of the root for automatic names, if there is one."""

@@ -9,7 +9,7 @@ accelerate command tolerates and keeps there.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +23,7 @@ from ckpt_core.options import parse_yaml, read_document
 from ckpt_core.provenance import CODE_VERSION_VARIABLE
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Log, NumbersSink, Sink
 from ckpt_core.validation import boolean, require
 
 PREFIX = "CKPT_SUITE_"
@@ -32,10 +33,10 @@ SECTION = "ckpt"
 _OF_THE_CORE = frozenset({FILE_VARIABLE, KEY_VARIABLE, CODE_VERSION_VARIABLE})
 """Variables with our prefix that are no settings."""
 
-_OWN = ("root", "stock_files", "override", "gradients", "contents")
+_OWN = ("root", "stock_files", "override", "gradients", "contents", "log_costs")
 _NAMES = (*_OWN, *(each.name for each in fields(CheckpointOptions)))
 _FLAGS = (each.name for each in fields(CheckpointOptions) if type(each.default) is bool)
-_SWITCHES = ("stock_files", "gradients", "verify", *_FLAGS)
+_SWITCHES = ("stock_files", "gradients", "log_costs", "verify", *_FLAGS)
 
 
 @final
@@ -50,6 +51,7 @@ class Settings:
         override: hyperparameters that a load changes.
         gradients: whether saves within an accumulation window hold its gradients.
         contents: what of models is saved; None to decide by their kind.
+        log_costs: whether trackers receive what each save has cost.
         given: the names of settings that were given; the others are defaults.
     """
 
@@ -59,6 +61,7 @@ class Settings:
     override: Override = field(default_factory=Override)
     gradients: bool = False
     contents: Contents | None = None
+    log_costs: bool = True
     given: frozenset[str] = frozenset()
 
     @classmethod
@@ -84,11 +87,12 @@ class Settings:
         merged: dict[str, Any] = {**_from_file(environment), **_from_environment(environment), **given}
         names = frozenset(merged)
         stock_files, gradients = merged.pop("stock_files", stock_files), merged.pop("gradients", False)
-        contents = merged.pop("contents", None)
+        contents, log_costs = merged.pop("contents", None), merged.pop("log_costs", True)
         require(
             "settings",
             boolean("stock_files", stock_files),
             boolean("gradients", gradients),
+            boolean("log_costs", log_costs),
             contents_problem(contents),
         )
         root = merged.pop("root", None)
@@ -103,8 +107,13 @@ class Settings:
             override=override,
             gradients=gradients,
             contents=contents,
+            log_costs=log_costs,
             given=names,
         )
+
+    def with_numbers(self, sinks: Sequence[Sink], log: Log) -> Sequence[Sink]:
+        """Return the sinks of the managers, with one that logs what each save has cost."""
+        return (*sinks, NumbersSink(log)) if self.log_costs else sinks
 
 
 def _refuse_unknown(found: Collection[str], known: Collection[str], problem: str) -> None:

@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from ckpt_core.cadence import EverySeconds, FailureRate, Optimal, optimal_interval
@@ -80,22 +81,30 @@ def learning(devices: int) -> LearnedRate:
     return learned
 
 
-def best_fixed(study: Callable[[float, int], Study], around: float, runs: int) -> tuple[float, Study]:
+@cache
+def best_fixed(scenario: Scenario, runs: int) -> tuple[float, Study]:
     """Search the fixed interval of the highest goodput, wide and then fine, on the same failures."""
-    few = max(1, runs // 5)
+
+    def study(seconds: float, count: int) -> Study:
+        return simulate(EverySeconds(seconds), scenario, runs=count)
+
+    few, around = max(1, runs // 5), formula_of(scenario)
     coarse = max((around * factor for factor in _COARSE), key=lambda seconds: study(seconds, few).goodput)
     near = {seconds: study(seconds, runs) for seconds in (coarse, *(coarse * factor for factor in _FINE))}
     best = max(near, key=lambda seconds: near[seconds].goodput)
     return best, near[best]
 
 
+def formula_of(scenario: Scenario) -> float:
+    """The interval of the formula, of which the search knows only where to begin."""
+    job = scenario.job
+    return optimal_interval(cost=job.stall + job.slowdown, durable=job.durable, mtbf=scenario.trace.mtbf)
+
+
 def compare(case: Case, runs: int, job: SimulatedJob = JOB) -> Line:
     """Run one case."""
     given = Scenario(job=job, trace=case.trace)
-    formula = optimal_interval(cost=job.stall + job.slowdown, durable=job.durable, mtbf=case.trace.mtbf)
-    seconds, best = best_fixed(
-        lambda seconds, count: simulate(EverySeconds(seconds), given, runs=count), formula, runs
-    )
+    seconds, best = best_fixed(given, runs)
     learned = replace(given, learned=learning(case.devices))
     return Line(
         case=case.name,
@@ -103,7 +112,7 @@ def compare(case: Case, runs: int, job: SimulatedJob = JOB) -> Line:
         best_seconds=seconds,
         best=best.goodput,
         best_interval=best.interval,
-        formula_seconds=formula,
+        formula_seconds=formula_of(given),
         given=simulate(Optimal(case.trace.mtbf), given, runs=runs).goodput,
         learned=simulate(Optimal(), learned, runs=runs).goodput,
     )

@@ -25,6 +25,7 @@ from benchmarks.rounds import take_turns
 from benchmarks.s3 import Server, serving
 from benchmarks.state import make_state, state_shape
 from benchmarks.tiering.neighbours import one_save_beside, report_neighbours
+from benchmarks.tiering.nodes import ResumeNodeLost
 from benchmarks.tiering.resumes import (
     Resume,
     ResumeBare,
@@ -54,7 +55,9 @@ SAVERS: Sequence[type[TierSaver]] = (OursTiers, DcpFsspecAsync, DcpS3TorchAsync,
 NEIGHBOURS: Sequence[type[TierSaver]] = (
     OursTiers, OursTiersLimited, OursDiskOnly, DcpFsspecAsync, DcpS3TorchAsync, BarePut,
 )  # fmt: skip
-RESUMES: Sequence[type[Resume]] = (ResumeDisk, ResumeWhole, ResumeLost, ResumeLostRead, ResumeBare)
+RESUMES: Sequence[type[Resume]] = (
+    ResumeDisk, ResumeWhole, ResumeNodeLost, ResumeLost, ResumeLostRead, ResumeBare,
+)  # fmt: skip
 _KEYS = sorted({each.key for each in (*SAVERS, *NEIGHBOURS, *RESUMES)})
 
 

@@ -31,7 +31,7 @@ from ckpt_core.options import (
 from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
-from ckpt_core.telemetry import Sink
+from ckpt_core.telemetry import Log, NumbersSink, Sink
 from ckpt_core.tiers import read_through
 from ckpt_core.validation import boolean, location, require
 from lightning_ckpt.loops import TokensInBatch, tokens_in_batch
@@ -74,6 +74,7 @@ class Settings:
         tokens: tokens in a batch of one rank, or what counts them; None if they are not counted.
         override: hyperparameters that a resumed fit changes.
         contents: what of the model is saved; None to decide by its kind.
+        log_costs: whether loggers receive what each save has cost.
     """
 
     own: RunRoot | None = field(repr=False)
@@ -83,6 +84,7 @@ class Settings:
     tokens: int | TokensInBatch | None = None
     override: Override = field(default_factory=Override)
     contents: Contents | None = None
+    log_costs: bool = True
 
     @property
     def root(self) -> str | None:
@@ -179,6 +181,8 @@ class Configured:
             runs ended.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
         sinks: receivers of telemetry events.
+        log_costs: whether the loggers receive `checkpoint/stall_ms`, `durable_s`, `bytes` and `overhead` of
+            every save.
 
     Raises:
         ConfigError: an option is wrong; the message lists every offender.
@@ -231,11 +235,13 @@ class Configured:
         journal: bool = True,
         storage_options: dict[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
+        log_costs: bool = True,
     ) -> None:
         require(
             type(self).__name__,
             None if dirpath is None or isinstance(dirpath, Storage) else problem_of_root(dirpath),
             boolean("save_last", save_last),
+            boolean("log_costs", log_costs),
             contents_problem(contents),
         )
         if dirpath is None and not (save is None and keep is None and upload is None):
@@ -277,9 +283,15 @@ class Configured:
             tokens=tokens_in_batch(tokens),
             override=change,
             contents=contents,
+            log_costs=log_costs,
         )
         if "tokens" in needed_counts(self.settings.options.save) and tokens is None:
             raise ConfigError(_UNCOUNTED)
+
+
+def with_numbers(settings: Settings, log: Log) -> Sequence[Sink]:
+    """Return the sinks of the managers, with one that logs what each save has cost."""
+    return (*settings.sinks, NumbersSink(log)) if settings.log_costs else settings.sinks
 
 
 def unknown_options(given: Iterable[str], known: Collection[str]) -> list[str]:

@@ -14,8 +14,9 @@ from ckpt_core.hosting import CheckpointPath, ManagersByRoot
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.saving import SaveHandle
 from ckpt_core.storage import Storage
+from ckpt_core.telemetry import Log
 from ckpt_core.types import CheckpointInfo
-from lightning_ckpt._options import Settings
+from lightning_ckpt._options import Settings, with_numbers
 from lightning_ckpt._state import LightningState
 from lightning_ckpt.loops import job_note
 
@@ -35,14 +36,19 @@ class Roots:
     `remove` is for the coordinator. The managers share one coordinator, whose background channel serves one
     save at a time: a save first waits for those in flight elsewhere, which also bounds the memory of copies.
 
+    Args:
+        settings: of the run.
+        log: receives what each save has cost.
+
     Attributes:
         managers: by root, made at their first use in a fit.
         training: whether a fit is running that saves by itself; see `Settings.for_root`.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, log: Log) -> None:
         self.training = False
         self._settings = settings
+        self._sinks = with_numbers(settings, log)
         deadline = settings.options.deadline_seconds
         self.managers = ManagersByRoot(self._make, deadline_seconds=deadline)
         self._written: set[str] = set()
@@ -56,7 +62,7 @@ class Roots:
             self._settings.given(root),
             options=self._settings.for_root(root, training=self.training),
             coordinator=coordinator,
-            sinks=self._settings.sinks,
+            sinks=self._sinks,
         )
 
     def once(self, decide: Callable[[], T]) -> T:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 from ckpt_core.disclosure import logger_of
@@ -57,7 +58,7 @@ class Session:
         self.pacing: Pacing | None = None
         self.resumes_stock = False
         self.preempted = False
-        self._roots = Roots(settings)
+        self._roots = Roots(settings, partial(_log, trainer))
         self._training: Running | None = None
         self._module: Any = None
         self._running = False
@@ -357,3 +358,8 @@ def _refuse_unjudged(path: str, settings: Settings) -> None:
     if settings.options.verify_manifest is not None:
         why = "Lightning wrote it, so that it has no manifest for verify_manifest to judge"
         raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)
+
+
+def _log(trainer: Any, numbers: Mapping[str, float], step: int) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(numbers), step=step)

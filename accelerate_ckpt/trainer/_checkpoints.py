@@ -228,8 +228,8 @@ def enable_trainer(
             default for PEFT models), `stock_files` (whether `model.safetensors` and `optimizer.pt` are
             written too, by the main process, so that the stock Trainer reads the checkpoint; True, but with
             PEFT and `contents="trainable"` False), `override` (hyperparameters that a resumed training
-            changes, such as `{"lr": 1e-4}`, once for all restarts) and the other fields of
-            `CheckpointOptions`.
+            changes, such as `{"lr": 1e-4}`, once for all restarts), `log_costs` (whether `report_to` gets
+            what each save has cost; True) and the other fields of `CheckpointOptions`.
 
     Raises:
         ConfigError: an option is wrong, or the Trainer is set up for something that cannot work.

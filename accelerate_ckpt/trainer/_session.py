@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
@@ -46,7 +46,7 @@ class TrainerSession:
     def __init__(self, trainer: Trainer, settings: Settings, sinks: Sequence[Sink]) -> None:
         self._trainer = trainer
         self._settings = settings
-        self._sinks = sinks
+        self._sinks = settings.with_numbers(sinks, self._log)
         self._closed, self._tells, self._begun_at = False, True, 0
         self._there = frozenset[str]()
         self.override = settings.override
@@ -165,6 +165,16 @@ class TrainerSession:
             self.manager.close()
         finally:
             self.coordinator.close()
+
+    def _log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Give numbers to the callbacks that report, and not to `log_history`."""
+        trainer = self._trainer
+        if not trainer.args.report_to:
+            return
+        due = trainer.control.should_log
+        logs = {**numbers, "checkpoint/step": float(step)}
+        trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
+        trainer.control.should_log = due
 
     def _opened(self, root: str) -> Storage:
         options = self._settings.options

@@ -75,8 +75,7 @@ class CheckpointManager:
         self._cadence, self._meter = parts.cadence, parts.meter
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher = parts.fetcher
-        self._in_force = Override()
-        self._closed = False
+        self._in_force, self._closed = Override(), False
 
     @property
     def preempted(self) -> bool:
@@ -138,8 +137,7 @@ class CheckpointManager:
             state: a `TrainState`, any `StateSource`, or a mapping of tensors and Statefuls.
             metrics: numbers for `KeepBest`.
             annotations: plain JSON for the manifest.
-            name: directory name, if not the step's own. A committed checkpoint of that name is replaced
-                once the new one is complete; on an object store, which cannot rename, the save is refused.
+            name: directory name, if not the step's own. A checkpoint of it is replaced; object stores refuse.
 
         Returns:
             A handle on the save in flight; None if every arena was in flight already and `back_pressure` is
@@ -159,8 +157,7 @@ class CheckpointManager:
             self._loader.overwritten.require_none()
             request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
             own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
-            own |= self._uploads.annotations(number)
-            request = replace(request, annotations=own)
+            request = replace(request, annotations=own | self._uploads.annotations(number))
             if not isinstance(state, CapturedState):
                 as_source(state)  # raises if it is no state
         except (ConfigError, OverwrittenError) as error:
@@ -171,7 +168,7 @@ class CheckpointManager:
         with self._meter.save(request.step, request.name, request.annotations) as measured:
             if self._cadence.pending:
                 self._saver.in_flight.settle()  # back-pressure must not leave out the last save
-            self._uploads.before_save()
+            self._uploads.before_save(preempted=self.preempted)
             handle = measured.handle = self._saver.save(request, state)
             measured.skipped = self._saver.skipped
             if handle is not None:
@@ -215,8 +212,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no checkpoint yet, and `override` is to change it.
             CorruptCheckpointError: there are checkpoints, and all of them are damaged; nothing was touched.
-            OverwrittenError: the same, found on arrival from an object store, or storage failed meanwhile:
-                the state is partly overwritten, and nothing is saved until a load has succeeded.
+            OverwrittenError: the same, found too late: nothing is saved until a load has succeeded.
             UntrustedCheckpointError: the same, and `verify_manifest` does not accept some of them.
             IncompatibleCheckpointError: the newest is another model's; nothing was touched.
             RootBusyError: another live job writes to this root.

@@ -21,6 +21,7 @@ TIERS = "tiers.json"
 HISTORY = "history.jsonl"
 EVENTS = "events.jsonl"
 EARLIER_EVENTS = "events.1.jsonl"
+JOURNAL = frozenset({HISTORY, EVENTS, EARLIER_EVENTS})
 DATA_SUFFIX = ".distcp"
 TWIN_SUFFIX = ".replica"
 

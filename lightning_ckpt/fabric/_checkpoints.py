@@ -25,9 +25,9 @@ from ckpt_core.saving import SaveHandle
 from ckpt_core.state import Contents, contents_problem
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
-from ckpt_core.validation import require
+from ckpt_core.validation import boolean, require
 from lightning_ckpt._hooks import PluginOptions
-from lightning_ckpt._options import Settings
+from lightning_ckpt._options import Settings, with_numbers
 from lightning_ckpt._session import refuse_hidden_shards
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
 from lightning_ckpt.fabric._state import Everything, FabricState, Filters, Parts
@@ -63,7 +63,8 @@ def setup_fabric(
         keep: what to keep in `root`; everything if None.
         step: the key of the state that counts steps; without it, saves are counted.
         **options: `contents` ("all" of the models, or "trainable", which refers to what is frozen; the
-            default for PEFT models), `sinks`, and the other fields of `CheckpointOptions`.
+            default for PEFT models), `sinks`, `log_costs` (whether the loggers receive what each save has
+            cost; True), and the other fields of `CheckpointOptions`.
 
     Raises:
         ConfigError: an option is wrong, or the strategy hides its state.
@@ -73,7 +74,8 @@ def setup_fabric(
     refuse_hidden_shards(fabric.strategy)
     sinks: Sequence[Sink] = options.pop("sinks", ())
     contents: Contents | None = options.pop("contents", None)
-    require("setup_fabric", contents_problem(contents))
+    log_costs: bool = options.pop("log_costs", True)
+    require("setup_fabric", contents_problem(contents), boolean("log_costs", log_costs))
     given = {"save": save, "keep": keep, **options}
     settings = Settings(
         own=RunRoot.of(root),
@@ -81,6 +83,7 @@ def setup_fabric(
         save_last=False,
         sinks=sinks,
         contents=contents,
+        log_costs=log_costs,
     )
     attached: FabricCheckpoints | None = fabric.__dict__.get(_ATTACHED)
     if attached is not None:
@@ -319,7 +322,7 @@ class FabricCheckpoints:
             self._settings.given(root),
             options=self._settings.for_root(root, training=True),
             coordinator=coordinator,
-            sinks=self._settings.sinks,
+            sinks=with_numbers(self._settings, self._fabric.log_dict),
         )
         if root != self._settings.root:
             manager.start_afresh()  # elsewhere only the user's names show what belongs together

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_core import CheckpointManager, KeepLatest, Upload
 from ckpt_core.errors import PartialCheckpointError
+from ckpt_core.journal import read_history
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 
@@ -108,6 +109,7 @@ def live(base: Path) -> dict[str, Any]:
     plain = base / "plain"
     found["warnings"] = saved(plain, [1, 2], keep=KeepLatest(1))
     found["names"] = sorted(path.name for path in (plain / f"node-{node_of_this_rank()}").iterdir())
+    found["journal"] = [(each["event"], each["devices"]) for each in read_history(disk(plain))]
     found["resumed"] = resumed(plain)
     other = 1 - node_of_this_rank()
     saved(plain, [3], node=other)

@@ -42,7 +42,13 @@ def test_a_checkpoint_on_the_disks_of_two_nodes_is_resumed_from_both(found: Foun
 
 
 def test_every_node_keeps_and_prunes_the_same_checkpoints_and_leaves_nothing_else(found: Found):
-    assert both(found, "names") == [["step-000000002", "writer.json.lock"]] * 2
+    first, second = both(found, "names")
+    assert second == ["step-000000002", "writer.json.lock"]
+    assert first == ["events.jsonl", "history.jsonl", *second]
+
+
+def test_the_coordinator_alone_keeps_the_journal_for_all_ranks(found: Found):
+    assert both(found, "journal") == [[("start", 2), ("end", 2)], []]
 
 
 def test_ranks_that_moved_to_another_node_find_their_files(found: Found):

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -101,6 +102,22 @@ def test_a_refusal_that_comes_late_is_raised_at_the_next_save(tmp_path, first, o
         manager.save(4, state_of(4)).uploaded.result(60)
     assert steps(LocalStorage(tmp_path)) == [1, 3, 4]
     assert steps(tier.inner) == [3, 4]
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_the_save_at_a_preemption_is_never_refused_for_an_upload(tmp_path, on_error):
+    tier = Answer()
+    with (
+        pytest.raises(UploadError) if on_error == "raise" else nullcontext(),
+        CheckpointManager(tmp_path, upload=Upload(tier.storage, on_error=on_error)) as manager,
+    ):
+        handle = manager.save(1, state_of(1))
+        handle.result(60)
+        tier.no(PermissionError("keys are refused"))
+        handle.uploaded.exception(60)
+        manager._cadence.preempted = True
+        manager.save(2, state_of(2)).result(60)
+    assert steps(LocalStorage(tmp_path)) == [1, 2]
 
 
 def test_what_is_wrong_and_answers_at_once_is_refused_before_the_first_save(tmp_path):
@@ -262,6 +279,37 @@ def test_a_time_out_is_told_as_one_with_its_place_and_seconds(client):
         assert 0.2 < float(told[1]) < 5
         assert failure.value.filename == storage
     service.close()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("hangs", ["*__0_0.distcp*", "*COMMITTED*", "*writer.json*"])
+def test_an_upload_that_hangs_anywhere_is_cancelled_at_the_end_without_an_error(
+    tmp_path, s3_endpoint, caplog, hangs
+):
+    boto3 = pytest.importorskip("boto3")
+    service, bucket = ServiceControl(s3_endpoint), f"hangs-{len(hangs)}"
+    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
+    cloud = boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1", **keys)
+    cloud.create_bucket(Bucket=bucket)
+    options = {"key": "testing", "secret": "testing", "endpoint_url": s3_endpoint, "client": "botocore"}
+    upload = Upload(f"s3://{bucket}/run", deadline_seconds=0.3, storage_options=options)
+    manager = CheckpointManager(tmp_path, upload=upload)
+    manager.save(1, state_of(1)).uploaded.result(60)
+    service.set(ServiceFault(action="hang", target=f"*{bucket}/run/{hangs}", count=None))
+    try:
+        handle = manager.save(2, state_of(2))
+        handle.result(60)
+        began = time.monotonic()
+        manager.close()
+        assert time.monotonic() - began < 4
+        for thread in uploading():
+            thread.join(20)  # one may wait between two tries
+        assert uploading() == []
+    finally:
+        service.clear()
+        service.release()
+    assert handle.uploaded.result(60) is None
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 @pytest.mark.emulator

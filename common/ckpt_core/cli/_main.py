@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _cp, _missing
+from ckpt_core.cli import _completion, _cp, _missing
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, Commands, place_of, storage_options
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._outcome import show as show_outcome
 from ckpt_core.cli.costs import bench, plan, simulate
-from ckpt_core.cli.inspection import diff, ls, show
+from ckpt_core.cli.inspection import diff, du, ls, report, show
 from ckpt_core.cli.upkeep import mark, pin, prune, verify
 from ckpt_core.disclosure import printable
 from ckpt_core.errors import CheckpointError, ConfigError
@@ -35,10 +35,11 @@ class CommandModule(Protocol):
 
 
 _COMMANDS: Final[tuple[CommandModule, ...]] = (
-    *(ls, show, diff),
+    *(ls, show, diff, du, report),
     *(verify, _cp, _missing),
     *(prune, pin, mark),
     *(plan, bench, simulate),
+    _completion,
 )
 """In the order of `ckpt --help`."""
 

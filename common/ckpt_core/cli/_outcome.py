@@ -18,10 +18,15 @@ Row: TypeAlias = tuple[str, ...]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of text under a header."""
+    """Rows of text under a header.
+
+    Attributes:
+        figures: the first column of those aligned to the right.
+    """
 
     columns: Row
     rows: Sequence[Row]
+    figures: int = 99
 
 
 @final
@@ -77,7 +82,10 @@ def _show_plain(table: Table) -> None:
     lines = [tuple(map(printable, row)) for row in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        text = "  ".join(
+            cell.ljust(width) if place < table.figures else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         sys.stdout.write(text.rstrip() + "\n")
 
 
@@ -89,7 +97,9 @@ def _show_rich(table: Table) -> bool:
         from rich.text import Text
     except ImportError:
         return False
-    rich_table = RichTable(*table.columns, box=None, header_style="bold", pad_edge=False)
+    rich_table = RichTable(box=None, header_style="bold", pad_edge=False)
+    for place, column in enumerate(table.columns):
+        rich_table.add_column(column, justify="left" if place < table.figures else "right", overflow="fold")
     for row in table.rows:
         rich_table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(rich_table)

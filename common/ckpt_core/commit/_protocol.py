@@ -57,9 +57,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.names import (
     DAMAGED,
-    EARLIER_EVENTS,
-    EVENTS,
-    HISTORY,
+    JOURNAL,
     MANIFEST,
     MARKER,
     METADATA,
@@ -80,9 +78,7 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
-_RESERVED: Final = frozenset(
-    {DAMAGED, PINS, TIERS, WRITER, HISTORY, EVENTS, EARLIER_EVENTS, MANIFEST, MARKER, METADATA, SHARED}
-)
+_RESERVED: Final = JOURNAL | {DAMAGED, PINS, TIERS, WRITER, MANIFEST, MARKER, METADATA, SHARED}
 _LONGEST_NAME: Final = 200
 """In bytes; most filesystems allow 255, and names of saves in flight are longer."""
 _MOST_ATTEMPTS: Final = 8

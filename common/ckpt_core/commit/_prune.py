@@ -26,9 +26,7 @@ from ckpt_core.commit._strangers import delete_in_place, finish_merge, has_manif
 from ckpt_core.disclosure import logger_of
 from ckpt_core.names import (
     DAMAGED,
-    EARLIER_EVENTS,
-    EVENTS,
-    HISTORY,
+    JOURNAL,
     MARKER,
     PINS,
     TIERS,
@@ -45,7 +43,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
-_OWNERS: Final = frozenset({TIERS, WRITER, HISTORY, EVENTS, EARLIER_EVENTS})
+_OWNERS: Final = JOURNAL | {TIERS, WRITER}
 """Small files that only the owner of a root writes."""
 
 _warned: set[tuple[str, str]] = set()

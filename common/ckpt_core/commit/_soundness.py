@@ -21,7 +21,7 @@ from ckpt_core.commit._catalog import (
     read_all,
     with_remarks,
 )
-from ckpt_core.commit._lineage import by_step, is_same, on_present_line
+from ckpt_core.commit._lineage import by_step, is_same
 from ckpt_core.commit._manifest import whole_info
 from ckpt_core.commit._verify import share, verify
 from ckpt_core.disclosure import logger_of
@@ -66,7 +66,7 @@ class Inventory:
 
     @property
     def parts(self) -> Sequence[CheckpointInfo]:
-        """The present lineage's checkpoints of which the last survey found a part."""
+        """What the last survey found only a part of, on the line of this training."""
         return self._parts
 
     def survey(self) -> Survey:
@@ -83,8 +83,9 @@ class Inventory:
                 if info.name not in self._known:  # else a save has taken the name since it was read
                     self.add(info)
         survey = with_remarks(self._storage, self._arrange(unreadable), unreadable)
-        line = on_present_line(survey.parts, survey.lineage) if survey.parts else ()
-        self._parts = [info for info in line if not info.abandoned]
+        # Not those of a training that this one does not come from: a user may have forgotten to resume it.
+        line = survey.lineage.limits() if survey.parts else {}
+        self._parts = [info for info in survey.parts if info.lineage.id in line]
         return survey
 
     def history(self) -> list[CheckpointInfo]:

@@ -9,8 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
+from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
 from ckpt_core.groups import own_part
@@ -25,6 +27,8 @@ _logger = logger_of(__name__)
 
 _GRACE_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 60.0
+_TIER_SECONDS: Final = 0.5
+"""The longest wait for a further tier; the journal of the root must not wait for a bucket that is down."""
 
 
 @final
@@ -41,6 +45,61 @@ class Tenure:
     run: str
     ranks: int
     check: Callable[[], None]
+
+
+@final
+class TierHistory:
+    """The copy of the history in a further tier, which may not answer.
+
+    Every request is made on a thread of its own; while one has no answer, there is no other.
+
+    Concurrency: one thread.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._file = HistoryFile(storage)
+        self._free = threading.Event()
+        self._free.set()
+        self._failure: OSError | None = None
+
+    def read(self) -> list[Record]:
+        """Return the history that is there; what has not come in time is left out.
+
+        Raises:
+            OSError: storage failed.
+        """
+        found: list[Record] = []
+        self._ask(lambda: found.extend(read_history(self._storage)))
+        return found if self._free.is_set() else []
+
+    def lacks(self, history: Sequence[Record]) -> bool:
+        """Return whether the history is to be written there now; without I/O."""
+        return self._free.is_set() and self._file.lacks(history)
+
+    def write(self, history: Sequence[Record]) -> None:
+        """Write the history, unless the request before has no answer yet.
+
+        Raises:
+            OSError: storage failed, now or in the request before.
+        """
+        self._ask(lambda: self._file.write(history))
+
+    def _ask(self, act: Callable[[], None]) -> None:
+        def quietly() -> None:
+            try:
+                act()
+            except OSError as error:
+                self._failure = error
+            finally:
+                self._free.set()
+
+        if self._free.is_set():
+            self._free.clear()
+            run_with_timeout(_TIER_SECONDS, quietly)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
 
 @final
@@ -73,7 +132,7 @@ class Recorder:
         self.known, self.wake = threading.Event(), threading.Event()
         self.clock = clock
         self._storage = storage
-        self._tiers = tiers
+        self._tiers = [TierHistory(tier) for tier in tiers]
         self._pid = os.getpid()
         self._waiting: deque[Event] = deque(maxlen=MOST_WAITING)
         self._tenure: Tenure | None = None
@@ -123,7 +182,7 @@ class Recorder:
             self.log.begin(tenure.run, tenure.ranks)
             self._read()
             own = own_part(self._storage)
-            files = HistoryFile(own), EventFile(own), [HistoryFile(tier) for tier in self._tiers]
+            files = HistoryFile(own), EventFile(own), self._tiers
             closing = False
             while not (closing or self._stopped):
                 self.wake.wait(self.log.pause(self.clock()) if self.training.first else _IDLE_SECONDS)
@@ -144,12 +203,17 @@ class Recorder:
         """Read what earlier runs have left; a tier may know what a new disk does not."""
         histories: list[list[Record]] = []
         events: list[Record] = []
-        for storage in (self._storage, *self._tiers):
+        own: Callable[[], list[Record]] = partial(read_history, self._storage)
+        reads = [own, *(tier.read for tier in self._tiers)]
+        for read in reads:
             try:
-                histories.append(read_history(storage))
-                events += last_events(storage) if storage is self._storage else []
+                histories.append(read())
             except OSError as error:
                 self._warn(str(error))
+        try:
+            events = last_events(self._storage)
+        except OSError as error:
+            self._warn(str(error))
         self.log.continue_from(histories, events)
         self.known.set()
 
@@ -157,7 +221,7 @@ class Recorder:
         self,
         history: HistoryFile,
         events: EventFile,
-        copies: Sequence[HistoryFile],
+        copies: Sequence[TierHistory],
         *,
         check: Callable[[], None],
         closing: bool,
@@ -170,7 +234,8 @@ class Recorder:
         log, now = self.log, self.clock()
         waited = closing or log.ended or events.appends or now - self._wrote_at >= log.pause(now)
         lines_due = bool(log.lines) and waited
-        files = [each for each in (history, *copies) if log.started and each.lacks(log.history)]
+        places: Sequence[HistoryFile | TierHistory] = (history, *copies)
+        files = [each for each in places if log.started and each.lacks(log.history)]
         if not files and not lines_due:
             return
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, NamedTuple, final
 
 from ckpt_core.cadence import CadenceContext, FailureRate, SaveCosts, SavePolicy, decide
@@ -14,7 +15,7 @@ from ckpt_core.retention import RetentionPolicy, plan_prune, unknown_metrics
 from ckpt_core.types import CheckpointInfo
 
 _MOST_STEPS: Final = 1_000_000
-_MOST_SAVES: Final = 100_000
+_MOST_SAVES: Final = 300_000
 _GRAIN: Final = 32
 """Large histories are pruned when they have grown by one part in so many: 3 % too much at the most."""
 
@@ -51,13 +52,17 @@ def saves_at(interval: float, step_seconds: float) -> list[PlannedSave]:
         ConfigError: there are too many.
     """
     count = int(MONTH / interval)
-    if count > _MOST_SAVES:
-        raise ConfigError(
-            f"a save every {interval:g} s makes {count:,} in a month, more than the {_MOST_SAVES:,} that a "
-            "plan goes through: give a longer interval, such as --save 60s"
-        )
+    _refuse_too_many(count)
     times = [number * interval for number in range(1, count + 1)]
     return [PlannedSave(max(round(time / step_seconds), 1), time) for time in times]
+
+
+def _refuse_too_many(count: int) -> None:
+    if count > _MOST_SAVES:
+        raise ConfigError(
+            f"these are more than the {_MOST_SAVES:,} saves of a month that a plan goes through: give a "
+            "longer interval, such as --save 60s"
+        )
 
 
 def saves_of(policy: SavePolicy, costs: SaveCosts, failures: FailureRate) -> list[PlannedSave]:
@@ -79,12 +84,15 @@ def saves_of(policy: SavePolicy, costs: SaveCosts, failures: FailureRate) -> lis
     if policy.counts:
         named = ", ".join(sorted(policy.counts))
         raise ConfigError(f"--save: the policy counts {named}, which a plan does not know: give an interval")
-    return list(_decided(policy, costs, failures))
+    found = list(islice(_decided(policy, costs, failures), _MOST_SAVES + 1))
+    _refuse_too_many(len(found))
+    return found
 
 
 def _decided(policy: SavePolicy, costs: SaveCosts, failures: FailureRate) -> Iterator[PlannedSave]:
     last: PlannedSave | None = None
-    cost, lost = costs.stall + costs.slowdown, 0.0
+    cost, made = costs.stall + costs.slowdown, 0
+    known: SaveCosts | None = None  # until the first save, as in a job
     step, now = 0, 0.0
     while now + costs.step <= MONTH:
         step, now = step + 1, now + costs.step
@@ -95,13 +103,14 @@ def _decided(policy: SavePolicy, costs: SaveCosts, failures: FailureRate) -> Ite
             previous_step=step - 1 if step > 1 else None,
             last_save_step=None if last is None else last.step,
             last_save_time=None if last is None else last.time,
-            costs=costs._replace(lost=lost),
+            costs=known,
             failures=failures,
             in_flight=last is not None and now < last.time + costs.durable,
         )
         if decide(policy, context) is not None:
             last = PlannedSave(step, now)
-            now, lost = now + cost, lost + cost
+            now, made = now + cost, made + 1
+            known = costs._replace(lost=made * cost, saves=made)
             yield last
 
 

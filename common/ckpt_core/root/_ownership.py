@@ -34,6 +34,7 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
+    PartialCheckpointError,
     RootBusyError,
     lost,
 )
@@ -330,7 +331,12 @@ class Ownership:
         """Return whether the checkpoint of that name is already this run's save of `step`."""
         try:
             info = Catalog(self._storage).find(name=name)
-        except (CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError):
+        except (
+            CheckpointNotFoundError,
+            CorruptCheckpointError,
+            IncompatibleCheckpointError,
+            PartialCheckpointError,
+        ):
             return False
         return name not in self._damaged and self.line.is_committed(info, step)
 
@@ -350,7 +356,8 @@ class Ownership:
             survey = self.inventory.survey()
             further, present = self._elsewhere(survey)
             self._further = {info.name: info for info in further}
-            self.line.survey(survey.everything, present, further)
+            # Parts, too: to go on before one of them is to leave it, should the rest of it come back.
+            self.line.survey([*survey.everything, *survey.parts], present, further)
             find_code_version()
         return secrets.token_hex(4)
 

@@ -127,23 +127,26 @@ class Pruner:
     def _parts_to_drop(
         self, history: Sequence[CheckpointInfo], newest: int | None
     ) -> Sequence[CheckpointInfo]:
-        """Return the parts that retention would not keep if they were whole.
+        """Return the parts to remove: retention would not keep them if they were whole.
 
-        Never the newest. The rest of a part may come back with its node, and nothing is removed that would
-        be kept then.
+        None is the newest. The rest of a part may come back with its node, and nothing is removed that would
+        be kept then. Where the step was saved again, that checkpoint stands for it.
         """
         parts = self._ownership.inventory.parts
         if not parts:
             return ()
-        held, last = self._ownership.held, max((info.step for info in history if info.usable), default=-1)
-        plan = plan_prune(
-            self._policy, [*history, *parts], time.time(), abandoned=self._abandoned, last=newest
-        )
+        held, now = self._ownership.held, time.time()
+        plan = plan_prune(self._policy, [*history, *parts], now, abandoned=self._abandoned, last=newest)
         drop = {(info.name, info.save_id) for info in plan.drop}
+        whole = {info.step for info in history if info.usable and not info.abandoned}
         return [
             info
             for info in parts
-            if (info.name, info.save_id) in drop and info.step < last and info.name not in held
+            if ((info.name, info.save_id) in drop or info.step in whole)
+            and info.step < max(whole, default=-1)
+            and info.pinned is None
+            and info.usable
+            and info.name not in held
         ]
 
     def _check_metrics(self, history: Sequence[CheckpointInfo]) -> None:

@@ -180,7 +180,7 @@ class Saver:
                 self._partners.close()
 
     def release(self) -> None:
-        """Apply retention to what uploads had kept, and release the root."""
+        """Remove what only uploads had kept, and release the root, after `close`."""
         if self.in_flight.stuck():
             # Storage may hang on this thread, too; at the latest, the lock ends with the process.
             run_with_timeout(self._options.deadline_seconds, self._ownership.release)

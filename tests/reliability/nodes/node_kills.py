@@ -134,8 +134,13 @@ def _is_of(state: dict[str, Any], rank: int, step: int) -> bool:
 
 
 def _manager(storage: FaultyStorage, sweep: NodeSweep) -> CheckpointManager:
+    # Operations are numbered, and a journal would make its own among them.
     return CheckpointManager(
-        storage, keep=KeepLatest(1), replicas=sweep.replicas, deadline_seconds=_DEADLINE_SECONDS
+        storage,
+        keep=KeepLatest(1),
+        replicas=sweep.replicas,
+        deadline_seconds=_DEADLINE_SECONDS,
+        journal=False,
     )
 
 

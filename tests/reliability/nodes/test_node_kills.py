@@ -1,4 +1,7 @@
-"""A sample of the kills of jobs whose nodes have disks of their own; all of them: `--only nodes`."""
+"""A sample of the kills of jobs whose nodes have disks of their own.
+
+All of them: `python -m tests.reliability --only nodes,node-uploads`.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +27,9 @@ def test_a_kill_between_the_renames_of_two_nodes_leaves_one_checkpoint_to_all_ra
     found = sample(tmp_path, "nodes", cases=RENAMES)
     assert len(found) == len(RENAMES)
     assert all(each.kills and each.resumed is not None and each.resumed >= 1 for each in found)
+
+
+def test_a_kill_and_lost_nodes_leave_what_is_durable_to_all_ranks(tmp_path: Path):
+    found = sample(tmp_path, "node-uploads", count=1, cases=["2 x 1 ranks with uploads, node 1 new"])
+    assert [each.kills for each in found] == [2, 0]
+    assert "lost" in found[1].sweep

@@ -227,7 +227,9 @@ def _live(storage: Storage, case: Case, begin: forks.Gate, end: forks.Gate, tell
     """One rank: in peace, in the fault, in peace again."""
 
     def manager() -> CheckpointManager:
-        return CheckpointManager(storage, keep=KeepLatest(1), deadline_seconds=DEADLINE_SECONDS)
+        return CheckpointManager(
+            storage, keep=KeepLatest(1), deadline_seconds=DEADLINE_SECONDS, journal=False
+        )
 
     checkpoints = manager()
     checkpoints.resume(state_of(0))

@@ -143,7 +143,9 @@ def _job(found: Service, sweep: Sweep, root: str, point: _Point | None = None) -
 
 def _be_rank(found: Service, sweep: Sweep, root: str, *, rank: int, tell: forks.Tell) -> None:
     storage = found.storage(root, f"rank{rank}", request_seconds=_DEADLINE_SECONDS)
-    checkpoints = CheckpointManager(storage, keep=KeepLatest(1), deadline_seconds=_DEADLINE_SECONDS)
+    # Requests are numbered, and a journal would make its own among them.
+    options = {"keep": KeepLatest(1), "deadline_seconds": _DEADLINE_SECONDS, "journal": False}
+    checkpoints = CheckpointManager(storage, **options)
     try:
         train(checkpoints, _STEPS, sweep.columns, tell)
         checkpoints.close()

@@ -138,6 +138,7 @@ def manager(storage: Storage | Path, deadline_seconds: float = DEADLINE_SECONDS)
         save=EverySteps(1) | EverySeconds(3600.0),
         keep=KeepLatest(2),
         deadline_seconds=deadline_seconds,
+        journal=False,  # operations are numbered, and it would make its own among them
     )
 
 

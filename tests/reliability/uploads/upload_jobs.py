@@ -153,7 +153,9 @@ def manager(place: Place, **options: Any) -> CheckpointManager:
     """Return what the victims save with, and those who come after them."""
     # With a queue, the number of uploads does not depend on which thread is faster.
     upload = place.upload(every=EVERY, keep=KeepLatest(KEPT), when_busy="queue")
-    return CheckpointManager(place.local, save=EverySteps(1), keep=KeepLatest(KEPT), upload=upload, **options)
+    # Calls are numbered, and a journal would make its own among them.
+    options = {"save": EverySteps(1), "keep": KeepLatest(KEPT), "journal": False, **options}
+    return CheckpointManager(place.local, upload=upload, **options)
 
 
 def train(place: Place, rank: Rank, scene: Scene, tell: forks.Tell) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from ckpt_core import CheckpointManager, KeepEvery, KeepLatest
+from ckpt_core import CheckpointManager, CheckpointOptions, KeepEvery, KeepLatest, Upload
 from ckpt_core.commit import Catalog, begin, commit
+from ckpt_core.coordination import Solo
 from ckpt_core.names import step_name
+from ckpt_core.root import Job
 from ckpt_core.storage import LocalStorage
+from ckpt_core.telemetry import Telemetry
 from ckpt_core.testing import Fault, FaultyStorage
-from ckpt_core.tiers import RunCatalog, Tier
+from ckpt_core.tiers import FurtherTier, Tier
+from ckpt_core.tiers.uploading._claims import TierClaims
 from tests.unit.commit.checkpoints import FILES, manifest_of, save, write_files
 
 LOST = "__1_0.distcp"
@@ -72,6 +77,13 @@ def test_a_part_that_retention_would_keep_if_it_were_whole_stays(disk):
     assert pruned(disk, KeepEvery(10)) == [step_name(10), step_name(12)]
 
 
+def test_a_part_goes_when_its_step_was_saved_again(disk):
+    save_part(disk, 1)
+    save(disk, 1, name=f"{step_name(1)}.run-0123abcd")
+    save(disk, 2)
+    assert pruned(disk, KeepLatest(2)) == [f"{step_name(1)}.run-0123abcd", step_name(2)]
+
+
 def test_a_pinned_part_stays(disk):
     save_part(disk, 1)
     save(disk, 2)
@@ -99,6 +111,20 @@ def test_a_checkpoint_of_which_the_root_has_a_part_and_a_tier_all_is_one_to_cont
     working = begin(whole, step_name(1), manifest.save_id)
     write_files(whole, working)
     commit(whole, working, step_name(1), manifest)
-    tiers = [Tier("disk", disk), Tier("tier", whole)]
-    further, present = RunCatalog(tiers).elsewhere(tiers[0].survey())
+    nearest, further_tier = Tier("disk", disk), FurtherTier("tier", whole)
+    job = Job(storage=disk, coordinator=Solo(), telemetry=Telemetry())
+    options = CheckpointOptions(upload=Upload(tmp_path / "tier"))
+    claims = TierClaims(job, options, [further_tier], lambda: None)
+    further, present = claims.make(nearest.survey())
+    claims.release()
     assert [(info.step, info.lineage, info.abandoned) for info in further] == [(1, present, False)]
+
+
+def test_a_save_of_the_step_of_a_part_gets_a_name_of_its_own(disk):
+    save_part(disk, 2)
+    with CheckpointManager(disk) as manager:
+        manager.save(2, {"w": torch.zeros(3)}).result(60)
+    (made,) = Catalog(disk).committed()
+    assert made.step == 2
+    assert made.name.startswith(f"{step_name(2)}.run-")
+    assert [info.name for info in Catalog(disk).survey().parts] == [step_name(2)]

@@ -384,6 +384,26 @@ def test_the_interval_that_a_policy_finds_is_told_with_its_numbers(tmp_path):
     assert (found[0]["mtbf_seconds"], found[0]["mtbf_source"]) == (21600.0, "given")
 
 
+def test_neither_secrets_nor_the_place_of_the_root_are_written(tmp_path):
+    url = "s3://key:hunter2@bucket/run?X-Amz-Signature=abcdef"
+    journal = Journal(LocalStorage(tmp_path))
+    journal.open("a", 1, lambda: None)
+    error = f"OSError: {tmp_path}/step-000000001: 403 for {url}"
+    for name, fields in (
+        ("upload", {"to": url}),
+        ("load", {"tier": url}),
+        ("prune", {"tier": url, "why": url}),
+    ):
+        attributes = {"name": "step-000000001", "error": error, "storage_options": {"x": "hunter2"}, **fields}
+        journal.sinks[0].emit(Event(name=name, phase="failed", time=1.0, attributes=attributes))
+    journal.close()
+    written = (tmp_path / EVENTS).read_text()
+    assert len(written.splitlines()) == 3
+    assert "s3://bucket/run" in written
+    for secret in ("hunter2", "abcdef", "key:", str(tmp_path), "storage_options"):
+        assert secret not in written
+
+
 def test_a_step_costs_microseconds_and_an_event_little_more(tmp_path):
     journal = Journal(LocalStorage(tmp_path))
     journal.open("a", 1, lambda: None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from ckpt_core.cli._arguments import Commands
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
@@ -12,7 +13,9 @@ from ckpt_core.cli._tier_columns import TierColumns, open_with_tiers, tier_colum
 from ckpt_core.commit import Catalog, look_around, replaced
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError, PartialCheckpointError
+from ckpt_core.hosting import root_of
 from ckpt_core.options import bytes_text
+from ckpt_core.storage import open_storage
 from ckpt_core.types import CheckpointInfo
 
 
@@ -34,8 +37,11 @@ def run(arguments: Namespace) -> Outcome:
         raise ConfigError(
             f"{around.advice(storage.url)[0]}; `ckpt show {public_url(arguments.root)}` shows it"
         )
+    children = [] if infos else [_run_facts(name, arguments) for name in around.runs]
     torn, quarantined = sorted({*catalog.torn(), *around.unmarked}), catalog.quarantined()
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
+    if children:
+        summary = f"{len(children):,} runs in {storage.url}, give one of them as the root"
     return Outcome(
         fields={
             "root": storage.url,
@@ -48,10 +54,12 @@ def run(arguments: Namespace) -> Outcome:
             "replaced": stock_aside,
             "stock": around.stock,
             "runs": around.runs,
+            "children": children,
             **({} if tiers is None else {"tiers": tiers.fields}),
         },
         parts=[
             *_info_table(infos, tiers),
+            *_run_table(children),
             summary,
             *([] if tiers is None else tiers.lines),
             *([f"further tiers are not known: {problem}"] if problem else []),
@@ -64,9 +72,59 @@ def run(arguments: Namespace) -> Outcome:
             *(f"damaged and moved aside: {name}" for name in quarantined),
             *(f"not ours and moved aside: {name}" for name in stock_aside),
             *(f"written by stock DCP, see `ckpt verify`: {name}" for name in around.stock),
-            *(f"holds checkpoints of its own: {name}" for name in around.runs),
+            *(f"holds checkpoints of its own: {name}" for name in around.runs if not children),
         ],
     )
+
+
+def _run_facts(name: str, arguments: Namespace) -> dict[str, Any]:
+    """Return the newest checkpoint of a run below a directory, and how the run ended."""
+    from ckpt_core.journal import read_history  # its other half, which writes, needs torch
+
+    storage = open_storage(f"{root_of(arguments.root).rstrip('/')}/{name}", arguments.storage_options)
+    survey = Catalog(storage).survey()
+    newest = max(survey.everything, key=lambda info: info.created, default=None)
+    last = next((each for each in reversed(read_history(storage)) if each["kind"] == "run"), None)
+    ended = None if last is None else last.get("event")
+    damaged = sum(info.damaged is not None for info in survey.everything) + len(survey.unreadable)
+    return {
+        "name": name,
+        "step": None if newest is None else newest.step,
+        "created": None if newest is None else newest.created,
+        "checkpoints": len(survey.everything),
+        "size_bytes": sum(info.size_bytes for info in survey.everything),
+        "last_event": ended,
+        "damaged": damaged,
+    }
+
+
+def _run_table(children: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Return the table of runs below a directory; none without any."""
+    rows = [
+        (
+            each["name"],
+            _state_text(each),
+            "?" if each["created"] is None else time_text(each["created"]),
+            "?" if each["step"] is None else f"{each['step']:,}",
+            f"{each['checkpoints']:,}",
+            bytes_text(each["size_bytes"]),
+        )
+        for each in children
+    ]
+    columns = ("RUN", "STATE", "NEWEST (UTC)", "STEP", "CHECKPOINTS", "SIZE")
+    return [Table(columns=columns, rows=rows, figures=3)] if rows else []
+
+
+def _state_text(each: Mapping[str, Any]) -> str:
+    damaged = f", {each['damaged']:,} damaged" if each["damaged"] else ""
+    words = {
+        "end": "ended",
+        "preempted": "preempted",
+        "unclean": "died",
+        "start": "no end",
+        "resume": "no end",
+    }
+    return f"{words.get(each['last_event'] or '', '?')}{damaged}"
 
 
 def _unreadable(name: str, error: Exception) -> str:

@@ -161,6 +161,8 @@ def _tensor_parts(tensors: Mapping[str, Sequence[TensorEntry]]) -> list[str | Ta
             of_item = [entry for entry in entries if entry.name.partition(".")[0] == item]
             elements, size = sum(e.num_elements for e in of_item), sum(e.size_bytes for e in of_item)
             parts.append(f"{item}: {len(of_item)} tensors, {elements:,} elements, {bytes_text(size)}")
+        total, size = sum(e.num_elements for e in entries), sum(e.size_bytes for e in entries)
+        parts.append(f"in all: {len(entries)} tensors, {total:,} elements, {bytes_text(size)}")
     return parts
 
 

@@ -91,7 +91,7 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
 
 
 def _late(error: Exception, began: float, url: str, redaction: Redaction) -> TimeoutError | None:
-    """Translate the error of a library that has waited too long; None for others."""
+    """Translate a library's error that no answer came; None for others."""
     # requests wraps what its tries met.
     wrapped = getattr(error.args[0], "reason", None) if error.args else None
     if not {type(error).__name__, type(wrapped).__name__} & _NO_ANSWER:

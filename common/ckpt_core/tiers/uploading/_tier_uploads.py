@@ -104,15 +104,18 @@ class TierUploads:
             same_uploads(self._job.coordinator, self._options.uploads)
             self._agreed = True
 
-    def before_save(self) -> None:
+    def before_save(self, *, preempted: bool) -> None:
         """Wait for uploads that a save must wait for, and raise failures. Collective.
 
-        Ranks communicate only if an upload has `on_error="raise"`, or a tier has not answered yet.
+        Ranks communicate only if an upload has `on_error="raise"`, or a tier has not answered yet. The save
+        of a job that is being stopped is its last, and more than any upload.
 
         Raises:
             UploadError: an upload has failed that is to stop training, or a tier was refused, here or on
                 another rank.
         """
+        if preempted:
+            return
         for uploader in self._uploaders:
             uploader.line.wait_for_turn(uploader.upload.deadline_seconds)
         coordinator = self._job.coordinator
@@ -251,6 +254,7 @@ class TierUploads:
 
     def _end(self, uploaders: Sequence[Uploader], deadline: float) -> None:
         """End the uploads; say what is not there, and how it gets there."""
+        until = max(deadline, time.monotonic()) + _END_SECONDS
         for uploader in uploaders:
             left = uploader.line.unfinished
             self._left |= {info.name for info in left}
@@ -264,12 +268,12 @@ class TierUploads:
         _join_all(uploaders)
         if uploaders and self._job.coordinator.is_coordinator:
             self._record.write()
-        until = max(deadline, time.monotonic()) + _END_SECONDS
         for uploader in uploaders:
             # A thread that hangs in storage gives its tier back itself, when it wakes up.
             if uploader.ended:
                 limit = min(until - time.monotonic(), _RELEASE_SECONDS)
-                run_with_timeout(max(0.0, limit), uploader.release)
+                if not run_with_timeout(max(_MOMENT_SECONDS, limit), uploader.release):
+                    uploader.interrupt()
         if not uploaders:
             self.claims.release()
 
@@ -307,7 +311,7 @@ def _join_all(uploaders: Sequence[Uploader]) -> None:
 
 
 def _alive(uploaders: Sequence[Uploader]) -> list[Uploader]:
-    return [uploader for uploader in uploaders if not uploader.ended]
+    return [uploader for uploader in uploaders if not uploader.join(0)]
 
 
 def _ignore(_: object) -> None:

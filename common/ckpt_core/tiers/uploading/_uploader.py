@@ -7,6 +7,7 @@ hear it over the job's Store. The training thread takes no part, and no collecti
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, final
@@ -116,6 +117,7 @@ class Uploader:
         self._channel: CommitChannel | None = None
         self._stopped = threading.Event()
         self._abandoned = threading.Event()
+        self._interrupted = False
         self._running: Transfer | None = None
         self._hanging: Transfer | None = None
         # A daemon: the process must be able to end while storage hangs.
@@ -135,6 +137,7 @@ class Uploader:
 
     def interrupt(self) -> None:
         """Cancel requests under way, where the client of the tier can."""
+        self._interrupted = True
         if self._durable is not None:
             self._durable.leave()
         self._target.interrupt()
@@ -166,9 +169,11 @@ class Uploader:
         return self._hanging is not None and not self._hanging.end(0)
 
     def join(self, seconds: float) -> bool:
-        """Wait until the thread has ended; False if `seconds` pass before."""
+        """Wait until every thread has ended; False if `seconds` pass before."""
+        until = time.monotonic() + seconds
         self._thread.join(max(0.0, seconds))
-        return self.ended
+        hanging = self._hanging
+        return self.ended and (hanging is None or hanging.end(max(0.0, until - time.monotonic())))
 
     def _loop(self) -> None:
         while (due := self.line.next()) is not None:
@@ -206,7 +211,7 @@ class Uploader:
         if word is not None and word.overdue:
             self._report(turn, word.overdue)
             word = self._hear(turn)
-        if word is None:
+        if word is None or self._abandoned.is_set():
             return None
         if word.name:
             if not self.hangs:
@@ -245,7 +250,7 @@ class Uploader:
         """Decide on the next attempt, after a pause if one has failed; coordinator only."""
         durable, info = self._owner, turn.due.info
         if (
-            turn.attempts
+            turn.problem
             and turn.is_spent(self._context.clock(), self.upload.deadline_seconds)
             and not turn.overdue
         ):
@@ -307,12 +312,13 @@ class Uploader:
         if isinstance(error, CoordinationError) and not isinstance(error, DeadlineError) and self._channel:
             self._channel.close()  # the Store may be gone, and another one in its place
             self._channel = None
-        if not turn.attempts and not _is_lasting(error):
+        if not turn.attempts and not _is_lasting(error) and not self._interrupted:
             _logger.warning("an upload is tried again: %s", error)
         turn.attempts += 1
         if not isinstance(error, UploadError):
             error = upload_error(turn.due.info, self.upload.url, str(error))
-        turn.problem = str(error)
+        if not self._interrupted:  # else it is left, whatever a cancelled request says
+            turn.problem = str(error)
 
     def _report(self, turn: _Turn, problem: str) -> UploadError:
         """Report, once and on every rank, that a checkpoint is not in the tier in time."""

@@ -137,6 +137,3 @@ class JsonLinesSink:
 
     def __del__(self) -> None:
         self.close()
-
-
-__all__ = ["Event", "InMemorySink", "JsonLinesSink", "LoggingSink", "Phase", "Sink", "Telemetry"]

@@ -1,0 +1,97 @@
+"""`completion`: a script with which a shell completes commands, options and steps."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace, _SubParsersAction
+from collections.abc import Mapping
+from typing import Final
+
+from ckpt_core.cli._arguments import Commands
+from ckpt_core.cli._outcome import Outcome
+
+_BASH: Final = """\
+# ckpt: eval "$(ckpt completion bash)"
+_ckpt_options() {{
+    case "$1" in
+{cases}
+    esac
+}}
+_ckpt_steps() {{
+    local word
+    for word in "${{COMP_WORDS[@]:2}}"; do
+        [ -d "$word" ] && ls "$word" 2>/dev/null | sed -n 's/^step-0*\\([0-9][0-9]*\\).*/\\1/p'
+    done
+}}
+_ckpt() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
+    local command="${{COMP_WORDS[1]}}"
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "{commands} --help --version" -- "$current"))
+    elif [[ "$current" == -* ]]; then
+        COMPREPLY=($(compgen -W "$(_ckpt_options "$command")" -- "$current"))
+    elif [[ "$before" == --step || "$before" == --steps ]]; then
+        COMPREPLY=($(compgen -W "$(_ckpt_steps)" -- "$current"))
+    elif [[ "$command" == pin || "$command" == unpin ]] && [ "$COMP_CWORD" -eq 3 ]; then
+        COMPREPLY=($(compgen -W "$(_ckpt_steps)" -- "$current"))
+    elif [ "$command" = completion ]; then
+        COMPREPLY=($(compgen -W "bash zsh fish" -- "$current"))
+    else
+        compopt -o filenames 2>/dev/null
+        COMPREPLY=($(compgen -f -- "$current"))
+    fi
+}}
+complete -F _ckpt ckpt
+"""
+_ZSH: Final = """\
+# ckpt: eval "$(ckpt completion zsh)"
+autoload -U +X compinit && compinit
+autoload -U +X bashcompinit && bashcompinit
+"""
+
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "completion",
+        parents=[shared],
+        help="write a script with which a shell completes this command",
+        description='Writes a script for the shell: eval "$(ckpt completion bash)", the same for zsh, and '
+        "`ckpt completion fish | source`.",
+    )
+    command.add_argument("shell", choices=("bash", "zsh", "fish"))
+    command.set_defaults(command=run, commands=commands, place="")
+
+
+def run(arguments: Namespace) -> Outcome:
+    """Write the script of one shell, made of the parsers of all commands."""
+    commands: _SubParsersAction[ArgumentParser] = arguments.commands
+    parsers = commands.choices
+    script = _fish(parsers) if arguments.shell == "fish" else _bash(parsers)
+    script = _ZSH + script if arguments.shell == "zsh" else script
+    return Outcome(fields={"shell": arguments.shell, "script": script}, parts=script.rstrip("\n").split("\n"))
+
+
+def _options(parser: ArgumentParser) -> list[str]:
+    return sorted(
+        name
+        for action in parser._actions  # argparse has no public list of them
+        for name in action.option_strings
+        if name.startswith("--")
+    )
+
+
+def _bash(parsers: Mapping[str, ArgumentParser]) -> str:
+    cases = "\n".join(f'        {name}) echo "{" ".join(_options(p))}" ;;' for name, p in parsers.items())
+    return _BASH.format(cases=cases, commands=" ".join(parsers))
+
+
+def _fish(parsers: Mapping[str, ArgumentParser]) -> str:
+    lines = ["# ckpt: ckpt completion fish | source"]
+    for name, parser in parsers.items():
+        lines.append(f"complete -c ckpt -n __fish_use_subcommand -a {name} -f")
+        lines += [
+            f"complete -c ckpt -n '__fish_seen_subcommand_from {name}' -l {option.removeprefix('--')}"
+            for option in _options(parser)
+        ]
+    return "\n".join(lines) + "\n"

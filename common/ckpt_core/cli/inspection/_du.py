@@ -1,0 +1,149 @@
+"""`du`: what takes the space of a root, by lineage and by item."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_core.cli._arguments import Commands, none_committed, open_root
+from ckpt_core.cli._outcome import Outcome, Table
+from ckpt_core.commit import Catalog, list_tensors
+from ckpt_core.errors import CheckpointError
+from ckpt_core.names import METADATA, is_corrupt, is_incomplete, is_trash
+from ckpt_core.options import bytes_text
+from ckpt_core.storage import Storage, read_small
+from ckpt_core.types import CheckpointInfo
+
+
+def add(commands: Commands, shared: ArgumentParser) -> None:
+    """Add the command to those of `ckpt`."""
+    command = commands.add_parser(
+        "du",
+        parents=[shared],
+        help="show what takes the space of a root",
+        description="Sums sizes by lineage (an unbroken line of saves) and by item (model, optimizer, …), "
+        "with what is damaged, bad, abandoned or pinned, and what crashes and prunes have left.",
+    )
+    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
+    command.set_defaults(command=run)
+
+
+def run(arguments: Namespace) -> Outcome:
+    """Sum the sizes of a root."""
+    storage = open_root(arguments.root, arguments.storage_options)
+    infos = Catalog(storage).survey().everything
+    left = dict(_left_over(storage))
+    if not infos and not left:
+        raise none_committed(storage)
+    lineages, items, states = _by_lineage(infos), _by_item(storage, infos), _by_state(infos)
+    total = sum(info.size_bytes for info in infos) + sum(left.values())
+    return Outcome(
+        fields={
+            "root": storage.url,
+            "size_bytes": total,
+            "lineages": lineages,
+            "items": [{"item": item, "size_bytes": size} for item, size in items.items()],
+            "states": states,
+            "left_over": [{"name": name, "size_bytes": size} for name, size in left.items()],
+        },
+        parts=[
+            *_tables(lineages, items, states),
+            *(f"left over: {name}, {bytes_text(size)}" for name, size in left.items()),
+            f"{bytes_text(total)} in {storage.url}",
+        ],
+    )
+
+
+def _by_lineage(infos: Sequence[CheckpointInfo]) -> list[dict[str, Any]]:
+    found: dict[str, list[CheckpointInfo]] = defaultdict(list)
+    for info in infos:
+        found[info.lineage.id].append(info)
+    return [
+        {
+            "lineage": own[0].lineage.number,
+            "id": identity,
+            "checkpoints": len(own),
+            "first_step": min(info.step for info in own),
+            "last_step": max(info.step for info in own),
+            "size_bytes": sum(info.size_bytes for info in own),
+        }
+        for identity, own in found.items()
+    ]
+
+
+def _by_state(infos: Sequence[CheckpointInfo]) -> list[dict[str, Any]]:
+    states = {
+        "usable": [i for i in infos if i.usable and not i.abandoned],
+        "abandoned": [i for i in infos if i.usable and i.abandoned],
+        "damaged": [i for i in infos if i.damaged is not None],
+        "bad": [i for i in infos if i.bad is not None and i.damaged is None],
+        "pinned": [i for i in infos if i.pinned is not None],
+    }
+    return [
+        {"state": state, "checkpoints": len(own), "size_bytes": sum(i.size_bytes for i in own)}
+        for state, own in states.items()
+        if own
+    ]
+
+
+def _by_item(storage: Storage, infos: Sequence[CheckpointInfo]) -> dict[str, int]:
+    """Return the bytes of tensors by item, over all checkpoints; the rest is "other"."""
+    found: dict[str, int] = defaultdict(int)
+    for info in infos:
+        key, rest = f"{info.name}/{METADATA}", info.size_bytes
+        try:
+            entries = list_tensors(read_small(storage, key), f"{storage.url}/{key}")
+        except (CheckpointError, OSError):
+            entries = []  # an index that is gone or damaged: `ckpt verify` says so
+        for entry in entries:
+            found[entry.name.partition(".")[0]] += entry.size_bytes
+            rest -= entry.size_bytes
+        found["other"] += max(0, rest)
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
+def _left_over(storage: Storage) -> Iterator[tuple[str, int]]:
+    """Yield directories of torn saves, begun prunes and moved damage; and sizes."""
+    for entry in storage.list(""):
+        name = entry.name
+        if entry.is_directory and (is_incomplete(name) or is_trash(name) or is_corrupt(name)):
+            yield name, _size_below(storage, name)
+
+
+def _size_below(storage: Storage, key: str) -> int:
+    size = 0
+    for entry in storage.list(key):
+        below = f"{key}/{entry.name}"
+        size += _size_below(storage, below) if entry.is_directory else storage.size(below)
+    return size
+
+
+def _tables(
+    lineages: Sequence[Mapping[str, Any]], items: Mapping[str, int], states: Sequence[Mapping[str, Any]]
+) -> Iterator[str | Table]:
+    if not lineages:
+        return
+    yield Table(
+        columns=("LINEAGE", "STEPS", "CHECKPOINTS", "SIZE"),
+        rows=[
+            (
+                str(each["lineage"]),
+                f"{each['first_step']:,} - {each['last_step']:,}",
+                f"{each['checkpoints']:,}",
+                bytes_text(each["size_bytes"]),
+            )
+            for each in lineages
+        ],
+        figures=1,
+    )
+    yield ""
+    rows = [(item, bytes_text(size)) for item, size in items.items()]
+    yield Table(columns=("ITEM", "SIZE"), rows=rows, figures=1)
+    yield ""
+    yield Table(
+        columns=("STATE", "CHECKPOINTS", "SIZE"),
+        rows=[(s["state"], f"{s['checkpoints']:,}", bytes_text(s["size_bytes"])) for s in states],
+        figures=1,
+    )

@@ -1,0 +1,12 @@
+"""Reports on a root: what saves cost, what failures took, what would cost less.
+
+`report_of` reads the journal and the checkpoints of a root; `sections` are a report in words and tables, and
+`page` is one self-contained HTML page of it.
+"""
+
+from ckpt_core.reporting._gathering import report_of
+from ckpt_core.reporting._page import page
+from ckpt_core.reporting._report_values import Report
+from ckpt_core.reporting._sections import Section, sections
+
+__all__ = ["Report", "Section", "page", "report_of", "sections"]

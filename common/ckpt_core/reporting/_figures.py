@@ -1,0 +1,49 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Final
+
+_DAYS: Final = 86_400.0
+_HOURS: Final = 3_600.0
+_MINUTES: Final = 60.0
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Format a duration: `340 ms`, `8.4 s`, `12 min`, `3.2 h`, `41 d`."""
+    if seconds is None or not math.isfinite(seconds):
+        return "?"
+    size = abs(seconds)
+    if size == 0:
+        return "0 s"
+    if size < 1:
+        return f"{seconds * 1000:.3g} ms"
+    for unit, scale in (("d", _DAYS), ("h", _HOURS), ("min", _MINUTES)):
+        if size >= 2 * scale:
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{_digits(seconds)} s"
+
+
+def share_text(share: float | None) -> str:
+    """Format a fraction: `0.24 %`, `97.3 %`."""
+    return "?" if share is None or not math.isfinite(share) else f"{_digits(100 * share)} %"
+
+
+def moment(time: float | None) -> str:
+    """Format a Unix time to the minute, in UTC."""
+    if time is None:
+        return "?"
+    try:
+        return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def _digits(value: float) -> str:
+    """Format with three digits, and without an exponent."""
+    size = abs(value)
+    if size == 0 or size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{2 if size < 10 else 1}f}"

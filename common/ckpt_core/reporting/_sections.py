@@ -1,0 +1,264 @@
+"""A report in words and tables, for a terminal and a page alike."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from ckpt_core.options import bytes_text
+from ckpt_core.reporting._figures import moment, seconds_text, share_text
+from ckpt_core.reporting._report_values import Balance, Report, RunFacts
+
+_MOST_ROWS: Final = 20
+_ENDS: Final = {"end": "ended", "preempted": "preempted", "unclean": "unclean", "": "no end known"}
+_LABELS: Final = {
+    "stall_seconds": "stall",
+    "slowdown_seconds": "slowdown",
+    "durable_seconds": "durable",
+    "uploaded_seconds": "uploaded",
+    "size_bytes": "size",
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """One part of a report.
+
+    Attributes:
+        key: which chart belongs to it.
+        lines: sentences before the table.
+        columns: the header of the table; those from `figures` on are aligned to the right.
+    """
+
+    key: str
+    title: str
+    lines: Sequence[str] = ()
+    columns: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, ...]] = ()
+    figures: int = 1
+
+
+def sections(report: Report) -> list[Section]:
+    """Put a report in words and tables; what has nothing to say is left out."""
+    found = [
+        Section(key="advice", title="Advice", lines=report.advice),
+        _goodput(report.balance),
+        _runs(report.runs),
+        _costs(report),
+        _cadence(report),
+        _failures(report),
+        _retention(report),
+        _checkpoints(report),
+        Section(key="unknown", title="Not known", lines=report.unknown),
+    ]
+    return [each for each in found if each.lines or each.rows]
+
+
+def headline(report: Report) -> list[tuple[str, str]]:
+    """Return the few figures at the top: a label, and what it is."""
+    saves = [each for each in report.events["save"] if each.get("outcome") == "committed"]
+    stall, durable = report.spreads.get("stall_seconds"), report.spreads.get("durable_seconds")
+    return [
+        ("goodput", share_text(report.balance.goodput)),
+        ("saves", f"{len(saves):,}"),
+        ("stall, median", seconds_text(None if stall is None else stall.median)),
+        ("durable, median", seconds_text(None if durable is None else durable.median)),
+        ("lost work", seconds_text(report.balance.lost)),
+        ("in the root", bytes_text(sum(each.size_bytes for each in report.checkpoints))),
+    ]
+
+
+def parts_of(balance: Balance) -> list[tuple[str, float]]:
+    """Return where time went, in seconds; together it is all of it."""
+    taken = [
+        ("stall", balance.stall),
+        ("slowdown", balance.slowdown),
+        ("lost work", balance.lost),
+        ("loads", balance.loading),
+    ]
+    useful = balance.covered - balance.stall - balance.slowdown - balance.lost
+    return [("training that counts", max(0.0, useful)), *taken]
+
+
+def _goodput(balance: Balance) -> Section:
+    whole = balance.covered + balance.loading
+    if whole <= 0:
+        return Section(key="goodput", title="Goodput")
+    lines = [f"Of {seconds_text(whole)} measured, {share_text(balance.goodput)} was training that counts."]
+    if balance.down:
+        lines.append(
+            f"After failures the job was down for {seconds_text(balance.down)}; that is in no other figure."
+        )
+    return Section(
+        key="goodput",
+        title="Goodput",
+        lines=lines,
+        columns=("PART", "TIME", "SHARE"),
+        rows=[(name, seconds_text(part), share_text(part / whole)) for name, part in parts_of(balance)],
+    )
+
+
+def _runs(runs: Sequence[RunFacts]) -> Section:
+    ends = Counter(_ENDS.get(run.end, run.end) for run in runs)
+    rows = [
+        (
+            run.run[:12],
+            _ENDS.get(run.end, run.end),
+            moment(run.begin),
+            moment(run.until),
+            "?" if run.first_step is None else f"{run.first_step:,} - {run.last_step:,}",
+            seconds_text(run.seconds),
+            f"{run.lost_steps:,}",
+            seconds_text(run.lost_seconds),
+        )
+        for run in runs[-_MOST_ROWS:][::-1]
+    ]
+    return Section(
+        key="runs",
+        title="Runs",
+        lines=[", ".join(f"{count:,} {end}" for end, count in ends.most_common()) + _more(runs)]
+        if runs
+        else [],
+        columns=("RUN", "END", "FROM (UTC)", "UNTIL (UTC)", "STEPS", "TRAINING", "LOST STEPS", "LOST"),
+        rows=rows,
+        figures=2,
+    )
+
+
+def _more(things: Sequence[object]) -> str:
+    return f"; the newest {_MOST_ROWS}:" if len(things) > _MOST_ROWS else ""
+
+
+def _costs(report: Report) -> Section:
+    rows = []
+    for name, spread in report.spreads.items():
+        text = bytes_text if name == "size_bytes" else seconds_text
+        figures = (spread.least, spread.median, spread.p95, spread.most, spread.total)
+        rows.append((_LABELS[name], f"{spread.count:,}", *map(text, figures)))
+    outcomes = Counter(str(each.get("outcome")) for each in report.events["save"])
+    lines = (
+        [", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.most_common())] if outcomes else []
+    )
+    return Section(
+        key="costs",
+        title="What saves cost",
+        lines=lines,
+        columns=("MEASURE", "SAVES", "LEAST", "MEDIAN", "95 %", "MOST", "IN ALL"),
+        rows=rows,
+    )
+
+
+def _cadence(report: Report) -> Section:
+    lines = []
+    if (found := report.optimum) is not None:
+        lines = [
+            f"Failures: one in {seconds_text(found.mtbf)} ({found.mtbf_source}).",
+            f"A save takes {seconds_text(found.cost)} of training and is durable after "
+            f"{seconds_text(found.durable)}; a load takes {seconds_text(found.restart)}.",
+            f"Measured interval: {seconds_text(found.interval)}, expected loss {share_text(found.overhead)}. "
+            f"Optimum: {seconds_text(found.best_interval)}, {share_text(found.best_overhead)}.",
+        ]
+    reasons = Counter(
+        _rule(str(each.get("reason") or "no reason recorded")) for each in report.events["save"]
+    )
+    lines += [f"{count:,} saves: {reason}" for reason, count in reasons.most_common(5)]
+    return Section(
+        key="cadence",
+        title="When to save",
+        lines=lines,
+        columns=("DECIDED (UTC)", "RULE", "INTERVAL", "MTBF", "FROM"),
+        rows=[
+            (
+                moment(each["time"]),
+                str(each.get("rule") or ""),
+                seconds_text(each.get("interval_seconds")),
+                seconds_text(each.get("mtbf_seconds")),
+                str(each.get("mtbf_source") or ""),
+            )
+            for each in report.events["cadence"][-_MOST_ROWS:][::-1]
+        ],
+        figures=9,
+    )
+
+
+def _rule(reason: str) -> str:
+    """Return a reason without the numbers of the moment."""
+    return reason.partition(":")[0]
+
+
+def _failures(report: Report) -> Section:
+    found = [
+        (each["time"], kind, each)
+        for kind in ("save", "load", "upload")
+        for each in report.events[kind]
+        if each.get("outcome") not in {"committed", "done"}
+    ]
+    found.sort(key=lambda each: each[0])
+    return Section(
+        key="failures",
+        title="What failed",
+        lines=[f"{len(found):,} in all{_more(found)}"] if found else [],
+        columns=("TIME (UTC)", "WHAT", "STEP", "OUTCOME", "WHY"),
+        rows=[
+            (moment(time), kind, _step(each), str(each.get("outcome")), str(each.get("error") or ""))
+            for time, kind, each in found[-_MOST_ROWS:][::-1]
+        ],
+        figures=9,
+    )
+
+
+def _step(each: dict[str, Any]) -> str:
+    return "?" if each.get("step") is None else f"{each['step']:,}"
+
+
+def _retention(report: Report) -> Section:
+    why: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for each in report.events["prune"]:
+        entry = why[str(each.get("why") or "no reason recorded"), str(each.get("tier") or "root")]
+        entry[0] += len(each.get("names") or ())
+        entry[1] += each.get("size_bytes") or 0
+    ordered = sorted(why.items(), key=lambda item: -item[1][1])
+    rows = [(reason, tier, f"{n:,}", bytes_text(size)) for (reason, tier), (n, size) in ordered[:_MOST_ROWS]]
+    total = sum(size for _, (_, size) in ordered)
+    lines = [f"{sum(n for _, (n, _) in ordered):,} deleted, {bytes_text(total)}."] if ordered else []
+    return Section(
+        key="retention",
+        title="What retention deleted",
+        lines=lines,
+        columns=("WHY", "TIER", "CHECKPOINTS", "SIZE"),
+        rows=rows,
+        figures=2,
+    )
+
+
+def _checkpoints(report: Report) -> Section:
+    infos = sorted(report.checkpoints, key=lambda info: info.created)
+    states = {
+        "damaged": [i for i in infos if i.damaged is not None],
+        "bad": [i for i in infos if i.bad is not None],
+        "abandoned": [i for i in infos if i.abandoned],
+        "pinned": [i for i in infos if i.pinned is not None],
+    }
+    counted = "".join(f", {len(named):,} {state}" for state, named in states.items() if named)
+    size = bytes_text(sum(info.size_bytes for info in infos))
+    return Section(
+        key="checkpoints",
+        title="In the root now",
+        lines=[f"{len(infos):,} checkpoints, {size}{counted}{_more(infos)}"],
+        columns=("CHECKPOINT", "STATE", "COMMITTED (UTC)", "STEP", "RANKS", "SIZE"),
+        rows=[
+            (
+                info.name,
+                next((state for state, named in states.items() if info in named), ""),
+                moment(info.created),
+                f"{info.step:,}",
+                f"{info.world_size:,}",
+                bytes_text(info.size_bytes),
+            )
+            for info in infos[-_MOST_ROWS:][::-1]
+        ],
+        figures=3,
+    )

@@ -1,0 +1,252 @@
+"""Reports on roots: what they say of a known history, and what they make of a damaged or hostile one."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from ckpt_core.cadence import expected_overhead, optimal_interval
+from ckpt_core.cli import main
+from ckpt_core.commit import Catalog
+from ckpt_core.journal import read_events, read_history
+from ckpt_core.reporting import page, report_of, sections
+from ckpt_core.storage import open_storage
+
+BEGIN = 1_795_000_000.0
+NOW = BEGIN + 30 * 86_400
+
+
+def line(kind, time, run, **fields):
+    return {"v": 1, "kind": kind, "time": time, "run": run, **fields}
+
+
+def run_of(run, begin, *, saves, end, lost=0.0, first=0, every=100.0):
+    """A run that saves each 100 s and 50 steps; a stall of 2 s, and 1 s of slower steps."""
+    start = line("run", begin, run, event="resume" if first else "start", step=first, world_size=8, devices=8)
+    lines, step, time = [start], first, begin
+    for _ in range(saves):
+        time, step = time + every, step + 50
+        lines.append(
+            line(
+                "save", time, run, step=step, name=f"step-{step:09}", reason="every 50 steps",
+                stall_seconds=2.0, slowdown_seconds=1.0, durable_seconds=10.0, size_bytes=1 << 30,
+                overhead=0.03, outcome="committed",
+            )
+        )  # fmt: skip
+        lines.append(line("progress", time, run, step=step, training_seconds=time - begin))
+    if end:
+        fields = {"seconds": time - begin, "lost_seconds": lost, "lost_steps": int(lost / 2)}
+        lines.append(line("run", time + 60, run, event=end, step=step, world_size=8, devices=8, **fields))
+    return lines
+
+
+def written(root, lines, history=None):
+    root.mkdir(exist_ok=True)
+    (root / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    runs = [each for each in lines if each["kind"] == "run"] if history is None else history
+    (root / "history.jsonl").write_text("".join(json.dumps(each) + "\n" for each in runs))
+    return open_storage(str(root))
+
+
+def two_runs():
+    died = run_of("aaaa", BEGIN, saves=10, end="unclean", lost=50.0)
+    load = line(
+        "load", BEGIN + 1200, "bbbb", step=500, name="step-000000500", tier="root", seconds=20.0,
+        size_bytes=1 << 30, outcome="done",
+    )  # fmt: skip
+    return [*died, load, *run_of("bbbb", BEGIN + 1200, saves=10, end="end", first=500)]
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed, and notes them."""
+
+    VOID = frozenset({"meta", "br", "rect", "line", "circle"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.text = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_goodput_is_training_without_stalls_slowdown_lost_work_and_loads(tmp_path):
+    balance = report_of(written(tmp_path / "run", two_runs()), NOW).balance
+
+    assert (balance.covered, balance.stall, balance.slowdown) == (2000.0, 40.0, 20.0)
+    assert (balance.lost, balance.loading) == (50.0, 20.0)
+    assert balance.down == 200.0  # from the last sign of the run that died to the next start
+    assert balance.goodput == pytest.approx((2000 - 40 - 20 - 50) / 2020)
+
+
+def test_the_optimum_is_that_of_the_formulas_and_of_the_mtbf_given(tmp_path):
+    given = line(
+        "cadence", BEGIN + 1, "aaaa", rule="Optimal()", interval_seconds=100.0, mtbf_seconds=7200.0,
+        mtbf_source="given",
+    )  # fmt: skip
+    found = report_of(written(tmp_path / "run", [given, *two_runs()]), NOW).optimum
+
+    known = {"cost": 3.0, "durable": 10.0, "mtbf": 7200.0}
+    assert (found.mtbf, found.interval, found.interval_steps) == (7200.0, 100.0, 50.0)
+    assert found.best_interval == optimal_interval(**known)
+    assert found.overhead == expected_overhead(100.0, **known, restart=20.0)
+    assert found.best_steps == pytest.approx(found.best_interval / 2)
+
+
+def test_without_a_given_mtbf_it_is_learned_from_the_history(tmp_path):
+    found = report_of(written(tmp_path / "run", two_runs()), NOW).optimum
+    assert "1 failure" in found.mtbf_source
+    assert found.mtbf > 0
+
+
+def test_a_rotated_log_counts_only_the_training_that_its_events_cover(tmp_path):
+    lines = run_of("aaaa", BEGIN, saves=10, end="end")
+    rest = lines[11:]  # from the save after 600 s on; the start is only in the history
+    report = report_of(written(tmp_path / "run", rest, history=[lines[0], lines[-1]]), NOW)
+    covered = {run.run: run.covered for run in report.runs}
+    assert covered == {"aaaa": 1000.0}  # the history knows where it began
+
+
+def test_a_run_whose_start_is_gone_is_counted_from_its_first_sign(tmp_path):
+    lines = run_of("aaaa", BEGIN, saves=10, end="")[11:]
+    assert report_of(written(tmp_path / "run", lines, history=[]), NOW).balance.covered == 400.0
+
+
+@pytest.mark.parametrize("torn", ['{"v":1,"kind":"sa', "\x00\xff not ours", "[]", "null", '{"v":1}'])
+def test_torn_and_foreign_lines_change_nothing(tmp_path, torn):
+    storage = written(tmp_path / "run", two_runs())
+    before = report_of(storage, NOW)
+    with (tmp_path / "run" / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write(torn)
+    assert report_of(storage, NOW) == before
+
+
+@pytest.mark.parametrize("jump", [-1e12, -1e6, 1e6, 1e11])
+def test_clocks_that_jump_make_no_negative_figure_and_a_page(tmp_path, jump):
+    lines = two_runs()
+    for each in lines[len(lines) // 2 :]:
+        each["time"] += jump
+    report = report_of(written(tmp_path / "run", lines), NOW)
+    balance = report.balance
+    assert min(balance.covered, balance.stall, balance.lost, balance.down, balance.loading) >= 0
+    assert 0 <= balance.goodput <= 1
+    Page(page(report))
+
+
+HOSTILE = "</style><script>alert(1)</script><img src=http://x onerror=y>\x1b[31m\u202e&\"'"
+
+
+def test_nothing_of_a_hostile_journal_becomes_a_tag_or_a_control_code(tmp_path, capsys):
+    lines = two_runs()
+    for each in lines:
+        for field in ("reason", "name", "error", "tier"):
+            each[field] = HOSTILE
+    lines[1]["outcome"] = "failed"
+    lines += [
+        line("prune", BEGIN, HOSTILE, names=[HOSTILE], size_bytes=1, why=HOSTILE, tier=HOSTILE),
+        line("cadence", BEGIN, HOSTILE, rule=HOSTILE, mtbf_source=HOSTILE, interval_seconds=1.0),
+        line("run", BEGIN, HOSTILE, event=HOSTILE, step=1, world_size=1, devices=1),
+    ]
+    report = report_of(written(tmp_path / "run", lines), NOW)
+    found = Page(page(report))
+
+    assert {tag for tag, _ in found.tags} <= {
+        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "dl", "div", "dt", "dd"),
+        *("section", "table", "thead", "tbody", "tr", "th", "td", "svg", "rect", "line", "circle", "text"),
+    }
+    for _, attributes in found.tags:
+        assert not {name for name in attributes if name.startswith("on") or name in {"src", "href"}}
+    assert "alert(1)" in "".join(found.text)  # shown, as text
+    assert not set(page(report)) & {"\x1b", "\u202e"}
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_the_page_needs_no_network_and_its_pictures_are_whole(tmp_path):
+    text = page(report_of(written(tmp_path / "run", two_runs()), NOW))
+    assert "http" not in text.replace("http-equiv", "")
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "prefers-color-scheme:dark" in text
+    pictures = [part.split("</svg>")[0] for part in text.split("<svg")[1:]]
+    assert len(pictures) >= 4
+    for picture in pictures:
+        root = ElementTree.fromstring(f"<svg{picture}</svg>")
+        places = [float(each.get("x", "0")) for each in root.iter("rect")]
+        assert all(0 <= place <= 960 for place in places)
+
+
+def test_thousands_of_saves_make_a_page_of_bounded_size(tmp_path):
+    sizes = []
+    for count in (2_000, 8_000):
+        lines = run_of("aaaa", BEGIN, saves=count, end="end")
+        sizes.append(len(page(report_of(written(tmp_path / str(count), lines), NOW))))
+    assert sizes[1] < 1.1 * sizes[0]
+    assert sizes[1] < 200_000
+
+
+def test_a_root_without_a_journal_says_what_is_not_known(tmp_path, ckpt_root):
+    for name in ("events.jsonl", "history.jsonl"):
+        (ckpt_root / name).unlink(missing_ok=True)
+    storage = open_storage(str(ckpt_root))
+    assert read_events(storage) == read_history(storage) == []
+    report = report_of(storage, NOW)
+
+    assert len(report.checkpoints) == len(Catalog(storage).committed()) == 2
+    assert report.balance.goodput is None
+    assert report.optimum is None
+    assert any("no journal" in text for text in report.unknown)
+    assert {each.key for each in sections(report)} == {"advice", "checkpoints", "unknown"}
+    Page(page(report))
+
+
+def test_the_command_writes_text_json_and_a_page(tmp_path, capsys):
+    written(tmp_path / "run", two_runs())
+    assert main(["report", str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert "Goodput:" in text
+    assert "1 unclean" in text
+
+    assert main(["report", str(tmp_path / "run"), "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["goodput"] == pytest.approx(1890 / 2020)
+    assert len(fields["events"]["save"]) == 20
+
+    target = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "run"), "--html", str(target)]) == 0
+    Page(target.read_text(encoding="utf-8"))
+    assert main(["report", str(tmp_path / "run"), "--html", str(tmp_path / "none" / "x.html")]) == 2
+
+
+def test_a_report_on_nothing_is_exit_code_3(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "note.txt").write_text("mine")
+    assert main(["report", str(tmp_path / "run")]) == 3
+
+
+@pytest.fixture
+def ckpt_root(tmp_path):
+    from ckpt_core import CheckpointManager
+
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, {"model": {}, "value": step})
+    return tmp_path / "run"
