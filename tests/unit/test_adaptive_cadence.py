@@ -135,6 +135,8 @@ def test_only_one_save_of_a_tier_is_under_way() -> None:
     assert decide(Optimal("1h"), at(60, **facts))
     assert decide(Optimal("1h", tier="upload"), at(299, **facts)) is None
     assert "is uploaded after 300 s" in decide(Optimal("1h", tier="upload"), at(300, **facts))
+    unknown = {"costs": costs(0.001, durable=60.0)}
+    assert "is durable after 60 s" in decide(Optimal("1h", tier="upload"), at(60, **unknown))
 
 
 def test_bounds_hold_for_measured_and_unmeasured_saves() -> None:

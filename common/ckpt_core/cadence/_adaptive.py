@@ -96,7 +96,7 @@ class Optimal(SavePolicy):
         return costs.durable if self.tier == "root" or costs.uploaded is None else costs.uploaded
 
     def _reason(self, since: float, optimum: float, costs: SaveCosts, rate: FailureRate) -> str:
-        where = "durable" if self.tier == "root" else "uploaded"
+        where = "durable" if self._durable(costs) == costs.durable else "uploaded"
         known = f", mtbf {_text(rate.mtbf)} {rate.source}"
         least, most = self._bounds
         bounds = (
