@@ -173,7 +173,7 @@ def test_a_resume_without_an_answer_ends_in_bounded_time_and_says_how_to_go_on(t
     monkeypatch.setattr(_asking, "_SAID_AFTER", 0.1)
     monkeypatch.setattr(FurtherTier.__init__, "__defaults__", (0.3,))
     options = {"upload": Upload(tier.storage), "deadline_seconds": 0.9}
-    manager = CheckpointManager(tmp_path, **options)
+    manager = CheckpointManager(tmp_path, journal=False, **options)
     before = len(tier.storage.operations)
     with pytest.raises(LoadError, match="the newest known is step 1") as refusal:
         manager.resume(state_of(0))
