@@ -225,7 +225,8 @@ class Mute:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._connections: list[socket.socket] = []
         self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._take, daemon=True).start()
+        self._thread = threading.Thread(target=self._take, daemon=True)
+        self._thread.start()
 
     def _take(self) -> None:
         while True:
@@ -236,6 +237,8 @@ class Mute:
             self.taken.set()
 
     def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)  # wakes up `accept`
+        self._thread.join(60)
         for each in (self._server, *self._connections):
             each.close()
 
