@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="of training for each x")
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.005, 0.01, 0.05])
     parser.add_argument("--number", type=int, default=32, help="of kills for each contender")
-    parser.add_argument("--mtbf", type=float, default=3.0, help="mean seconds from start to kill")
+    parser.add_argument("--mtbf", type=float, default=2.5, help="mean seconds from start to kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=512, help="of the model's layers")
     parser.add_argument("--json", type=Path, default=None)

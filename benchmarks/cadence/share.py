@@ -70,13 +70,13 @@ class Turns:
         fair = [(ours, twin) for ours, twin in self.pairs if max(ours, twin) < _OUTLIER * usual]
         # The same is done at each of these steps, so the middle of the differences tells, with less noise.
         more = sorted(ours - twin for ours, twin in fair)[len(fair) // 10 : -len(fair) // 10]
-        noise = statistics.stdev(twin for _, twin in fair)
+        # Steps in flight are compared with all twins, or what else the machine does would count as lost.
+        noise = statistics.stdev(twin for _, twin in self.pairs)
         lost = len(self.pairs) * statistics.fmean(more)
         variance = len(self.pairs) ** 2 * statistics.variance(more) / len(more)
         for at, seconds in self.busy:
             near = self.pairs[max(0, at - _NEIGHBOURS // 2) : at + _NEIGHBOURS // 2]
-            twins = [twin for _, twin in near if twin < _OUTLIER * usual]
-            lost += seconds - statistics.fmean(twins)
+            lost += seconds - statistics.fmean(twin for _, twin in near)
             variance += noise**2
         return lost, math.sqrt(variance)
 
