@@ -173,7 +173,7 @@ def test_a_resume_without_an_answer_ends_in_bounded_time_and_says_how_to_go_on(t
     monkeypatch.setattr(_asking, "_SAID_AFTER", 0.1)
     monkeypatch.setattr(FurtherTier.__init__, "__defaults__", (0.3,))
     options = {"upload": Upload(tier.storage), "deadline_seconds": 0.9}
-    manager = CheckpointManager(tmp_path, **options)
+    manager = CheckpointManager(tmp_path, journal=False, **options)
     before = len(tier.storage.operations)
     with pytest.raises(LoadError, match="the newest known is step 1") as refusal:
         manager.resume(state_of(0))
@@ -225,7 +225,8 @@ class Mute:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._connections: list[socket.socket] = []
         self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._take, daemon=True).start()
+        self._thread = threading.Thread(target=self._take, daemon=True)
+        self._thread.start()
 
     def _take(self) -> None:
         while True:
@@ -236,6 +237,8 @@ class Mute:
             self.taken.set()
 
     def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)  # wakes up `accept`
+        self._thread.join(60)
         for each in (self._server, *self._connections):
             each.close()
 
