@@ -52,17 +52,20 @@ class PausableClock:
 class Turns:
     """The times of steps with the manager, and of their twins without it.
 
-    `busy` are steps with a save in flight: the number of pairs before it, and its seconds.
+    `busy` are steps with a save in flight: the number of pairs before it, and its seconds. `calls` are steps
+    after which a save was made, and the seconds of its call. Such a step counts as usual: a save is due by
+    time, and so more often after a long step, which it has not made long.
     """
 
     pairs: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     busy: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
-    saves: int = 0
+    calls: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
     @property
     def training(self) -> float:
         """Seconds of the training with the manager."""
-        return sum(ours for ours, _ in self.pairs) + sum(seconds for _, seconds in self.busy)
+        calls = sum(map(sum, self.calls))
+        return sum(ours for ours, _ in self.pairs) + sum(seconds for _, seconds in self.busy) + calls
 
     def lost(self) -> tuple[float, float]:
         """Return the seconds lost, and their standard error."""
@@ -74,6 +77,7 @@ class Turns:
         noise = statistics.stdev(twin for _, twin in self.pairs)
         lost = len(self.pairs) * statistics.fmean(more)
         variance = len(self.pairs) ** 2 * statistics.variance(more) / len(more)
+        lost += sum(call for _, call in self.calls)
         for at, seconds in self.busy:
             near = self.pairs[max(0, at - _NEIGHBOURS // 2) : at + _NEIGHBOURS // 2]
             lost += seconds - statistics.fmean(twin for _, twin in near)
@@ -94,7 +98,7 @@ def measure(root: Path, fractions: Sequence[float], *, seconds: float, width: in
             "real": real,
             "standard_error": error / turns.training,
             "metered": metered / turns.training,
-            "saves": turns.saves,
+            "saves": len(turns.calls),
             "training_seconds": turns.training,
             "step_seconds": statistics.median(twin for _, twin in turns.pairs),
             "passed": 0.8 * fraction <= real <= 1.2 * fraction,
@@ -103,7 +107,7 @@ def measure(root: Path, fractions: Sequence[float], *, seconds: float, width: in
         print(
             f"MaxOverhead({fraction:g}): {100 * real:.3f} % lost (+- {100 * row['standard_error']:.3f}), "
             f"{real / fraction:.2f} of what is allowed; by our meter {100 * row['metered']:.3f} %; "
-            f"{turns.saves} saves in {turns.training:.0f} s, step {1000 * row['step_seconds']:.2f} ms",
+            f"{len(turns.calls)} saves in {turns.training:.0f} s, step {1000 * row['step_seconds']:.2f} ms",
             flush=True,
         )
     return {"rows": found, "passed": all(row["passed"] for row in found)}
@@ -122,11 +126,14 @@ def _run(folder: Path, fraction: float, seconds: float, width: int) -> tuple[Tur
             step += 1
             start = time.perf_counter()
             training.step()
+            stepped = time.perf_counter()
             new = manager.maybe_save(step, training.state)
             taken = time.perf_counter() - start
             if new is not None:
-                handle, quiet, turns.saves = new, 0, turns.saves + 1
-            elif handle is None or handle.done():
+                handle, quiet = new, 0
+                turns.calls.append((stepped - start, start + taken - stepped))
+                continue
+            if handle is None or handle.done():
                 quiet += 1
             if quiet <= _AFTER_COMMIT:
                 turns.busy.append((len(turns.pairs), taken))
