@@ -234,6 +234,7 @@ ELSEWHERE = {
     "_accelerator_connector": "lightning's Trainer: see tests/adapters/test_lightning_requeue.py",
     "_checkpoint_name": "lightning's WandbLogger: see tests/adapters/test_lightning_loggers.py",
     "_log_model": "lightning's WandbLogger and MLFlowLogger: the same",
+    "_actions": "argparse.ArgumentParser: see tests/unit/cli",
     "_fields": "namedtuple, public",
     "_replace": "namedtuple, public",
     "_asdict": "namedtuple, public",

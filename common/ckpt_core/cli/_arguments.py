@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import ArgumentParser, Namespace, _SubParsersAction
+from argparse import ArgumentParser, Namespace
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol
 
 from ckpt_core.commit import (
     Catalog,
@@ -25,12 +25,23 @@ from ckpt_core.names import MARKER, WRITER
 from ckpt_core.options import parse_yaml
 from ckpt_core.storage import Storage, excludes_others, open_storage
 
-Commands: TypeAlias = "_SubParsersAction[ArgumentParser]"
-"""To which each command adds its parser."""
 OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 """The same variable as of `accelerate_ckpt`."""
 _COMMANDS: Final = frozenset({"ckpt cp", "ckpt prune", "ckpt upload"})
 _LOCAL: Final = ("file://", "local://")
+
+
+class Commands(Protocol):
+    """The commands of a parser, to which each adds its own."""
+
+    @property
+    def choices(self) -> Mapping[str, ArgumentParser]:
+        """The parsers by their commands."""
+        ...
+
+    def add_parser(self, *args: Any, **kwargs: Any) -> ArgumentParser:
+        """Add a command; see `argparse`."""
+        ...
 
 
 @contextmanager

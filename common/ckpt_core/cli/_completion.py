@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace, _SubParsersAction
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import Final
 
@@ -65,7 +65,7 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> Outcome:
     """Write the script of one shell, made of the parsers of all commands."""
-    commands: _SubParsersAction[ArgumentParser] = arguments.commands
+    commands: Commands = arguments.commands
     parsers = commands.choices
     script = _fish(parsers) if arguments.shell == "fish" else _bash(parsers)
     script = _ZSH + script if arguments.shell == "zsh" else script
