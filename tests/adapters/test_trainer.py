@@ -24,7 +24,6 @@ from ckpt_core import (
     IncompatibleCheckpointError,
     SaveError,
 )
-from ckpt_core.groups import own_part
 from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, in_turn, run, trainer
@@ -125,7 +124,7 @@ def test_save_total_limit_removes_only_after_the_commit_and_spares_the_best(tmp_
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = TrainerJob(root=str(tmp_path), steps=6, arguments={"save_total_limit": 1})
     made = trainer(job)
-    storage = own_part(accelerate_ckpt.trainer_checkpoints(made).manager.storage)
+    storage = accelerate_ckpt.trainer_checkpoints(made).manager.storage.own
     create = storage.create
 
     def full(key: str) -> object:

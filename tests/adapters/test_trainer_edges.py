@@ -27,7 +27,6 @@ from ckpt_core import (
     KeepLatest,
     SaveError,
 )
-from ckpt_core.groups import own_part
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, run, trainer
 
@@ -359,7 +358,7 @@ def test_a_failing_save_keeps_its_error_and_the_directory_is_free_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(TrainerJob(root=str(tmp_path), steps=2, save_steps=1))
-    storage = own_part(accelerate_ckpt.trainer_checkpoints(made).manager.storage)
+    storage = accelerate_ckpt.trainer_checkpoints(made).manager.storage.own
 
     def full(key: str) -> object:
         raise OSError(28, "No space left on device", key)

@@ -13,8 +13,6 @@ from ckpt_core.groups._grouped_storage import (
     holders,
     local_part,
     open_root,
-    own_part,
-    parts_of,
 )
 
 __all__ = [
@@ -25,6 +23,4 @@ __all__ = [
     "holders",
     "local_part",
     "open_root",
-    "own_part",
-    "parts_of",
 ]

@@ -45,7 +45,7 @@ class GroupedStorage(Storage):
     """
 
     def __init__(self, own: Storage, patience_seconds: float = 900.0) -> None:
-        self.own = own
+        self._own = own
         self.patience_seconds = patience_seconds
         self.supports_rename = own.supports_rename
         self.rereads_from_memory = own.rereads_from_memory
@@ -77,14 +77,19 @@ class GroupedStorage(Storage):
         return self._number
 
     @property
+    @override
+    def own(self) -> Storage:
+        return self._own
+
+    @property
+    @override
     def parts(self) -> Sequence[Storage]:
-        """The disks of all groups, in order."""
-        return [*self._peers[: self._number], self.own, *self._peers[self._number :]]
+        return [*self._peers[: self._number], self._own, *self._peers[self._number :]]
 
     @property
     @override
     def url(self) -> str:
-        return self.own.url
+        return self._own.url
 
     @override
     def check_root(self) -> None:
@@ -94,7 +99,7 @@ class GroupedStorage(Storage):
     @override
     def create(self, key: str) -> Generator[IO[bytes]]:
         if not self._peers:
-            with self.own.create(key) as stream:
+            with self._own.create(key) as stream:
                 yield stream
             return
         content = io.BytesIO()
@@ -112,7 +117,7 @@ class GroupedStorage(Storage):
                         send(piece)
                     yield piece
 
-            self.own.write_pieces(key, sent() if sends else pieces)
+            self._own.write_pieces(key, sent() if sends else pieces)
 
     @contextmanager
     @override
@@ -133,7 +138,7 @@ class GroupedStorage(Storage):
     @override
     def list(self, key: str) -> list[StorageEntry]:
         if not self._peers:
-            return self.own.list(key)
+            return self._own.list(key)
         listings = self._in_all(lambda part: part.list(key))
         found = {entry.name: entry for entries in reversed(listings) for entry in entries}
         return [found[name] for name in sorted(found)]
@@ -144,14 +149,14 @@ class GroupedStorage(Storage):
 
     @override
     def entry(self, key: str) -> StorageEntry | None:
-        found = (part.entry(key) for part in (self.own, *self._peers))
+        found = (part.entry(key) for part in (self._own, *self._peers))
         return next((entry for entry in found if entry is not None), None)
 
     @override
     def size(self, key: str) -> int:
         if not self._peers:
-            return self.own.size(key)
-        for part in (self.own, *self._peers[:-1]):
+            return self._own.size(key)
+        for part in (self._own, *self._peers[:-1]):
             with suppress(FileNotFoundError):
                 return part.size(key)
         return self._peers[-1].size(key)
@@ -167,7 +172,7 @@ class GroupedStorage(Storage):
     @override
     def sync_directory(self, key: str) -> None:
         if not self._peers:
-            self.own.sync_directory(key)
+            self._own.sync_directory(key)
             return
 
         def sync(part: Storage) -> bool:
@@ -177,12 +182,12 @@ class GroupedStorage(Storage):
             return False
 
         if not any(self._in_all(sync)):
-            self.own.sync_directory(key)
+            self._own.sync_directory(key)
 
     @override
     def rename(self, source: str, target: str) -> None:
         if not self._peers:
-            self.own.rename(source, target)
+            self._own.rename(source, target)
             return
         taken = self._in_all(lambda part: (part.entry(source) is not None, part.entry(target) is not None))
         holders = [part for part, (has, _) in zip(self.parts, taken, strict=True) if has]
@@ -195,7 +200,7 @@ class GroupedStorage(Storage):
     @override
     def exchange(self, first: str, second: str) -> None:
         if not self._peers:
-            self.own.exchange(first, second)
+            self._own.exchange(first, second)
             return
 
         def swap(part: Storage) -> None:
@@ -221,7 +226,7 @@ class GroupedStorage(Storage):
     @override
     def try_lock(self, key: str) -> Lock | None:
         if not self._peers:
-            return self.own.try_lock(key)
+            return self._own.try_lock(key)
         found = self._in_all(lambda part: part.try_lock(key))
         locks = _Locks([lock for lock in found if lock is not None])
         if len(locks.each) < len(found):
@@ -231,7 +236,7 @@ class GroupedStorage(Storage):
 
     @override
     def lock_holder(self, key: str) -> int | None:
-        return self.own.lock_holder(key)
+        return self._own.lock_holder(key)
 
     @override
     def other_owner(self, key: str) -> str | None:
@@ -239,19 +244,19 @@ class GroupedStorage(Storage):
 
     @override
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
-        return self.own.abandon_uploads(unwanted)
+        return self._own.abandon_uploads(unwanted)
 
     @contextmanager
     def _first(self, opened: Callable[[Storage], Any]) -> Generator[Any]:
         """Open a file in the first group that has it, this rank's own before others."""
         with ExitStack() as stack:
             found: Any = None
-            for part in (self.own, *self._peers):
+            for part in (self._own, *self._peers):
                 try:
                     found = stack.enter_context(opened(part))
                     break
                 except FileNotFoundError:
-                    if part is (self._peers[-1] if self._peers else self.own):
+                    if part is (self._peers[-1] if self._peers else self._own):
                         raise
             yield found
 
@@ -261,7 +266,7 @@ class GroupedStorage(Storage):
         Raises the error of the first group that has one, once all have ended.
         """
         if not self._peers:
-            return [act(self.own)]
+            return [act(self._own)]
         return _results(_outcomes(self.parts, act))
 
     def _all_or_half(self, parts: Sequence[Storage], act: Callable[[Storage], None], target: str) -> None:
@@ -279,7 +284,7 @@ class GroupedStorage(Storage):
     def _least(self, space: Callable[[Storage], int | None]) -> int | None:
         """Return the space for evenly spread files of all ranks; None if unknown anywhere."""
         if not self._peers:
-            return space(self.own)
+            return space(self._own)
         found = self._in_all(space)
         known = [size for size in found if size is not None]
         if len(known) < len(found):
@@ -343,13 +348,8 @@ def open_root(
 
 def local_part(storage: Storage) -> LocalStorage | None:
     """Return the local directory with all files of a root; None if there is none."""
-    own = own_part(storage)
+    own = storage.own
     return own if isinstance(own, LocalStorage) and storage.num_disks == 1 else None
-
-
-def own_part(storage: Storage) -> Storage:
-    """Return the disk that this rank writes its files to."""
-    return storage.own if isinstance(storage, GroupedStorage) else storage
 
 
 def group_number(storage: Storage) -> int:
@@ -357,17 +357,12 @@ def group_number(storage: Storage) -> int:
     return storage.number if isinstance(storage, GroupedStorage) else 0
 
 
-def parts_of(storage: Storage) -> Sequence[Storage]:
-    """Return the disks of all groups, in order; of one group the storage itself."""
-    return storage.parts if isinstance(storage, GroupedStorage) else [storage]
-
-
 def holders(storage: Storage, directory: str, files: Sequence[FileEntry]) -> tuple[int, ...]:
     """Return the group of each file of a directory, as a manifest has it.
 
     Empty if the storage has one group; `EVERY_GROUP` for a file that all groups have.
     """
-    parts = parts_of(storage)
+    parts = storage.parts
     if len(parts) == 1:
         return ()
     inner = sorted({entry.path.rpartition("/")[0] for entry in files})

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from typing import Final, final
 
-from ckpt_core.groups import parts_of
 from ckpt_core.journal._history import compact, merge
 from ckpt_core.journal._records import Record, decode, encode, is_ours
 from ckpt_core.names import EARLIER_EVENTS, EVENTS, HISTORY
@@ -42,16 +41,16 @@ def read_history(storage: Storage) -> list[Record]:
     Raises:
         OSError: storage failed.
     """
-    each_part = (decode(_end_of(part, HISTORY, _MOST_HISTORY)) for part in parts_of(storage))
+    each_part = (decode(_end_of(part, HISTORY, _MOST_HISTORY)) for part in storage.parts)
     return merge([r for r in found if r["kind"] in {"run", "summary"}] for found in each_part)
 
 
 def last_events(storage: Storage) -> list[Record]:
     """Read the newest events of a root, enough to know where its last run was."""
-    found = [each for part in parts_of(storage) for each in decode(_end_of(part, EVENTS, _TAIL))]
+    found = [each for part in storage.parts for each in decode(_end_of(part, EVENTS, _TAIL))]
     if any(each["kind"] == "progress" for each in found):
         return found
-    earlier = [each for part in parts_of(storage) for each in decode(_end_of(part, EARLIER_EVENTS, _TAIL))]
+    earlier = [each for part in storage.parts for each in decode(_end_of(part, EARLIER_EVENTS, _TAIL))]
     return earlier + found
 
 

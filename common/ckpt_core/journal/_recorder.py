@@ -15,7 +15,6 @@ from typing import Final, final
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
-from ckpt_core.groups import own_part
 from ckpt_core.journal._event_records import is_wanted
 from ckpt_core.journal._files import EventFile, HistoryFile, last_events, read_history
 from ckpt_core.journal._records import Record, encode
@@ -181,7 +180,7 @@ class Recorder:
         try:
             self.log.begin(tenure.run, tenure.ranks)
             self._read()
-            own = own_part(self._storage)
+            own = self._storage.own
             files = HistoryFile(own), EventFile(own), self._tiers
             closing = False
             while not (closing or self._stopped):

@@ -16,7 +16,6 @@ from ckpt_core.errors import (
     UntrustedCheckpointError,
     lost,
 )
-from ckpt_core.groups import own_part
 from ckpt_core.loading._repair import note_copied
 from ckpt_core.messages import message
 from ckpt_core.names import data_rank, run_name
@@ -159,9 +158,7 @@ class Fetcher:
             with collective_phase(coordinator, consequence, what="fetching a checkpoint"):
                 files = copies[0].manifest.files
                 share_of = set(share(files, coordinator.rank, coordinator.world_size))
-                to_own = CheckpointCopy.of(
-                    source.storage, own_part(target), choice.name, as_name=choice.as_name
-                )
+                to_own = CheckpointCopy.of(source.storage, target.own, choice.name, as_name=choice.as_name)
                 to_own.copy_files([entry for entry in files if entry.path in share_of], CopyTerms())
             return coordinator.run_on_coordinator(
                 lambda: self._finish(copies[0]), what="committing a fetched checkpoint"

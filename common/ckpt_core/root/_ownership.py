@@ -38,7 +38,6 @@ from ckpt_core.errors import (
     RootBusyError,
     lost,
 )
-from ckpt_core.groups import parts_of
 from ckpt_core.journal import Journal
 from ckpt_core.names import run_name
 from ckpt_core.provenance import find_code_version
@@ -364,7 +363,7 @@ class Ownership:
     def collect_orphans(self) -> None:
         """Remove remains of crashed saves and prunes; no save or prune may be in flight."""
         try:
-            settle_parts(parts_of(self._storage))
+            settle_parts(self._storage.parts)
             orphans = collect_orphans(self._storage, keep=self._hooks.spared())
         except OSError as error:
             # They only take space; the next job tries again.

@@ -22,7 +22,6 @@ from ckpt_core.errors import (
     SaveError,
     SavePhase,
 )
-from ckpt_core.groups import own_part
 from ckpt_core.options import SignManifest
 from ckpt_core.saving._checks import refuse_non_finite
 from ckpt_core.saving._failure import failed_in, save_error
@@ -207,7 +206,7 @@ class SaveRun:
             small = _small_files(prepared, reference)
             with self._telemetry.span("save.write", size_bytes=prepared.staged.size_bytes, **attributes):
                 report = write_rank(
-                    own_part(self._storage),
+                    self._storage.own,
                     prepared,
                     small,
                     self._context.reports,

@@ -105,6 +105,16 @@ class Storage(ABC):
     """How many disks of nodes make up the root: one, unless each node has its own."""
 
     @property
+    def own(self) -> Storage:
+        """The disk to which this rank writes its files; its node's, if each has one."""
+        return self
+
+    @property
+    def parts(self) -> Sequence[Storage]:
+        """The disks that make up the root, in the order of their groups."""
+        return (self,)
+
+    @property
     @abstractmethod
     def url(self) -> str:
         """The absolute path or URL, for messages."""

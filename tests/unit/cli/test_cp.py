@@ -345,12 +345,14 @@ def test_ls_lists_a_root_whose_file_of_tiers_is_damaged(ckpt, root):
     assert "further tiers are not known: " in out
 
 
-def test_cp_needs_no_torch(root, tmp_path):
+def test_commands_need_no_torch(root, tmp_path):
     script = (
-        "import sys; from ckpt_core.cli import main; code = main(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
+        "import sys; from ckpt_core.cli import main; root, to, runs = sys.argv[1:]; "
+        "codes = [main(a) for a in (['cp', root, to], ['ls', runs], ['report', root], ['du', root])]; "
+        "assert 'torch' not in sys.modules; sys.exit(max(codes))"
     )
-    done = subprocess.run([sys.executable, "-c", script, "cp", str(root), str(tmp_path / "to")], check=False)
+    places = [str(root), str(tmp_path / "to"), str(root.parent)]
+    done = subprocess.run([sys.executable, "-c", script, *places], check=False)
     assert (done.returncode, steps(tmp_path / "to")) == (0, [100, 300])
 
 

@@ -1,4 +1,4 @@
-"""`ls`, `pin` and `unpin`: list checkpoints and protect them."""
+"""`ls`: list the checkpoints of a root, or the runs of a directory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ckpt_core.commit import Catalog, look_around, replaced
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError, PartialCheckpointError
 from ckpt_core.hosting import root_of
+from ckpt_core.journal import read_history
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import open_storage
 from ckpt_core.types import CheckpointInfo
@@ -79,8 +80,6 @@ def run(arguments: Namespace) -> Outcome:
 
 def _run_facts(name: str, arguments: Namespace) -> dict[str, Any]:
     """Return the newest checkpoint of a run below a directory, and how the run ended."""
-    from ckpt_core.journal import read_history  # its other half, which writes, needs torch
-
     storage = open_storage(f"{root_of(arguments.root).rstrip('/')}/{name}", arguments.storage_options)
     survey = Catalog(storage).survey()
     newest = max(survey.everything, key=lambda info: info.created, default=None)

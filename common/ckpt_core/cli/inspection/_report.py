@@ -6,15 +6,12 @@ import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckpt_core.cli._arguments import Commands, none_committed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import bytes_text
-
-if TYPE_CHECKING:  # the journal that it reads is of a package whose other half needs torch
-    from ckpt_core.reporting import Section
+from ckpt_core.reporting import Section, page, report_of, sections
 
 
 def add(commands: Commands, shared: ArgumentParser) -> None:
@@ -34,8 +31,6 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> Outcome:
     """Report on a root; with `--html`, also write the page."""
-    from ckpt_core.reporting import page, report_of, sections
-
     storage = open_root(arguments.root, arguments.storage_options)
     report = report_of(storage, time.time())
     if not report.checkpoints and not report.runs and not report.unreadable and report.older is None:

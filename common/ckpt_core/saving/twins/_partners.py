@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast, final
 
 from ckpt_core.coordination import Addressee, Coordinator, Greeting, Signer, own_addresses
 from ckpt_core.disclosure import logger_of
-from ckpt_core.groups import group_number, own_part
+from ckpt_core.groups import group_number
 from ckpt_core.options import bytes_text
 from ckpt_core.saving._prepared import Assignment
 from ckpt_core.saving._reports import ReportCache
@@ -98,7 +98,7 @@ class Partners:
         """Begin the twins of a save."""
         connected, save_id = self._connected, assignment.save_id
         assert connected is not None
-        files = TwinFiles(own_part(self._storage), assignment.working, self._reports)
+        files = TwinFiles(self._storage.own, assignment.working, self._reports)
         writer, where = cast("Writer", LocalWriter(files)), "this process"
         if connected.incoming is not None and connected.partner is not None:
             connected.incoming.begin(save_id, files)

@@ -11,7 +11,6 @@ from typing import Any, Final
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
-from ckpt_core.groups import own_part
 from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.storage import LocalStorage, ObjectStorage, Storage
 
@@ -78,7 +77,7 @@ def refuse_one_place(tiers: Sequence[Storage], options: CheckpointOptions) -> No
         ConfigError: there are such.
     """
     given = [options.storage_options, *(upload.storage_options for upload in options.uploads)]
-    places = list(zip(map(own_part, tiers), given, strict=True))
+    places = list(zip((tier.own for tier in tiers), given, strict=True))
     for (one, its_options), (other, others_options) in combinations(places, 2):
         if _is_one_place(one, its_options, other, others_options):
             raise ConfigError(
