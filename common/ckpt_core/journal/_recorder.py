@@ -231,7 +231,7 @@ class Recorder:
             RootBusyError: another job has the root.
         """
         log, now = self.log, self.clock()
-        waited = closing or log.ended or events.appends or now - self._wrote_at >= log.pause(now)
+        waited = closing or log.ended or events.appends or now - self._wrote_at >= log.pause(self._wrote_at)
         lines_due = bool(log.lines) and waited
         places: Sequence[HistoryFile | TierHistory] = (history, *copies)
         files = [each for each in places if log.started and each.lacks(log.history)]

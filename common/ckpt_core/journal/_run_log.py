@@ -84,13 +84,13 @@ class RunLog:
         """Return the history, with the ends of dead runs as far as they are known."""
         return [*self.history, *(self._unclean(*each) for each in self._dead)]
 
-    def pause(self, now: float) -> float:
-        """Return the time between two looks at the training: as long as it has lasted.
+    def pause(self, since: float) -> float:
+        """Return the time after a moment until the next look at the training: as long as it had lasted.
 
-        So little is unknown of a run that dies soon. There are limits to it.
+        So at most half is unknown of a run that dies soon. There are limits to it.
         """
         first = self._training.first
-        lasted = _LATEST_SECONDS if first is None else now - first[1]
+        lasted = _LATEST_SECONDS if first is None else since - first[1]
         return min(max(lasted, _SOONEST_SECONDS), _LATEST_SECONDS)
 
     def take(self, event: Event) -> None:
@@ -114,7 +114,7 @@ class RunLog:
         while self.started and training.resumed:
             step = training.resumed.popleft()
             self._note("resume", step, loss(list(self._trail), step))
-        if self.started and (closing or now - self._progressed_at >= self.pause(now)):
+        if self.started and (closing or now - self._progressed_at >= self.pause(self._progressed_at)):
             self._progress(now)
         if training.ending and self.started and not self.ended:
             self._end(training.ending)

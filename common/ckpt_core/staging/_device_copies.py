@@ -90,10 +90,12 @@ class DeviceCopies:
     def _check(self) -> None:
         """Compare versions once: after the copies, but before a step enqueued after them."""
         with self._guard:
-            if not self._checked:
-                self._checked = True
-                self.changed = self._versions.changed()
-                self._versions = Versions(())
+            if self._checked:
+                return
+            self._checked = True
+            self.changed = self._versions.changed()
+            ended, self._versions = self._versions, Versions(())
+        del ended  # outside the lock: the end of a tensor takes locks of its allocator
 
 
 def _enqueue(device: torch.device, copies: Sequence[Copy]) -> _CopyGroups:

@@ -17,6 +17,8 @@ from ckpt_core.journal._history import (
     without_end,
 )
 from ckpt_core.journal._records import decode, encode, record
+from ckpt_core.journal._run_log import RunLog, Training
+from ckpt_core.testing import FakeClock
 
 
 def run(name, event, time, **fields):
@@ -116,3 +118,20 @@ def test_a_summary_loses_no_count_and_no_run_without_an_end(seed):
 def test_a_short_history_is_left_alone():
     history = life("a", 1.0)
     assert compact(history) == history
+
+
+@pytest.mark.parametrize("late", [0.0, 0.004, 0.3])
+def test_of_a_run_that_dies_at_least_half_is_known(late):
+    """However long after a step the journal's thread looks."""
+    clock, training = FakeClock(0.0), Training()
+    log = RunLog("root", training, clock)
+    log.begin("a", 1)
+    training.first = (1, clock())
+    clock.advance(late)
+    while clock() < 100.0:
+        training.last = (1 + round(clock() * 10), clock())
+        log.look(closing=False)
+        known = trail_of("a", 0, log.lines)[-1][1]
+        assert known >= min(clock() / 2, clock() - 60.0) - 1.1 - late
+        clock.advance(0.1)
+    assert len(log.lines) < 12
