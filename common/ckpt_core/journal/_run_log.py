@@ -85,9 +85,10 @@ class RunLog:
         return [*self.history, *(self._unclean(*each) for each in self._dead)]
 
     def pause(self, since: float) -> float:
-        """Return the time after a moment until the next look at the training: as long as it had lasted.
+        """Return the time from one look at the training to the next.
 
-        So at most half is unknown of a run that dies soon. There are limits to it.
+        It is as long as the training had lasted at the first one, within limits: so at most half is unknown
+        of a run that dies soon.
         """
         first = self._training.first
         lasted = _LATEST_SECONDS if first is None else since - first[1]

@@ -106,6 +106,8 @@ class Engine:
         """
         if on_arrival and not self._rereads:
             self._on_arrival = True
+            ranges = list(ranges)
+            self._probe(ranges)
             ranges = (each for each in ranges if not is_comparable_alone(each.payload))
         ranges = ranges if twin_of is None else list(ranges)
         verify_pass, requests = self._plan_verify(ranges)
@@ -141,6 +143,19 @@ class Engine:
     def close(self) -> None:
         """Close all files and drop kept bytes; harmless when repeated."""
         self._files.close()
+
+    def _probe(self, ranges: Sequence[RangeRead]) -> None:
+        """Read one byte of every file, so that what is archived or denied fails first."""
+        places = {each.payload.path: each.payload.offset for each in ranges if each.payload.size_bytes}
+        self._files.begin(dict.fromkeys(places, 1))
+
+        def read(path: str) -> None:
+            try:
+                self._files.at(path).read_into(places[path], memoryview(bytearray(1)))
+            finally:
+                self._files.done(path)
+
+        run_all(read, list(places), self._threads)
 
     def _plan_verify(self, ranges: Iterable[RangeRead]) -> tuple[VerifyPass, Sequence[Request]]:
         self._has_verified = True

@@ -132,7 +132,7 @@ class StorageTests:
         storage.append("events.jsonl", b"1\n")
         storage.append("events.jsonl", b"2\n")
         assert self.raw_read(storage, "events.jsonl") == b"1\n2\n"
-        with pytest.raises(OSError, match="events"):
+        with pytest.raises(OSError, match="missing"):
             storage.append("missing/events.jsonl", b"1\n")
         assert storage.list("missing") == []
 

@@ -16,7 +16,7 @@ from typing import Any, Final, final
 
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, Upload
 from ckpt_core.errors import CheckpointError
-from ckpt_core.names import step_name
+from ckpt_core.names import JOURNAL, step_name
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import FaultyStorage
 from tests.reliability import forks
@@ -37,7 +37,7 @@ _KEPT: Final = 2
 _ATTEMPTS: Final = 3
 _LIMIT_SECONDS: Final = 100.0
 _LOSSES: Final = ((0,), (1,), (0, 1))
-_KNOWN: Final = {"writer.json.lock", "tiers.json", "damaged.json.lock", "pins.json.lock"}
+_KNOWN: Final = {"writer.json.lock", "tiers.json", "damaged.json.lock", "pins.json.lock"} | JOURNAL
 
 
 @final

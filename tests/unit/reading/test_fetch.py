@@ -232,7 +232,7 @@ def test_what_differs_on_arrival_is_asked_for_once_more(place, lasting):
     failed = []
 
     def alter(start: int, buffer: memoryview) -> None:
-        if lasting or not failed:
+        if len(buffer) > 1 and (lasting or not failed):
             failed.append(start)
             buffer[payload.offset + 50 - start] ^= 1
 
@@ -240,7 +240,7 @@ def test_what_differs_on_arrival_is_asked_for_once_more(place, lasting):
     landing = TensorTarget()
     with Engine(storage, "step", threads=1) as engine:
         assert engine.verify([landing.whole(payload)], on_arrival=True) == []
-        assert engine.bytes_read == 0
+        assert engine.bytes_read == 1
         if lasting:
             with pytest.raises(CorruptCheckpointError, match="read 2 times"):
                 engine.fetch([landing.whole(payload)])

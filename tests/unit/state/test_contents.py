@@ -158,8 +158,10 @@ def test_a_frozen_tensor_that_is_changed_is_saved_from_then_on(tmp_path, caplog)
 def test_a_cast_between_saves_is_a_change_though_it_counts_no_version(tmp_path, caplog):
     run = Run()
     saved(tmp_path, run)
+    before = [each.data for each in run.model.backbone[0].parameters()]  # or its memory might be used again
     run.model.backbone[0].bfloat16().float()
     saved(tmp_path, run, step=3)
+    assert before[0].data_ptr() != run.model.backbone[0].weight.data_ptr()
     assert names_in(tmp_path, 3) == TRAINED | STATISTICS | {"backbone.0.weight", "backbone.0.bias"}
     assert "were changed in place" in caplog.text
 

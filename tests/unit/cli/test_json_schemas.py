@@ -1,0 +1,70 @@
+"""What commands write for programs: every one has a schema, and keeps to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from ckpt_core import CheckpointManager, EverySteps, TrainState, Upload
+from ckpt_core.cli import main
+from ckpt_core.cli._main import _parser
+
+SCHEMAS = Path(__file__).parents[3] / "docs" / "schemas"
+
+
+def train(root, steps, **options):
+    model = torch.nn.Linear(4, 4)
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    with CheckpointManager(root, save=EverySteps(2), **options) as checkpoints:
+        for step in range(1, steps + 1):
+            checkpoints.maybe_save(step, state, metrics={"loss": 1 / step, "nan": float("nan")})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two runs, one with a tier and a pin, one with damage; a copy; a directory to measure."""
+    place = tmp_path_factory.mktemp("schemas")
+    train(place / "runs" / "a", 6, upload=Upload(str(place / "tier"), every=2))
+    train(place / "runs" / "b", 4)
+    data = next((place / "runs" / "b" / "step-000000002").glob("*.distcp"))
+    data.write_bytes(b"other" + data.read_bytes()[5:])
+    (place / "bench").mkdir()
+    return place
+
+
+CALLS = [
+    "ls runs/a", "ls runs", "ls tier", "show runs/a", "show runs/a --tensors", "show runs/b --step 2",
+    "diff runs/a --steps 2 4", "diff runs/a runs/a", "verify runs/a --all", "verify runs/b --all",
+    "ls runs/b",     "show runs/b --step 2", "du runs/a", "du runs/b", "report runs/a", "report runs/b --html page.html",
+    "cp runs/a copy", "cp runs/a copy", "cp runs/b bad", "upload runs/a", "pin runs/a 4 --reason r",
+    "ls runs/a",     "unpin runs/a 4", "mark runs/a@4 bad --reason r", "ls runs/a", "mark runs/a@4 good",
+    "prune copy --keep-latest 1 --dry-run", "prune copy --keep-latest 1", "prune runs/b --damaged",
+    "plan 7B --ranks 8 --storage s3", "plan 7B --ranks 16 --tp 2 --optimizer sgd --mtbf 6h",
+    "bench bench --gib 0.2", "simulate --mtbf 6h --save 500 --runs 5", "completion bash",
+]  # fmt: skip
+
+
+def test_every_command_keeps_to_the_schema_of_its_json(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    for call in CALLS:
+        main([*call.split(), "--json"])
+        written = json.loads(capsys.readouterr().out)
+        schema = json.loads((SCHEMAS / f"{call.split()[0]}.json").read_text())
+        errors = [
+            f"{call}: {e.json_path}: {e.message}"
+            for e in jsonschema.Draft202012Validator(schema).iter_errors(written)
+        ]
+        assert errors == []
+
+
+def test_every_command_has_a_schema_and_is_called():
+    commands = next(action.choices for action in _parser()._actions if action.choices)
+    assert (
+        sorted(commands)
+        == sorted(path.stem for path in SCHEMAS.iterdir())
+        == sorted({call.split()[0] for call in CALLS})
+    )
