@@ -12,6 +12,7 @@ from ckpt_core.cadence import FailureRate, expected_overhead, optimal_interval
 from ckpt_core.cli._arguments import Commands
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
+from ckpt_core.journal import failure_rate
 from ckpt_core.options import parse_yaml, policy_from
 from ckpt_core.validation import duration, seconds_of
 
@@ -173,8 +174,6 @@ def _learned(arguments: Namespace, trace: FailureTrace) -> LearnedRate:
     if not arguments.learn:
         rate = FailureRate(trace.mtbf, "of the trace")
         return lambda _failures, _seconds: rate
-    from ckpt_core.journal import failure_rate  # needs torch, for the files of many nodes
-
     if devices is None or devices < 1:
         raise ConfigError("--learn needs --devices, from 1 on: what is believed at first is a rate of each")
     return lambda failures, seconds: failure_rate(
