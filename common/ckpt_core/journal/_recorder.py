@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, final
@@ -205,14 +206,10 @@ class Recorder:
         own: Callable[[], list[Record]] = partial(read_history, self._storage)
         reads = [own, *(tier.read for tier in self._tiers)]
         for read in reads:
-            try:
+            with self._warning():
                 histories.append(read())
-            except OSError as error:
-                self._warn(str(error))
-        try:
+        with self._warning():
             events = last_events(self._storage)
-        except OSError as error:
-            self._warn(str(error))
         self.log.continue_from(histories, events)
         self.known.set()
 
@@ -233,20 +230,29 @@ class Recorder:
         log, now = self.log, self.clock()
         waited = closing or log.ended or events.appends or now - self._wrote_at >= log.pause(self._wrote_at)
         lines_due = bool(log.lines) and waited
-        places: Sequence[HistoryFile | TierHistory] = (history, *copies)
-        files = [each for each in places if log.started and each.lacks(log.history)]
-        if not files and not lines_due:
+        files: Sequence[HistoryFile | TierHistory] = (history, *copies)
+        due = [each for each in files if log.started and each.lacks(log.history)]
+        if not due and not lines_due:
             return
-        try:
+        with self._warning():
             check()
-            for file in files[:1]:
-                file.write(log.history)
-            if lines_due:
-                self._wrote_at = now
-                events.write(encode(log.lines))
-                log.lines.clear()
-            for copy in files[1:]:
-                copy.write(log.history)
+            with self._warning():
+                if history in due:
+                    history.write(log.history)
+                if lines_due:
+                    self._wrote_at = now
+                    events.write(encode(log.lines))
+                    log.lines.clear()
+            for copy in copies:
+                with self._warning():  # a tier that fails keeps nothing from the root, or from other tiers
+                    if copy in due:
+                        copy.write(log.history)
+
+    @contextmanager
+    def _warning(self) -> Generator[None]:
+        """Turn a failure of storage into the warning."""
+        try:
+            yield
         except OSError as error:
             self._warn(str(error))
 

@@ -443,6 +443,27 @@ def test_a_tier_that_is_down_costs_a_warning(tmp_path, caplog):
     assert len(caplog.messages) == 1
 
 
+def test_a_tier_that_fails_keeps_no_event_from_the_root_and_no_history_from_another_tier(tmp_path):
+    down = FaultyStorage(LocalStorage(tmp_path / "down"), [Fault(error=OSError(5, "down"))])
+    (tmp_path / "up").mkdir()
+    journal = Journal(LocalStorage(tmp_path), [down, LocalStorage(tmp_path / "up")])
+    journal.open("a", 1, lambda: None)
+    journal.seen(1)
+    eventually(lambda: told(tmp_path, "progress"))  # so that only the tier that is down lacks something
+    (sink,) = journal.sinks
+    sink.emit(
+        Event(name="prune", phase="point", time=1.0, attributes={"names": ["a"], "size_bytes": 1, "why": "w"})
+    )
+    journal.seen(2)
+    journal.end(preempted=False)
+    journal.close()
+    assert [each["names"] for each in read_events(LocalStorage(tmp_path)) if each["kind"] == "prune"] == [
+        ["a"]
+    ]
+    assert told(tmp_path, "progress")[-1] == ("progress", 2)
+    assert told(tmp_path / "up") == told(tmp_path) == [("start", 0), ("end", 2)]
+
+
 def snapshots(root, act):
     """Everything that a kill may leave of the journal: before and after each change of its files."""
     found = []
