@@ -86,80 +86,60 @@ def needed_counts(policy: SavePolicy | None) -> frozenset[str]:
     return frozenset() if policy is None else policy.counts
 
 
-@final
 @dataclass(frozen=True, slots=True)
-class AnyOf(SavePolicy):
-    """Saves when at least one policy does; written `a | b`."""
+class _Several(SavePolicy):
+    """Policies as one, which needs what any of them needs."""
 
     policies: tuple[SavePolicy, ...]
 
     def __post_init__(self) -> None:
-        require("AnyOf", instances("policies", self.policies, SavePolicy))
+        require(type(self).__name__, instances("policies", self.policies, SavePolicy))
+
+    @property
+    def needs_agreement(self) -> bool:
+        return any(policy.needs_agreement for policy in self.policies)
+
+    @property
+    def needs_costs(self) -> bool:
+        return any(policy.needs_costs for policy in self.policies)
+
+    @property
+    def needs_failures(self) -> bool:
+        return any(policy.needs_failures for policy in self.policies)
+
+    @property
+    def preemptions(self) -> tuple[OnPreemption, ...]:
+        return tuple(each for policy in self.policies for each in policy.preemptions)
+
+    @property
+    def counts(self) -> frozenset[str]:
+        return frozenset[str]().union(*(policy.counts for policy in self.policies))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AnyOf(_Several):
+    """Saves when at least one policy does; written `a | b`."""
 
     def decide(self, context: CadenceContext) -> str | None:
         reasons = [reason for policy in self.policies if (reason := policy.decide(context))]
         return ", ".join(reasons) or None
 
-    @property
-    def needs_agreement(self) -> bool:
-        return any(policy.needs_agreement for policy in self.policies)
-
-    @property
-    def needs_costs(self) -> bool:
-        return any(policy.needs_costs for policy in self.policies)
-
-    @property
-    def needs_failures(self) -> bool:
-        return any(policy.needs_failures for policy in self.policies)
-
     def interval(self, context: CadenceContext) -> ChosenInterval | None:
         return min(_intervals(self.policies, context), default=None)
-
-    @property
-    def preemptions(self) -> tuple[OnPreemption, ...]:
-        return tuple(each for policy in self.policies for each in policy.preemptions)
-
-    @property
-    def counts(self) -> frozenset[str]:
-        return frozenset[str]().union(*(policy.counts for policy in self.policies))
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class AllOf(SavePolicy):
+class AllOf(_Several):
     """Saves when all policies do, at the same decision; written `a & b`."""
-
-    policies: tuple[SavePolicy, ...]
-
-    def __post_init__(self) -> None:
-        require("AllOf", instances("policies", self.policies, SavePolicy))
 
     def decide(self, context: CadenceContext) -> str | None:
         reasons = [policy.decide(context) for policy in self.policies]
         return " and ".join(reason for reason in reasons if reason) if all(reasons) else None
 
-    @property
-    def needs_agreement(self) -> bool:
-        return any(policy.needs_agreement for policy in self.policies)
-
-    @property
-    def needs_costs(self) -> bool:
-        return any(policy.needs_costs for policy in self.policies)
-
-    @property
-    def needs_failures(self) -> bool:
-        return any(policy.needs_failures for policy in self.policies)
-
     def interval(self, context: CadenceContext) -> ChosenInterval | None:
         return max(_intervals(self.policies, context), default=None)
-
-    @property
-    def preemptions(self) -> tuple[OnPreemption, ...]:
-        return tuple(each for policy in self.policies for each in policy.preemptions)
-
-    @property
-    def counts(self) -> frozenset[str]:
-        return frozenset[str]().union(*(policy.counts for policy in self.policies))
 
 
 @final
