@@ -174,7 +174,7 @@ def answer(act: Callable[[], Any]) -> Any:
     Raises:
         RuntimeError: it failed; the message is its traceback.
     """
-    return _answered(forked(lambda tell: tell(act())))
+    return answered(forked(lambda tell: tell(act())))
 
 
 def spread(tasks: Iterable[Callable[[], Any]], jobs: int) -> Iterator[Any]:
@@ -196,13 +196,18 @@ def spread(tasks: Iterable[Callable[[], Any]], jobs: int) -> Iterator[Any]:
             for child in ready:
                 if not child.listen():
                     running.remove(child)
-                    yield _answered(child)
+                    yield answered(child)
     finally:
         for child in running:
             child.kill()
 
 
-def _answered(child: Child) -> Any:
+def answered(child: Child) -> Any:
+    """What a child that has ended said last.
+
+    Raises:
+        RuntimeError: it failed; the message is its traceback.
+    """
     told = child.told[-1] if child.told else {"error": f"it ended with status {child.status}"}
     if isinstance(told, dict) and "error" in told:
         raise RuntimeError(told["error"])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, final
+from typing import Any, Final, Generic, Literal, TypeVar, final
 
 from ckpt_core.testing import Fault, Operation
 from tests.support.system_calls import CHANGING, SystemCalls
+
+Scene = TypeVar("Scene")
 
 When = Literal["before", "after"]
 
@@ -40,6 +42,41 @@ class Call:
     def moments(self) -> tuple[When, ...]:
         """When a process can be killed at it."""
         return ("before", "after") if self.succeeded else ("before",)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankCall(Generic[Scene]):
+    """Where a job is killed: at the nth call of one rank, before it or after it."""
+
+    scene: Scene
+    rank: int
+    number: int
+    when: When
+    call: Call
+
+    def __str__(self) -> str:
+        return f"{self.scene}: {self.where}"
+
+    @property
+    def sweep(self) -> str:
+        """The row of the table."""
+        return str(self.scene)
+
+    @property
+    def where(self) -> str:
+        """The place without the scene."""
+        return f"rank {self.rank}, {self.when} {self.number}, {self.call.method} {self.call.key}"
+
+
+def rank_calls(scene: Scene, recorded: Sequence[Sequence[Mapping[str, Any]]]) -> list[RankCall[Scene]]:
+    """Every point of a rehearsal, of whose ranks each has recorded its calls."""
+    return [
+        RankCall(scene=scene, rank=rank, number=number, when=when, call=call)
+        for rank, calls in enumerate(recorded)
+        for number, call in enumerate(Call(**fields) for fields in calls)
+        for when in call.moments
+    ]
 
 
 # What the key of a call says about the deed it belongs to; the first that fits.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, Upload
 from ckpt_core.errors import CheckpointError
@@ -22,7 +22,7 @@ from ckpt_core.testing import FaultyStorage
 from tests.reliability import forks
 from tests.reliability.disk.findings import PromiseBrokenError
 from tests.reliability.disk.kills import start
-from tests.reliability.disk.traps import Call, Recorder, Trap, When
+from tests.reliability.disk.traps import RankCall, Recorder, Trap, rank_calls
 from tests.reliability.disk.victims import Rank, state_of, values
 from tests.reliability.outcome import Choice, Outcome
 from tests.reliability.uploads.upload_jobs import require_tidy, steps_in
@@ -75,24 +75,7 @@ SCENES: Final = (
 )
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodePoint:
-    """Where everyone is killed: at the nth call of one rank, before it or after it."""
-
-    scene: NodeScene
-    rank: int
-    number: int
-    when: When
-    call: Call
-
-    def __str__(self) -> str:
-        return f"{self.scene}: {self.where}"
-
-    @property
-    def where(self) -> str:
-        """The place without the scene."""
-        return f"rank {self.rank}, {self.when} {self.number}, {self.call.method} {self.call.key}"
+NodePoint: TypeAlias = RankCall[NodeScene]
 
 
 def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
@@ -149,31 +132,19 @@ def _rehearse(scene: NodeScene, template: Path) -> list[NodePoint]:
         job = partial(_live, rehearsal, scene, rank, _SAVED, lambda _said: None)
         tell([asdict(call) for call in Recorder(rehearsal).record(job)])
 
-    forks.adopt(_answer(_run_job(scene, history)[0]))
+    forks.adopt(forks.answered(_run_job(scene, history)[0]))
     for node in scene.lost:
         shutil.rmtree(template / f"node-{node}")
     shutil.copytree(template, rehearsal)
     children = _run_job(scene, act)
     shutil.rmtree(rehearsal)
-    return [
-        NodePoint(scene=scene, rank=rank, number=number, when=when, call=call)
-        for rank, child in enumerate(children)
-        for number, call in enumerate(Call(**fields) for fields in _answer(child))
-        for when in call.moments
-    ]
+    return rank_calls(scene, [forks.answered(child) for child in children])
 
 
 def _run_job(scene: NodeScene, act: Any) -> list[forks.Child]:
     with start(scene.world_size, act) as children:
         forks.gather(children, _LIMIT_SECONDS)
     return children
-
-
-def _answer(child: forks.Child) -> list[Any]:
-    told = child.told[-1] if child.told else None
-    if not isinstance(told, list):
-        raise RuntimeError(f"the rehearsal ended with {child.status}: {told}")
-    return told
 
 
 def _case(point: NodePoint, number: int, template: Path, folder: Path) -> list[Outcome]:

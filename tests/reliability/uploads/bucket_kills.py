@@ -24,9 +24,8 @@ from tests.reliability.outcome import Choice, Outcome
 from tests.reliability.uploads.upload_jobs import (
     OnDisks,
     Scene,
-    acknowledged_by,
+    judged,
     prepare,
-    seen,
     spoil,
     told_by,
     train,
@@ -199,25 +198,12 @@ def _case(cloud: Cloud, point: Point, template: OnDisks, folder: Path) -> list[O
         # Another order of threads may have fewer requests.
         if any(child.killed for child in children):
             break
-    problem = "" if any(child.killed for child in children) else f"not killed: {told_by(children)}"
     lost = InBucket(local=folder / "lost" / "local", cloud=_fresh(cloud))
     lost.local.parent.mkdir()
     forks.answer(lambda: lost.fill(place.content()))
-    committed, uploaded = acknowledged_by(scene, children)
-    found = []
-    for kind, left, acknowledged in (("killed", place, committed), ("killed, disk lost", lost, uploaded)):
-        resumed, broken = seen(left, scene, acknowledged)
-        found.append(
-            Outcome(
-                sweep=f"{point.sweep}: {kind}",
-                point=point.where,
-                kills=sum(child.killed for child in children) if kind == "killed" else 0,
-                acknowledged=acknowledged,
-                resumed=resumed,
-                problem=problem or broken,
-            )
-        )
-        forks.answer(left.cloud.empty)
+    found = judged(point, children, (place, lost))
+    for each in (place, lost):
+        forks.answer(each.cloud.empty)
     shutil.rmtree(folder)
     return found
 

@@ -24,6 +24,7 @@ from ckpt_core.storage import LocalStorage
 from tests.reliability import forks
 from tests.reliability.disk.findings import PromiseBrokenError
 from tests.reliability.disk.victims import ALONE, Rank, state_of, values
+from tests.reliability.outcome import Outcome
 
 Damage = Literal["", "local", "apart", "same"]
 
@@ -48,6 +49,25 @@ _HIDDEN: Final = {".metadata", ".metadata.replica"}
 _SPOILED: Final = step_name(HISTORY)
 _FLIPPED: Final = 5000
 _COLUMNS: Final = 3
+
+
+class Killed(Protocol):
+    """Where a job was killed."""
+
+    @property
+    def scene(self) -> Scene:
+        """What the job does."""
+        ...
+
+    @property
+    def sweep(self) -> str:
+        """The row of the table."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """The place without the scene."""
+        ...
 
 
 class Place(Protocol):
@@ -301,6 +321,30 @@ def seen(place: Place, scene: Scene, acknowledged: int) -> tuple[int | None, str
 def told_by(children: Sequence[forks.Child]) -> list[dict[str, Any]]:
     """Everything that the ranks said."""
     return [message for child in children for message in child.told]
+
+
+def judged(
+    point: Killed, children: Sequence[forks.Child], places: tuple[Place, Place], problem: str = ""
+) -> list[Outcome]:
+    """Go on twice after a kill: with what is left, and without the local disk."""
+    kills = sum(child.killed for child in children)
+    problem = problem or ("" if kills else f"not killed: {told_by(children)}")
+    found = []
+    for kind, place, acknowledged in zip(
+        ("killed", "killed, disk lost"), places, acknowledged_by(point.scene, children), strict=True
+    ):
+        resumed, broken = seen(place, point.scene, acknowledged)
+        found.append(
+            Outcome(
+                sweep=f"{point.sweep}: {kind}",
+                point=point.where,
+                kills=kills if kind == "killed" else 0,
+                acknowledged=acknowledged,
+                resumed=resumed,
+                problem=problem or broken,
+            )
+        )
+    return found
 
 
 def acknowledged_by(scene: Scene, children: Sequence[forks.Child]) -> tuple[int, int]:

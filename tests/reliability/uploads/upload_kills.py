@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, TypeAlias
 
 from tests.reliability import forks
 from tests.reliability.disk.kills import start
-from tests.reliability.disk.traps import Call, Recorder, Trap, When
+from tests.reliability.disk.traps import RankCall, Recorder, Trap, rank_calls
 from tests.reliability.disk.victims import Rank
 from tests.reliability.outcome import Choice, Outcome, tried
 from tests.reliability.uploads.upload_jobs import (
     OnDisks,
     Scene,
-    acknowledged_by,
+    judged,
     prepare,
-    seen,
     spoil,
     told_by,
     train,
@@ -42,24 +41,7 @@ _ATTEMPTS: Final = 3
 _LIMIT_SECONDS: Final = 100.0
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """Where the victim is killed: at the nth call of one rank, before it or after it."""
-
-    scene: Scene
-    rank: int
-    number: int
-    when: When
-    call: Call
-
-    def __str__(self) -> str:
-        return f"{self.scene}: {self.where}"
-
-    @property
-    def where(self) -> str:
-        """The place without the scene."""
-        return f"rank {self.rank}, {self.when} {self.number}, {self.call.method} {self.call.key}"
+Point: TypeAlias = RankCall[Scene]
 
 
 def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
@@ -93,19 +75,7 @@ def rehearse(scene: Scene, template: OnDisks, folder: Path) -> list[Point]:
 
     with start(scene.world_size, act) as children:
         forks.gather(children, _LIMIT_SECONDS)
-    return [
-        Point(scene=scene, rank=rank, number=number, when=when, call=call)
-        for rank, child in enumerate(children)
-        for number, call in enumerate(Call(**fields) for fields in _answer(child))
-        for when in call.moments
-    ]
-
-
-def _answer(child: forks.Child) -> list[dict[str, Any]]:
-    told = child.told[-1] if child.told else None
-    if not isinstance(told, list):
-        raise RuntimeError(f"the rehearsal ended with {child.status}: {told}")
-    return told
+    return rank_calls(scene, [forks.answered(child) for child in children])
 
 
 def _case(point: Point, template: OnDisks, folder: Path) -> list[Outcome]:
@@ -116,25 +86,9 @@ def _case(point: Point, template: OnDisks, folder: Path) -> list[Outcome]:
         # Another order of threads may have fewer calls.
         if any(child.killed for child in children):
             break
-    problem = (
-        "" if any(child.killed for child in children) and not late else f"not killed: {told_by(children)}"
-    )
     lost = OnDisks(folder=folder / "lost")
     shutil.copytree(place.tier, lost.tier)
-    committed, uploaded = acknowledged_by(point.scene, children)
-    found = []
-    for kind, left, acknowledged in (("killed", place, committed), ("killed, disk lost", lost, uploaded)):
-        resumed, broken = seen(left, point.scene, acknowledged)
-        found.append(
-            Outcome(
-                sweep=f"{point.scene}: {kind}",
-                point=point.where,
-                kills=sum(child.killed for child in children) if kind == "killed" else 0,
-                acknowledged=acknowledged,
-                resumed=resumed,
-                problem=problem or broken,
-            )
-        )
+    found = judged(point, children, (place, lost), f"still running: {told_by(children)}" if late else "")
     if not any(outcome.problem for outcome in found):
         shutil.rmtree(folder)
     return found
