@@ -88,9 +88,12 @@ class Survey:
     @property
     def everything(self) -> list[CheckpointInfo]:
         """All committed checkpoints, abandoned ones included, oldest step first."""
-        if not self.abandoned:
-            return list(self.committed)
         return sorted([*self.committed, *self.abandoned], key=by_step)
+
+    def log_unreadable(self, url: str) -> None:
+        """Warn of every directory in a root whose marker cannot be read."""
+        for name, error in self.unreadable.items():
+            _logger.warning("%s/%s is left out: %s", url, name, error)
 
 
 @final
@@ -108,14 +111,12 @@ class Catalog:
     def committed(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
         """List the committed checkpoints of the present lineage, oldest step first.
 
-        With `abandoned`, those of other lineages, too.
-
-        Any directory with a readable marker counts, whatever its name; its step is that in the marker. A
-        directory with an unreadable marker is left out, and a warning is logged.
+        With `abandoned`, those of other lineages, too. Any directory with a readable marker counts, whatever
+        its name; its step is that in the marker. A directory with an unreadable marker is left out, and a
+        warning is logged.
         """
         survey = self.survey()
-        for name, error in survey.unreadable.items():
-            _logger.warning("%s/%s is left out: %s", self._storage.url, name, error)
+        survey.log_unreadable(self._storage.url)
         return survey.everything if abandoned else survey.committed
 
     def survey(self) -> Survey:

@@ -57,6 +57,15 @@ def _numbers(value: Any) -> dict[str, float | None] | None:
 
 Check: TypeAlias = Callable[[Any], Any]
 
+_TRANSFER: Final[Mapping[str, Check]] = {
+    "step": _count,
+    "name": _text,
+    "tier": _text,
+    "seconds": _number,
+    "size_bytes": _count,
+    "outcome": _text,
+    "error": _text,
+}
 _KINDS: Final[Mapping[str, Mapping[str, Check]]] = {
     "run": {
         "event": _text,
@@ -93,24 +102,8 @@ _KINDS: Final[Mapping[str, Mapping[str, Check]]] = {
         "outcome": _text,
         "error": _text,
     },
-    "load": {
-        "step": _count,
-        "name": _text,
-        "tier": _text,
-        "seconds": _number,
-        "size_bytes": _count,
-        "outcome": _text,
-        "error": _text,
-    },
-    "upload": {
-        "step": _count,
-        "name": _text,
-        "tier": _text,
-        "seconds": _number,
-        "size_bytes": _count,
-        "outcome": _text,
-        "error": _text,
-    },
+    "load": _TRANSFER,
+    "upload": _TRANSFER,
     "prune": {"names": _texts, "size_bytes": _count, "why": _text, "tier": _text},
     "cadence": {
         "rule": _text,

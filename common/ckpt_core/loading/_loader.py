@@ -127,7 +127,7 @@ class Loader:
                     kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
                     raise kind(_nothing_usable(self._url, union, passed_over))
                 self._note_parts(surveys, loaded)
-                return loaded
+                return None if loaded is None else replace(loaded, surveys=surveys)
         raise AssertionError  # not reached: there is no end of counting
 
     @property
@@ -198,8 +198,8 @@ class Loader:
             if loaded is None:
                 self._log_afresh()
             else:
-                for tier in self._tiers:
-                    _log_newer(tier.storage, loaded.info.step)
+                for tier, survey in zip(self._tiers, loaded.surveys, strict=True):
+                    _log_newer(tier.storage, loaded.info.step, survey)
         except (CheckpointError, OSError) as error:
             _logger.warning("%s could not be listed: %s", self._url, error)
 
@@ -369,10 +369,10 @@ def _telling(overwritten: Overwritten) -> Generator[None]:
         raise left.retold(f"{left}; and nothing could be loaded in its place: {error}") from error
 
 
-def _log_newer(storage: Storage, step: int) -> None:
+def _log_newer(storage: Storage, step: int, survey: Survey) -> None:
     """Warn of what may have been a newer checkpoint than the one of a step."""
-    known = [info.name for info in Catalog(storage).committed(abandoned=True)]
-    around = look_around(storage, known=known)
+    survey.log_unreadable(storage.url)
+    around = look_around(storage, known=[info.name for info in survey.everything])
     for names, why in (
         (around.unmarked, f"without {MARKER}: torn, or it was lost"),
         (around.links, "a symbolic link, which does not count"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final, final
 
-from ckpt_core.commit import Catalog, require_trusted
+from ckpt_core.commit import Catalog, Survey, require_trusted
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,
@@ -43,6 +43,7 @@ class Loaded:
         storage: what its files were read from: several tiers if that copy lacks some.
         damaged: position of a tier -> problem of the copy there.
         nearest_name: of the copy in the nearest tier, be it damaged; "" without one.
+        surveys: of all tiers, if the checkpoint was chosen from them.
     """
 
     info: CheckpointInfo
@@ -51,6 +52,7 @@ class Loaded:
     storage: Storage
     damaged: Mapping[int, str] = field(default_factory=dict[int, str])
     nearest_name: str = ""
+    surveys: Sequence[Survey] = ()
 
     @property
     def wrongly_marked(self) -> bool:
