@@ -50,8 +50,18 @@ def told(root, kind="run"):
     return [(each.get("event", kind), each["step"]) for each in found if each["kind"] == kind]
 
 
+@pytest.fixture(autouse=True)
+def earlier(monkeypatch):
+    """The threads of managers that tests of other modules have not closed."""
+    monkeypatch.setitem(_EARLIER, "threads", set(threading.enumerate()))
+
+
+_EARLIER = {}
+
+
 def threads():
-    return [thread.name for thread in threading.enumerate() if thread.name == "ckpt-journal"]
+    own = set(threading.enumerate()) - _EARLIER["threads"]
+    return [thread.name for thread in own if thread.name == "ckpt-journal"]
 
 
 def open_files():
