@@ -12,9 +12,12 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from benchmarks.s3 import Server, serving
+from ckpt_core import CheckpointManager
 from ckpt_core.errors import ConfigError
+from ckpt_core.options import CheckpointOptions
 from ckpt_core.storage import ObjectStorage, Storage
 from ckpt_core.storage.object import _s3_requests
 from ckpt_core.testing import StorageTests
@@ -156,6 +159,46 @@ def verified(server: Server) -> ObjectStorage:
     url = f"s3://{server.bucket}/{uuid.uuid4().hex}"
     more = {"write_block_bytes": 5 * MIB, "max_concurrency": 1}
     return ObjectStorage(url, **server.storage_options, **more)
+
+
+@pytest.mark.parametrize(("size", "requests"), [(100, 1), (MIB, 1), (MIB + 1, 2)])
+def test_a_small_object_is_read_by_one_request(
+    server: Server, verified: ObjectStorage, size: int, requests: int
+) -> None:
+    content = random.Random(size).randbytes(size)
+    verified.write_bytes("a", content)
+    before = server.counters()["requests"]
+    assert verified.read_bytes("a") == content
+    assert _more(server, before) == {"get_object": requests}
+
+
+def test_ranges_of_an_object_need_no_request_but_theirs(server: Server, verified: ObjectStorage) -> None:
+    verified.write_bytes("a", b"0123456789")
+    before = server.counters()["requests"]
+    buffer = bytearray(4)
+    with verified.open_ranges("a") as reader:
+        reader.read_into(0, memoryview(buffer)[:1])
+        assert _more(server, before) == {"get_object": 1}
+        reader.read_into(3, memoryview(buffer))
+    assert buffer == b"3456"
+    assert _more(server, before) == {"get_object": 2}
+
+
+def test_a_resume_asks_little_of_a_bucket(server: Server) -> None:
+    url = f"s3://{server.bucket}/{uuid.uuid4().hex}"
+    options = CheckpointOptions(storage_options=dict(server.storage_options), journal=False)
+    state = {"model": {str(name): torch.full((300,), float(name)) for name in range(100)}}
+    with CheckpointManager(url, options=options) as manager:
+        manager.save(1, state).committed.result()
+        before = server.counters()["requests"]
+        target = {"model": {name: torch.zeros(300) for name in state["model"]}}
+        assert manager.resume(target) == 1
+        asked = _more(server, before)
+    assert all(torch.equal(target["model"][name], value) for name, value in state["model"].items())
+    # The owner, the marker twice, marks and pins, five small files, the data: its first byte and its bytes.
+    assert asked["get_object"] <= 12
+    assert asked["list_objects"] <= 3
+    assert set(asked) == {"get_object", "list_objects"}
 
 
 def test_a_file_that_is_put_again_sends_only_parts_that_have_not_arrived(
@@ -312,3 +355,9 @@ def memory_of_python() -> Generator[Callable[[], int]]:
         yield lambda: tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+def _more(server: Server, before: dict[str, int]) -> dict[str, int]:
+    """Return the requests since `before`, by operation."""
+    after = server.counters()["requests"]
+    return {name: more for name in after if (more := after[name] - before.get(name, 0))}

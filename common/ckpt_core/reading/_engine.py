@@ -59,6 +59,7 @@ class Engine:
             keep_bytes: how many bytes of the first pass may be kept in memory for the second.
         """
         self._rereads = storage.rereads_from_memory
+        self._reads_in_place = storage.reads_in_place and not self._rereads
         self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if self._rereads else _REMOTE_THREADS)
         self._limits = MEMORY_LIMITS if self._rereads else NETWORK_LIMITS
         self._files = OpenFiles(storage, directory, keep_bytes)
@@ -136,6 +137,8 @@ class Engine:
         for each in ranges:
             if each.take is not None and each.start == each.stop:
                 each.take(memoryview(bytearray()))
+        if self._reads_in_place:
+            self._limits = self._limits.shared_by(self._threads, sum(each.size_bytes for each in ranges))
         requests = self._plan_fetch(ranges)
         serve = partial(deliver, files=self._files, buffers=lender or self._buffers)
         run_all(self._registered(requests, serve), requests, self._threads)
@@ -145,17 +148,17 @@ class Engine:
         self._files.close()
 
     def _probe(self, ranges: Sequence[RangeRead]) -> None:
-        """Read one byte of every file, so that what is archived or denied fails first."""
-        places = {each.payload.path: each.payload.offset for each in ranges if each.payload.size_bytes}
-        self._files.begin(dict.fromkeys(places, 1))
+        """Read a byte of every file, so that what is archived or denied fails first."""
+        paths = {each.payload.path: 1 for each in ranges if each.payload.size_bytes}
+        self._files.begin(paths)
 
         def read(path: str) -> None:
             try:
-                self._files.at(path).read_into(places[path], memoryview(bytearray(1)))
+                self._files.at(path).read_into(0, memoryview(bytearray(1)))
             finally:
                 self._files.done(path)
 
-        run_all(read, list(places), self._threads)
+        run_all(read, list(paths), self._threads)
 
     def _plan_verify(self, ranges: Iterable[RangeRead]) -> tuple[VerifyPass, Sequence[Request]]:
         self._has_verified = True

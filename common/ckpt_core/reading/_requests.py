@@ -70,6 +70,10 @@ def steps_of(piece: Piece) -> Iterator[Piece]:
         yield Piece(piece.payload, start, min(start + REQUEST_BYTES, piece.stop), None)
 
 
+_ROUNDS: Final = 2
+_MOST_IN_PLACE_BYTES: Final = 64 << 20
+
+
 class Limits(NamedTuple):
     """Limits for reading ranges together, in bytes."""
 
@@ -83,6 +87,11 @@ class Limits(NamedTuple):
     """Longest range that is read directly into place by one request."""
     spread_bytes: int
     """Largest request that is read directly into several places; 0 for none."""
+
+    def shared_by(self, threads: int, total_bytes: int) -> Limits:
+        """Return the limits for few requests into place, with work for every thread."""
+        most = min(max(total_bytes // (_ROUNDS * threads), self.spread_bytes), _MOST_IN_PLACE_BYTES)
+        return self._replace(direct_bytes=most, spread_bytes=most)
 
 
 MEMORY_LIMITS: Final = Limits(

@@ -98,6 +98,9 @@ class Storage(ABC):
     If not, a caller that needs bytes twice keeps them: every byte is read once from an object store.
     """
 
+    reads_in_place: bool = False
+    """Whether ranged reads are received where they belong, so that a large one takes no more memory."""
+
     supports_append: bool = False
     """Whether `append` exists. Without it a file that grows has to be replaced as a whole."""
 

@@ -31,6 +31,7 @@ class LayeredStorage(Storage):
         self._passed_over = dict(passed_over or {})
         self.supports_rename = first.supports_rename
         self.rereads_from_memory = all(layer.rereads_from_memory for layer in self._layers)
+        self.reads_in_place = all(each.rereads_from_memory or each.reads_in_place for each in self._layers)
 
     @property
     @override
@@ -53,7 +54,12 @@ class LayeredStorage(Storage):
 
     @override
     def list(self, key: str) -> list[StorageEntry]:
-        found = {entry.name: entry for layer in reversed(self._layers) for entry in layer.list(key)}
+        found: dict[str, StorageEntry] = {}
+        for place, layer in enumerate(self._layers):
+            for entry in layer.list(key):
+                child = f"{key}/{entry.name}" if key else entry.name
+                if self._passed_over.get(child, 0) <= place:
+                    found.setdefault(entry.name, entry)
         return sorted(found.values())
 
     @override

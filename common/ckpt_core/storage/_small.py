@@ -16,17 +16,27 @@ class ForeignFileError(PermissionError):
     """An entry that must not be read as one of our files: a link out, pipe or device."""
 
 
-def read_small(storage: Storage, key: str, most_bytes: int = BIGGEST_SMALL_FILE) -> bytes:
+def read_small(
+    storage: Storage, key: str, most_bytes: int = BIGGEST_SMALL_FILE, *, committed_bytes: int | None = None
+) -> bytes:
     """Read a whole small file after checking its size.
+
+    Args:
+        storage: where it is.
+        key: of the file.
+        most_bytes: the largest size that is read.
+        committed_bytes: the only size that is right; None for any.
 
     Raises:
         FileNotFoundError: no such file.
-        CorruptCheckpointError: it is larger than `most_bytes`, or not a regular file.
+        CorruptCheckpointError: it has another size, or is not a regular file.
         OSError: storage failed.
     """
     try:
         with storage.open(key) as stream:
             size = stream.seek(0, os.SEEK_END)
+            if committed_bytes is not None and size != committed_bytes:
+                raise _foreign(storage, key, f"has {size} bytes, {committed_bytes} were committed")
             if size > most_bytes:
                 raise _foreign(storage, key, f"has {size} bytes, and may have {most_bytes} at most")
             stream.seek(0)

@@ -32,6 +32,7 @@ class FaultyStorage(Storage):
         self.supports_rename = inner.supports_rename
         self.supports_append = inner.supports_append
         self.rereads_from_memory = inner.rereads_from_memory
+        self.reads_in_place = inner.reads_in_place
 
     @property
     def operations(self) -> tuple[Operation, ...]:

@@ -194,6 +194,20 @@ class StorageTests:
             stream.seek(0)
             assert stream.read() == content
 
+    @pytest.mark.parametrize("size", [0, 1, 2**20, 2**20 + 1, 3 * 2**20])
+    def test_a_file_of_any_size_is_read_whole(self, storage: Storage, size: int) -> None:
+        content = _varied(size)
+        self.raw_write(storage, "step/a", content)
+        assert storage.read_bytes("step/a") == content
+        with storage.open("step/a") as stream:
+            assert stream.seek(0, 2) == size
+            stream.seek(size // 2)
+            assert stream.read() == content[size // 2 :]
+        with storage.open_ranges("step/a") as reader:
+            assert reader.size_bytes == size
+            assert _range(reader, 0, size) == content
+            assert _range(reader, 0, min(size, 1)) == content[:1]
+
     def test_readers_of_one_file_do_not_disturb_each_other(self, storage: Storage) -> None:
         self.raw_write(storage, "a", b"0123456789")
         with storage.open("a") as one, storage.open("a") as other:

@@ -262,7 +262,9 @@ def test_storages_read_as_one_cannot_be_written(tmp_path):
     layered = LayeredStorage(first, second)
     assert [(e.name, e.size_bytes) for e in layered.list("d")] == [("a", 1), ("b", 1)]
     assert layered.read_bytes("d/a") + layered.read_bytes("d/b") == b"13"
-    assert LayeredStorage(first, second, passed_over={"d/a": 1}).read_bytes("d/a") == b"22"
+    second_of_a = LayeredStorage(first, second, passed_over={"d/a": 1})
+    assert second_of_a.read_bytes("d/a") == b"22"
+    assert [entry.size_bytes for entry in second_of_a.list("d") if entry.name == "a"] == [2]
     with pytest.raises(FileNotFoundError):
         LayeredStorage(first, second, passed_over={"d/a": 2}).size("d/a")
     with pytest.raises(OSError, match="cannot be written"):

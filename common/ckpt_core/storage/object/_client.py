@@ -31,12 +31,14 @@ class ObjectClient(ABC):
         redaction: replaces what is secret in messages.
         base: the path of the root.
         bucket: the name of the bucket, for messages.
+        reads_in_place: see `Storage`.
     """
 
     url: str
     redaction: Redaction
     base: str
     bucket: str
+    reads_in_place: bool = False
 
     def shown(self, text: object) -> str:
         """Remove secrets from a path or an error, for messages."""
@@ -53,6 +55,17 @@ class ObjectClient(ABC):
         Raises:
             FileNotFoundError: there is none.
         """
+
+    def read_start(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """Return the size and first bytes of an object, if possible by one request.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        size = self.size(path)
+        start = bytearray(min(size, most_bytes))
+        count = self.read_into(path, 0, memoryview(start)) if start else 0
+        return size, bytes(start[:count])
 
     @abstractmethod
     def children(self, path: str) -> list[Found]:

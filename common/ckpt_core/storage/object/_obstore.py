@@ -155,6 +155,21 @@ class ObstoreClient(PartClient):
                 parts.complete(names)
                 parts.abandon()
 
+    def read_start(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """Return the size of an object and its first bytes, by one request."""
+        import obstore
+
+        try:
+            with self._asking(path):
+                found = obstore.get(self._place.store, path, options={"range": (0, most_bytes)})
+                return found.meta["size"], bytes(found.bytes())
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if self.size(path):
+                raise
+            return 0, b""  # an empty object has no first byte
+
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Read a range."""
         import obstore

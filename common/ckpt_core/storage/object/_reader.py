@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from functools import partial
 from typing import final
 
 from ckpt_core.storage._keys import RangeStream, ends_early
 from ckpt_core.storage.object._client import ObjectClient
 
 _BUFFER_BYTES = 4 * 2**20
+_START_BYTES = 2**20
 
 
-def open_object(client: ObjectClient, path: str, size_bytes: int) -> io.BufferedReader:
-    """Open a buffered stream over an object.
+def open_object(client: ObjectClient, path: str) -> io.BufferedReader:
+    """Open a buffered stream over an object; a small one has been read by then.
 
     Small reads are served from blocks, large ones are one ranged request. fsspec's own files are not used
     because some share their position between readers, and others read tens of megabytes ahead.
     """
-    raw = RangeStream(size_bytes, partial(client.read_into, path), client.shown(path))
-    return io.BufferedReader(raw, min(_BUFFER_BYTES, max(size_bytes, 1)))
+    size, start = client.read_start(path, _START_BYTES)
+
+    def read_into(offset: int, buffer: memoryview) -> int:
+        known = start[offset : offset + len(buffer)]
+        buffer[: len(known)] = known
+        rest = buffer[len(known) :]
+        return len(known) + (client.read_into(path, offset + len(known), rest) if rest else 0)
+
+    return io.BufferedReader(
+        RangeStream(size, read_into, client.shown(path)), min(_BUFFER_BYTES, max(size, 1))
+    )
 
 
 @final
 class ObjectRanges:
     """Ranges of an object, one request each, so that several threads run in parallel."""
 
-    def __init__(self, client: ObjectClient, path: str, size_bytes: int) -> None:
+    def __init__(self, client: ObjectClient, path: str, size_bytes: int, start: bytes = b"") -> None:
+        """Read from an object of that size; its first bytes may be known."""
         self._client = client
+        self._start = start
         self._path = path
         self.size_bytes = size_bytes
 
@@ -36,6 +47,9 @@ class ObjectRanges:
         """Fill the buffer from `offset` on."""
         if buffer:
             end = self._checked_end(offset, len(buffer))
+            if end <= len(self._start):
+                buffer[:] = self._start[offset:end]
+                return
             count = self._client.read_into(self._path, offset, buffer)
             if offset + count != end:
                 raise ends_early(self._client.shown(self._path), end, offset + count)

@@ -37,6 +37,8 @@ class S3Client(PartClient):
         ConfigError: an option cannot be translated, or botocore refuses it.
     """
 
+    reads_in_place = True
+
     def __init__(
         self,
         url: str,
@@ -98,6 +100,10 @@ class S3Client(PartClient):
     def put_new(self, path: str, content: Sequence[memoryview], token: str) -> None:
         """Create an object in one request."""
         self._put(path, content, **self._marked(token), **self._condition)
+
+    def read_start(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """Return the size of an object and its first bytes, by one request."""
+        return self._requests.read_start(path, most_bytes)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Read a range."""

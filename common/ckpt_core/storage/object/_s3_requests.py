@@ -27,6 +27,7 @@ _AGAIN: Final = {
     ("upload_part", "BadDigest"),
 }
 _TRIES_AGAIN: Final = 3
+_NO_SUCH_RANGE: Final = 416
 
 _logger = logger_of(__name__)
 
@@ -84,6 +85,26 @@ class S3Requests:
                     return done
                 time.sleep(0.1 * 2**attempt)
         raise answer_ended(self.url)
+
+    def read_start(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """Return the size and first bytes of an object: an answer has both."""
+        from botocore.exceptions import ClientError
+
+        with translated_errors(self.url, self.redaction), self._limit():
+            try:
+                answer = self._ask("get_object", Key=path, Range=f"bytes=0-{most_bytes - 1}")
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] != _NO_SUCH_RANGE:
+                    raise
+                return 0, b""  # an empty object has no first byte
+            length = int(answer["ContentLength"])
+            size = int(str(answer.get("ContentRange", length)).rpartition("/")[2])
+            start = memoryview(bytearray(min(length, most_bytes)))
+            with answer["Body"] as body:
+                done = self._receive(body, [start])
+        if done < len(start):
+            self.read_spread(path, done, [start[done:]])
+        return size, bytes(start)
 
     def pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         """Send the requests of a listing; yield its pages."""

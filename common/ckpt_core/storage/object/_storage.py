@@ -78,6 +78,7 @@ class ObjectStorage(Storage):
             block_bytes=write_block_bytes,
         )
         self._url = self._client.url
+        self.reads_in_place = self._client.reads_in_place
 
     @property
     def url(self) -> str:
@@ -127,15 +128,15 @@ class ObjectStorage(Storage):
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
         """Open an object for reading, by ranged requests."""
-        path = self._client.path(file_key(key))
-        with open_object(self._client, path, self.size(key)) as stream:
+        with open_object(self._client, self._client.path(file_key(key))) as stream:
             yield stream
 
     @contextmanager
     def open_ranges(self, key: str) -> Generator[RangeReader]:
-        """Open an object for ranged reads, one request each."""
-        path, size = self._client.path(file_key(key)), self.size(key)
-        yield ObjectRanges(self._client, path, size)
+        """Open an object for ranged reads, one request each; its first byte is read."""
+        path = self._client.path(file_key(key))
+        size, start = self._client.read_start(path, 1)
+        yield ObjectRanges(self._client, path, size, start)
 
     def replace(self, key: str, content: bytes) -> None:
         """Write a small object; stores replace atomically."""
