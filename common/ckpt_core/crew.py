@@ -6,16 +6,22 @@ still run. From Python 3.12 on no thread can be started then either: the calling
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Queue
-from typing import Generic, Self, TypeVar, final
+from typing import Final, Generic, Self, TypeVar, final
 
 from ckpt_core.disclosure import logger_of
 
 _logger = logger_of(__name__)
 
 Task = TypeVar("Task")
+
+_GIVING_WAY: Final = 10
+"""A nice value: a tenth of a processor that a thread of the training wants, too."""
 
 
 def run_all(
@@ -38,6 +44,19 @@ def run_all(
         crew.run()
     if crew.failures:
         raise crew.failures[0]
+
+
+def give_way() -> None:
+    """Let this thread, and those that it starts, run after all others.
+
+    For work beside the training that nobody waits for. Linux alone has priorities of threads; elsewhere, and
+    where the system refuses, nothing changes.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):
+            thread = threading.get_native_id()
+            now = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, max(now, _GIVING_WAY))
 
 
 def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:

@@ -23,6 +23,10 @@ from ckpt_core.validation import integer, one_of, plain_integer, require
 
 _MICROSECONDS = 1_000_000
 _SAME_SECONDS = 30.0
+_SHARE: Final = 0.01
+"""Of the time since the last save: for so long ranks decide on the facts that they have."""
+_MOST_SECONDS: Final = 1.0
+_MOST_STEPS: Final = 16
 _SAVE, _STOP = 1, 2
 _ANNOUNCED, _NONE = frozenset({PREEMPTION}), frozenset[str]()
 _COUNTS: Final = "counts"
@@ -54,8 +58,10 @@ class CadenceKeeper:
     """The state of a save policy. Main thread; collective where the policy needs it.
 
     The coordinator's clock and the preemptions of all ranks are reduced first; after that each rank evaluates
-    the policy on the same facts, so that no decision has to be sent. Schedulers signal one rank after
-    another: requests to save and continue within 30 s of one already agreed on count as the same one.
+    the policy on the same facts, so that no decision has to be sent. Facts are good for a hundredth of the
+    time since the last save, at most a second: short steps are not worth an exchange each. Schedulers signal
+    one rank after another: requests to save and continue within 30 s of one already agreed on count as the
+    same one.
 
     Args:
         policy: when to save.
@@ -105,6 +111,8 @@ class CadenceKeeper:
         self._failures: FailureRate | None = None
         self._in_flight = False
         self._known = 0
+        self._agreed: int | None = None
+        self._next = 0
         self._now = self._announced_at = -math.inf
         self.pending = self.preempted = self.extra = False
         self._reported: SaveCosts | None = None
@@ -120,6 +128,7 @@ class CadenceKeeper:
             self._counts = self._since_counts = {**self._counts, **found}
         if self._policy is not None and self._policy.preemptions:
             self._agree()
+            self._agreed = None
         return PREEMPTION if self.preempted or self.pending else None
 
     def due(self, step: int, total_steps: int | None = None, **counts: Unpack[Counts]) -> str | None:
@@ -128,7 +137,7 @@ class CadenceKeeper:
         if self._policy is None:
             return None
         if self._collective:
-            self._agree()
+            self._agree_at(step, last=step == total_steps)
         if step == self._last_save_step:
             self.pending = False  # this step is saved already
         if step != self._previous_step:  # else it is decided once more, as after an evaluation
@@ -183,6 +192,7 @@ class CadenceKeeper:
         self._timed = step == self._previous_step
         self._last_save_time = self._now if self._timed else None
         self._last_save_step = self._previous_step = step
+        self._agreed = None
         self.pending = self.extra = False  # this was the requested save
 
     @property
@@ -223,6 +233,24 @@ class CadenceKeeper:
 
     def _listening(self) -> PreemptionSources:
         return PreemptionSources(self._policy.preemptions if self._policy is not None else ())
+
+    def _agree_at(self, step: int, *, last: bool) -> None:
+        """Agree on the facts, unless those of the last agreement are recent enough.
+
+        How many steps that is, every rank computes from facts agreed on.
+        """
+        agreed, before = self._agreed, self._now
+        if agreed is not None and agreed < step < self._next and not last:
+            return
+        self._agree()
+        self._agreed, self._next = step, step + 1
+        if agreed is None or step <= agreed or self._now <= before:
+            return
+        begin = self._started if self._last_save_time is None else self._last_save_time
+        patience, taken = min((self._now - begin) * _SHARE, _MOST_SECONDS), step - agreed
+        # No more than twice as many as the time is known of: the next steps may be long ones.
+        steps = min(int(patience * taken / (self._now - before)), 2 * taken, _MOST_STEPS)
+        self._next = step + max(1, steps)
 
     def _agree(self) -> None:
         sources = self._sources = self._sources or self._listening()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -118,6 +119,102 @@ def test_time_is_counted_from_the_start_and_then_from_the_last_save():
     assert cadence.due(3) is None
     clock.advance(2)
     assert cadence.due(4)
+
+
+class Asked(Coordinator):
+    """The coordinator of two ranks, or with `answers` the other one, which hears what that one heard."""
+
+    world_size = 2
+
+    def __init__(self, answers: list[list[int]] | None = None) -> None:
+        self.rank = 0 if answers is None else 1
+        self.heard: list[list[int]] = []
+        self._answers = None if answers is None else iter(answers)
+
+    def all_reduce_max(self, values, *, what):
+        self.heard.append(list(values) if self._answers is None else next(self._answers))
+        return self.heard[-1]
+
+    def check(self) -> None: ...
+
+    def _fail(self, *_: object, **__: object):
+        raise AssertionError("a rank was asked for something else")
+
+    commit_channel = broadcast = gather_scatter = broadcast_tensor = _fail
+
+    def close(self) -> None: ...
+
+
+def _train(cadence: CadenceKeeper, clock: FakeClock, lengths: list[float]) -> list[int]:
+    found = []
+    for step, seconds in enumerate(lengths, start=1):
+        clock.advance(seconds)
+        if cadence.due(step):
+            found.append(step)
+            cadence.saved(step)
+    return found
+
+
+def test_short_steps_are_not_worth_an_exchange_each():
+    clock, ranks = FakeClock(), Asked()
+    assert _train(CadenceKeeper(EverySeconds(1000), ranks, clock), clock, [0.01] * 20_000) == []
+    assert len(ranks.heard) < 2_000
+    clock, ranks = FakeClock(), Asked()
+    _train(CadenceKeeper(EverySeconds(1000), ranks, clock), clock, [2.0] * 300)
+    assert len(ranks.heard) == 300
+
+
+@given(
+    st.lists(st.sampled_from([0.001, 0.01, 0.1, 1.0, 30.0]), min_size=1, max_size=12),
+    st.integers(1, 90),
+    st.sampled_from([0.3, 5.0, 60.0]),
+)
+def test_all_ranks_ask_at_the_same_steps_whatever_their_clocks_say(lengths, times, seconds):
+    lengths = [each for each in lengths for _ in range(times)]
+    clock, first = FakeClock(), Asked()
+    policy = EverySeconds(seconds)
+    saved = _train(CadenceKeeper(policy, first, clock), clock, lengths)
+    other, second = FakeClock(12_345.0), Asked(first.heard)
+    assert _train(CadenceKeeper(policy, second, other), other, lengths[::-1]) == saved
+    assert len(second.heard) == len(first.heard)
+
+
+@given(st.floats(0.001, 3.0), st.sampled_from([1.0, 20.0, 400.0]))
+def test_a_save_is_late_by_a_hundredth_of_its_interval_or_a_second(step, seconds):
+    clock = FakeClock()
+    cadence = CadenceKeeper(EverySeconds(seconds), Asked(), clock)
+    times, number = [clock()], 0
+    while len(times) < 4:
+        clock.advance(step)
+        number += 1
+        if cadence.due(number):
+            cadence.saved(number)
+            times.append(clock())
+    late = [after - before - seconds for before, after in itertools.pairwise(times)]
+    assert max(late) <= min(seconds * 0.011, 1.0) + 2 * step
+
+
+def test_steps_that_become_long_are_not_passed_over(handler):
+    """However short the steps were, a preemption waits for no more than 16 of them."""
+    clock, ranks = FakeClock(), Asked()
+    cadence = CadenceKeeper(OnPreemption(signals=("SIGUSR1",)), ranks, clock)
+    _train(cadence, clock, [0.001] * 100_000)
+    signal.raise_signal(signal.SIGUSR1)
+    found = [step for step in range(100_001, 100_020) if cadence.due(step)]
+    assert found[0] <= 100_016
+    cadence.close()
+
+
+def test_the_last_step_is_agreed_on_and_so_is_the_one_after_a_save_or_a_look(handler):
+    clock, ranks = FakeClock(), Asked()
+    cadence = CadenceKeeper(OnPreemption(signals=("SIGUSR1",)), ranks, clock)
+    _train(cadence, clock, [0.001] * 100_000)
+    for act in (lambda: cadence.saved(100_000), cadence.check_preemption, lambda: None):
+        act()
+        before = len(ranks.heard)
+        cadence.due(100_002, 100_002)
+        assert len(ranks.heard) == before + 1
+    cadence.close()
 
 
 def test_the_time_of_a_save_that_nobody_was_asked_about_is_that_of_the_next_look():

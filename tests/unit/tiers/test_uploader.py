@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -31,6 +34,7 @@ class Service:
         self.outcomes: dict[int, list[object]] = {}
         self.root, self.inner = MemoryStorage("root"), MemoryStorage("tier")
         self.during = during
+        self.on_answer: Callable[[], object] = lambda: None
         self.sink = InMemorySink()
         upload = Upload(
             FaultyStorage(self.inner, [Fault(before=self._answer)]), when_busy=when_busy, deadline_seconds=600
@@ -53,6 +57,7 @@ class Service:
         self.uploader = Uploader(upload, upload.to, context, durable)
 
     def _answer(self, _) -> None:
+        self.on_answer()
         if self.clock() < self.down_for:
             raise ConnectionError("down")
 
@@ -167,3 +172,22 @@ def test_a_torn_upload_that_nobody_continues_is_removed_and_one_that_goes_on_is_
     durable.take()
     assert [entry.name for entry in service.inner.list("") if entry.is_directory] == [torn]
     durable.release()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_an_upload_gives_way_to_the_training():
+    """Each thread that reads or sends a file has a lower priority; that of the training stays."""
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    ours, seen = priority(), dict[str, int]()
+    service = Service(down_for=0)
+    service.on_answer = lambda: seen.update({threading.current_thread().name: priority()})
+    service.due(1)
+    service.run()
+    sending = [seen[name] for name in seen if name.startswith(("ckpt-upload-copy", "ckpt-send"))]
+    assert service.steps == [1]
+    assert sending
+    assert min(sending) >= ours + 10 or min(sending) == 19
+    assert priority() == ours

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from ckpt_core.crew import give_way
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -144,6 +145,7 @@ class Transfer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        give_way()
         try:
             copy = self._copy()
             entries = self._share(copy)
