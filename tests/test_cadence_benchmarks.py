@@ -21,9 +21,10 @@ def test_what_saves_cost_is_found_among_the_noise_of_steps():
             lost += ours * 0.4
         else:
             turns.pairs.append((ours, twin))
-    found, error = turns.lost()
+    found, error, decisions = turns.lost()
     assert found == pytest.approx(lost, rel=0.2)
     assert abs(found - lost) < 3 * error < lost
+    assert abs(decisions) < 3 * error
     assert turns.training == pytest.approx(0.01 * 20_000, rel=0.2)
 
 

@@ -22,6 +22,7 @@ from ckpt_core.saving import SaveHandle
 
 _NEIGHBOURS = 32  # near, as a slow time of the machine has more of the saves than of the steps
 _OUTLIER = 5.0
+_BATCH = 256  # steps of about 80 ms: short ones are shorter than those of real trainings, decisions are not
 _AFTER_COMMIT = 3
 """Steps after a commit that still count as of the save: the thread ends, and caches fill."""
 
@@ -67,22 +68,22 @@ class Turns:
         calls = sum(map(sum, self.calls))
         return sum(ours for ours, _ in self.pairs) + sum(seconds for _, seconds in self.busy) + calls
 
-    def lost(self) -> tuple[float, float]:
-        """Return the seconds lost, and their standard error."""
+    def lost(self) -> tuple[float, float, float]:
+        """Return the seconds lost, their standard error, and those of them lost to decisions."""
         usual = statistics.median(twin for _, twin in self.pairs)
         fair = [(ours, twin) for ours, twin in self.pairs if max(ours, twin) < _OUTLIER * usual]
         # The same is done at each of these steps, so the middle of the differences tells, with less noise.
         more = sorted(ours - twin for ours, twin in fair)[len(fair) // 10 : -len(fair) // 10]
         # Steps in flight are compared with all twins, or what else the machine does would count as lost.
         noise = statistics.stdev(twin for _, twin in self.pairs)
-        lost = len(self.pairs) * statistics.fmean(more)
+        lost = decisions = len(self.pairs) * statistics.fmean(more)
         variance = len(self.pairs) ** 2 * statistics.variance(more) / len(more)
         lost += sum(call for _, call in self.calls)
         for at, seconds in self.busy:
             near = self.pairs[max(0, at - _NEIGHBOURS // 2) : at + _NEIGHBOURS // 2]
             lost += seconds - statistics.fmean(twin for _, twin in near)
             variance += noise**2
-        return lost, math.sqrt(variance)
+        return lost, math.sqrt(variance), decisions
 
 
 def measure(root: Path, fractions: Sequence[float], *, seconds: float, width: int) -> dict[str, Any]:
@@ -91,12 +92,13 @@ def measure(root: Path, fractions: Sequence[float], *, seconds: float, width: in
     for fraction in fractions:
         with tempfile.TemporaryDirectory(prefix="bench-", dir=root) as folder:
             turns, metered = _run(Path(folder), fraction, seconds, width)
-        lost, error = turns.lost()
+        lost, error, decisions = turns.lost()
         real = lost / turns.training
         row = {
             "fraction": fraction,
             "real": real,
             "standard_error": error / turns.training,
+            "decisions": decisions / turns.training,
             "metered": metered / turns.training,
             "saves": len(turns.calls),
             "training_seconds": turns.training,
@@ -106,7 +108,8 @@ def measure(root: Path, fractions: Sequence[float], *, seconds: float, width: in
         found.append(row)
         print(
             f"MaxOverhead({fraction:g}): {100 * real:.3f} % lost (+- {100 * row['standard_error']:.3f}), "
-            f"{real / fraction:.2f} of what is allowed; by our meter {100 * row['metered']:.3f} %; "
+            f"{real / fraction:.2f} of what is allowed, {100 * row['decisions']:.3f} % in steps without a "
+            f"save; by our meter {100 * row['metered']:.3f} %; "
             f"{len(turns.calls)} saves in {turns.training:.0f} s, step {1000 * row['step_seconds']:.2f} ms",
             flush=True,
         )
@@ -114,8 +117,8 @@ def measure(root: Path, fractions: Sequence[float], *, seconds: float, width: in
 
 
 def _run(folder: Path, fraction: float, seconds: float, width: int) -> tuple[Turns, float]:
-    training, turns, clock = Training(width), Turns(), PausableClock()
-    for _ in range(50):
+    training, turns, clock = Training(width, batch=_BATCH), Turns(), PausableClock()
+    for _ in range(20):
         training.step()
     # The first save measures; without it, it would be made after a minute.
     with CheckpointManager(folder / "run", save=FirstStep() | MaxOverhead(fraction)) as manager:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final, final
 
 from ckpt_core.commit import abandon
+from ckpt_core.crew import give_way
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, failure_text
 from ckpt_core.loading._tiered import Loaded
@@ -130,6 +131,7 @@ class Repairer:
         return any(each.name == info.name for each in dropped)
 
     def _run(self, source: Storage, info: CheckpointInfo) -> None:
+        give_way()
         target, place = self._job.storage, f"{self._job.storage.url}/{info.name}"
         working = ""
         try:

@@ -108,6 +108,8 @@ class CadenceKeeper:
         self._sources = self._listening() if listen else None
         self._costs: SaveCosts | None = None
         self._earlier_costs: SaveCosts | None = None
+        self._own: SaveCosts | None = None
+        self._sent = self._heard = _as_integers(None)
         self._failures: FailureRate | None = None
         self._in_flight = False
         self._known = 0
@@ -266,7 +268,10 @@ class CadenceKeeper:
         )
         self._now, self._started = now / _MICROSECONDS, started / _MICROSECONDS
         if measured:
-            self._in_flight, self._costs = bool(measured[0]), _as_costs(measured[1:])
+            self._in_flight = bool(measured[0])
+            if measured[1:] != self._heard:
+                self._heard = measured[1:]
+                self._costs = _as_costs(self._heard)
         if not self._timed:
             self._last_save_time, self._timed = self._now, True
         if not announced or self.preempted:
@@ -280,7 +285,9 @@ class CadenceKeeper:
         if self._measured is None:
             return ()
         costs = self._measured.costs if self._coordinator.is_coordinator else None
-        return [int(self._measured.in_flight), *_as_integers(costs)]
+        if costs is not self._own:
+            self._own, self._sent = costs, _as_integers(costs)
+        return [int(self._measured.in_flight), *self._sent]
 
     def _announced(self, sources: PreemptionSources) -> int:
         if sources.stop:
