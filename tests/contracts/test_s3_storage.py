@@ -172,6 +172,14 @@ def test_a_small_object_is_read_by_one_request(
     assert _more(server, before) == {"get_object": requests}
 
 
+def test_descriptions_of_services_are_parsed_once_for_all_clients(server: Server) -> None:
+    one, two = (ObjectStorage(f"s3://{server.bucket}/x", **server.storage_options) for _ in range(2))
+    for storage in (one, two):
+        storage.replace("a", b"")
+    models = [each._client._requests._client().meta.service_model for each in (one, two)]
+    assert models[0]._service_description is models[1]._service_description
+
+
 def test_ranges_of_an_object_need_no_request_but_theirs(server: Server, verified: ObjectStorage) -> None:
     verified.write_bytes("a", b"0123456789")
     before = server.counters()["requests"]

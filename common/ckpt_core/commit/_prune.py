@@ -77,7 +77,8 @@ def bring_back(storage: Storage) -> list[str]:
     Returns:
         Directories of old checkpoints whose name the new one has: no longer needed.
     """
-    names = [entry.name for entry in storage.list("")]
+    # Without renames nothing is moved aside, and a listing less is made.
+    names = [entry.name for entry in storage.list("")] if storage.supports_rename else []
     superseded: list[str] = []
     for name in names:
         original = set_aside(name)
