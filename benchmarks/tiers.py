@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _with_server(options: argparse.Namespace, root: Path) -> Report:
-    with serving() as server:
+    with serving(gives_way=options.interference) as server:
         if options.resume:
             return _resumes(options, root, server)
         return _neighbours(options, root, server) if options.interference else _stages(options, root, server)

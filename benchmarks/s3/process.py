@@ -49,9 +49,14 @@ class Server:
 
 
 @contextmanager
-def serving(*, verifies: bool = False) -> Generator[Server]:
-    """Run a server in a process of its own; it ends with the context, or with this process."""
-    command = [sys.executable, "-m", "benchmarks.s3.server", "--bucket", BUCKET, "--until-eof"]
+def serving(*, verifies: bool = False, gives_way: bool = False) -> Generator[Server]:
+    """Run a server in a process of its own; it ends with the context, or with this process.
+
+    `gives_way`: it takes only time of the processors that nothing else wants, so that it disturbs a training
+    on this machine hardly more than one elsewhere would.
+    """
+    command = ["nice", "-n", "19"] if gives_way else []
+    command += [sys.executable, "-m", "benchmarks.s3.server", "--bucket", BUCKET, "--until-eof"]
     if verifies:
         command.append("--verify")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -28,8 +28,8 @@ _NOTES = (
     "before the save) over all steps until the last tier has the checkpoint; beside the upload: over the "
     "steps begun after the local commit (for savers without a local tier: all steps). Speed: median step "
     "before, over the mean of those steps.",
-    "The server of the bucket takes its share of the same cores. `obstore put` beside the same training is "
-    "what any upload costs here.",
+    "The server of the bucket runs on the same cores, at the lowest priority. `obstore put` beside the same "
+    "training is what any upload costs here.",
 )
 
 
