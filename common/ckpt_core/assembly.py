@@ -15,7 +15,7 @@ from ckpt_core.loading import Fetcher, Loader, Repairer
 from ckpt_core.measuring import CostMeter
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.preemption import CadenceKeeper
-from ckpt_core.root import Job, Ownership, Pruner
+from ckpt_core.root import Job, Ownership, Pruner, SameOptions
 from ckpt_core.saving import Saver, SaveThread
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink, Telemetry
@@ -30,6 +30,7 @@ class Assembly:
 
     job: Job
     catalog: RunCatalog
+    same_options: SameOptions
     cadence: CadenceKeeper
     meter: CostMeter
     journal: Journal
@@ -76,6 +77,7 @@ class Assembly:
         )
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
         saver = Saver(job, thread, options, ownership=ownership, pruner=pruner)
+        same_options = SameOptions(coordinator, options)
         meter = CostMeter(job.telemetry, coordinator, saver)
         cadence = CadenceKeeper(
             options.save,
@@ -84,10 +86,12 @@ class Assembly:
             measured=meter,
             failures=lambda: journal.failures(coordinator.world_size),
         )
+        cadence.before = same_options.agree
         cadence.report = partial(telemetry.point, "cadence")
         return cls(
             job=job,
             catalog=catalog,
+            same_options=same_options,
             cadence=cadence,
             meter=meter,
             journal=journal,

@@ -71,7 +71,7 @@ class CheckpointManager:
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
         self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
-        self._root, self._pruner = parts.root, parts.pruner
+        self._root, self._pruner, self._same_options = parts.root, parts.pruner, parts.same_options
         self._cadence, self._meter = parts.cadence, parts.meter
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher = parts.fetcher
@@ -274,7 +274,7 @@ class CheckpointManager:
         """
         self._check()
         self._coordinator.check()
-        self._uploads.agree()
+        self._same_options.agree()
 
         def selected() -> Selection:
             return Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
@@ -493,4 +493,4 @@ class CheckpointManager:
         """Fix the ranks of the job, for which a save or load is about to be planned."""
         self._check()
         self._coordinator.bind()
-        self._uploads.agree()
+        self._same_options.agree()
