@@ -9,9 +9,10 @@ from ckpt_core.journal._carrying import JoinedJournal, RunJournal
 from ckpt_core.journal._failure_rate import PRIOR, Prior, failure_rate
 from ckpt_core.journal._files import read_events, read_history
 from ckpt_core.journal._journal import Journal
-from ckpt_core.journal._records import Record
+from ckpt_core.journal._records import MOST_STEPS, Record
 
 __all__ = [
+    "MOST_STEPS",
     "PRIOR",
     "JoinedJournal",
     "Journal",
