@@ -48,6 +48,13 @@ _ZSH: Final = """\
 autoload -U +X compinit && compinit
 autoload -U +X bashcompinit && bashcompinit
 """
+_FISH: Final = """\
+# ckpt: ckpt completion fish | source
+function __ckpt_steps
+    for word in (commandline -opc)
+        test -d $word; and ls $word 2>/dev/null | string replace -rf '^step-0*([0-9]+).*' '$1'
+    end
+end"""
 
 
 def add(commands: Commands, shared: ArgumentParser) -> None:
@@ -87,11 +94,14 @@ def _bash(parsers: Mapping[str, ArgumentParser]) -> str:
 
 
 def _fish(parsers: Mapping[str, ArgumentParser]) -> str:
-    lines = ["# ckpt: ckpt completion fish | source"]
+    lines = [_FISH]
     for name, parser in parsers.items():
+        within = f"-n '__fish_seen_subcommand_from {name}'"
         lines.append(f"complete -c ckpt -n __fish_use_subcommand -a {name} -f")
-        lines += [
-            f"complete -c ckpt -n '__fish_seen_subcommand_from {name}' -l {option.removeprefix('--')}"
-            for option in _options(parser)
-        ]
+        for option in _options(parser):
+            steps = " -x -a '(__ckpt_steps)'" if option in {"--step", "--steps"} else ""
+            lines.append(f"complete -c ckpt {within} -l {option.removeprefix('--')}{steps}")
+    lines += [f"complete -c ckpt -n __fish_use_subcommand -l {option}" for option in ("help", "version")]
+    lines.append("complete -c ckpt -n '__fish_seen_subcommand_from completion' -f -a 'bash zsh fish'")
+    lines.append("complete -c ckpt -n '__fish_seen_subcommand_from pin unpin' -a '(__ckpt_steps)'")
     return "\n".join(lines) + "\n"

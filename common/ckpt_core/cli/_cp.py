@@ -21,6 +21,7 @@ from ckpt_core.cli._arguments import (
     open_target,
     storage_options,
 )
+from ckpt_core.cli._carried_journals import carry_journal, joined_journal
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.commit import Catalog, Lease, Owner, Survey, abandon, working_name
@@ -31,6 +32,7 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     FileFailure,
     NoRoomError,
+    RootBusyError,
 )
 from ckpt_core.names import MARKER, run_name
 from ckpt_core.options import bytes_text, parse_size
@@ -154,6 +156,7 @@ def run(arguments: Namespace) -> Outcome:
         survey,
         pace=pace,
         claim=lambda: claimed(target, "ckpt cp", take_over=arguments.take_over),
+        mixed=arguments.mixed,
     )
     return outcome(target, results, [text for each in selections for text in each.unreadable])
 
@@ -199,6 +202,7 @@ def copy_all(
     *,
     pace: Throttle | None,
     claim: Callable[[], AbstractContextManager[Lease]],
+    mixed: bool = False,
 ) -> list[CopyResult]:
     """Copy checkpoints, except those that the target has.
 
@@ -210,6 +214,7 @@ def copy_all(
         survey: what is there.
         pace: limits the rate.
         claim: takes the lease of the target; called if there is something to copy or to clear away.
+        mixed: whether the target may hold another run, so that it gets no journal.
     """
     results: list[CopyResult] = []
     there = {info.name: info for info in survey.everything}
@@ -220,7 +225,12 @@ def copy_all(
             todo.append((selection, info))
         else:
             results.append(_found(selection, info, found, target))
+    runs = [] if mixed else [each.source for each in selections if each.is_run and each.infos]
+    journal = joined_journal(runs, target)
     if not todo and not is_left_over(Owner.of(target)):
+        if journal is not None:
+            with suppress(RootBusyError), claim():  # a live job there has a journal of its own
+                carry_journal(journal)
         return results
     total = sum(info.size_bytes for _, info in todo)
     _refuse_without_room(target, [info for _, info in todo])
@@ -233,6 +243,8 @@ def copy_all(
             abandon(target, working_name(target, result.info.name, result.info.save_id))
         terms = CopyTerms(pace=pace, progress=line.add, stop=stop)
         results += [_copied(selection, info, target, terms=terms, lease=lease) for selection, info in todo]
+        if journal is not None:
+            carry_journal(journal)
     return results
 
 

@@ -1,4 +1,4 @@
-"""Progress of a long command: bytes, bytes per second, and the time left."""
+"""Progress of a long command: how much is done, how fast, and the time left."""
 
 from __future__ import annotations
 
@@ -27,14 +27,22 @@ class ProgressLine:
         total_bytes: how much there is to do; 0 if that is not known.
         plain: whether to write a line now and then where standard error is no terminal; else nothing.
         seconds: the work ends after so long, whatever is done; None if only the bytes end it.
+        unit: what is counted instead of bytes, such as "runs".
     """
 
     def __init__(
-        self, what: str, total_bytes: int, *, plain: bool = False, seconds: float | None = None
+        self,
+        what: str,
+        total_bytes: int,
+        *,
+        plain: bool = False,
+        seconds: float | None = None,
+        unit: str = "",
     ) -> None:
         self._seconds = math.inf if seconds is None else seconds
         self._what = what
         self._total_bytes = total_bytes
+        self._unit = unit
         self._terminal = sys.stderr.isatty()
         self._shown = self._terminal or plain
         self._every = _EVERY_SECONDS if self._terminal else _PLAIN_EVERY_SECONDS
@@ -49,8 +57,12 @@ class ProgressLine:
             now = time.monotonic()
             if self._shown and now - self._written >= self._every:
                 self._written = now
-                of = f" of {bytes_text(self._total_bytes)}" if self._total_bytes else ""
-                self._write(f"{bytes_text(self._done_bytes)}{of}", left=True)
+                self._write(self._amount(of=self._total_bytes), left=True)
+
+    def expect(self, size_bytes: int) -> None:
+        """Set how much there is to do, once it is known."""
+        with self._lock:
+            self._total_bytes = size_bytes
 
     def __enter__(self) -> Self:
         return self
@@ -61,15 +73,21 @@ class ProgressLine:
         if not self._terminal:
             return
         if kind is None:
-            self._write(bytes_text(self._done_bytes))
+            self._write(self._amount(of=0))
             sys.stderr.write("\n")
         else:
             sys.stderr.write(_CLEAR)
 
+    def _amount(self, *, of: int) -> str:
+        amounts = [self._done_bytes, of] if of else [self._done_bytes]
+        if self._unit:
+            return f"{' of '.join(f'{each:,}' for each in amounts)} {self._unit}"
+        return " of ".join(map(bytes_text, amounts))
+
     def _write(self, done: str, *, left: bool = False) -> None:
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = self._done_bytes / seconds
-        text = f"{self._what}: {done}, {rate / 1e9:.2f} GB/s"
+        text = f"{self._what}: {done}" if self._unit else f"{self._what}: {done}, {rate / 1e9:.2f} GB/s"
         if left and rate and self._total_bytes > self._done_bytes:
             ends = min((self._total_bytes - self._done_bytes) / rate, self._seconds - seconds)
             text += f", {_duration(max(ends, 0.0))} left"

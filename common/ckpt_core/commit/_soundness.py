@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from bisect import insort
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Final, TypeAlias, final
 
@@ -33,7 +33,7 @@ from ckpt_core.errors import (
     lost,
 )
 from ckpt_core.storage import Storage
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, FileEntry
 
 HELD: Final = "its upload has not ended"
 
@@ -186,6 +186,10 @@ _STOPS: Final = 8
 _Key: TypeAlias = tuple[str, str, float]
 
 
+def _unwatched(_info: CheckpointInfo) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda _size: None)
+
+
 @final
 class Soundness:
     """The checkpoints that this process has verified in full or found damaged.
@@ -195,11 +199,19 @@ class Soundness:
     Args:
         storage: the root.
         mark: called with the name of a damaged checkpoint and the problem.
+        watch: entered for each verification; gives what is called with every number of bytes compared.
     """
 
-    def __init__(self, storage: Storage, mark: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        mark: Callable[[str, str], None],
+        *,
+        watch: Callable[[CheckpointInfo], AbstractContextManager[Callable[[int], None]]] = _unwatched,
+    ) -> None:
         self._storage = storage
         self._mark = mark
+        self._watch = watch
         self._whole: set[_Key] = set()
         self._damaged: dict[_Key, str] = {}
         self._shares_done: dict[_Key, int] = {}
@@ -291,9 +303,20 @@ class Soundness:
             files = Catalog(self._storage).manifest(info.name).originals
         except (CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError) as error:
             return self._report_damage(info, str(error))
+        with self._watch(info) as seen:
+            return self._compare(info, files, go_on, seen=seen)
+
+    def _compare(
+        self,
+        info: CheckpointInfo,
+        files: Sequence[FileEntry],
+        go_on: Callable[[], bool],
+        *,
+        seen: Callable[[int], None],
+    ) -> bool | None:
         shares = max(1 + info.size_bytes // _MOST_AT_ONCE, min(_STOPS, 1 + info.size_bytes // _LEAST_AT_ONCE))
         for index in range(self._shares_done.pop(_key(info), 0), shares):
-            failures = lost(verify(self._storage, info.name, paths=share(files, index, shares)))
+            failures = lost(verify(self._storage, info.name, paths=share(files, index, shares), seen=seen))
             if failures:
                 return self._report_damage(info, "; ".join(map(str, failures[:5])))
             if index + 1 < shares and not go_on():

@@ -7,7 +7,7 @@ verifies. `.metadata`, a pickle, tells where the chunks are; it is read without 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, final
@@ -37,8 +37,15 @@ def zip_problem(stream: IO[bytes], offset: int, size: int) -> str | None:
     return None
 
 
-def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
+def verify_stock(
+    storage: Storage, name: str, *, seen: Callable[[int], None] = lambda _: None
+) -> list[FileFailure]:
     """Verify every DCP directory at or below `name` against its CRC32s.
+
+    Args:
+        storage: where it is.
+        name: the directory.
+        seen: called with a number of bytes compared.
 
     Returns:
         The problems, file by file; empty if there are none.
@@ -54,7 +61,7 @@ def verify_stock(storage: Storage, name: str) -> list[FileFailure]:
     return [
         FileFailure(path=str(PurePosixPath(part).relative_to(name) / failure.path), problem=failure.problem)
         for part in parts
-        for failure in _verify_part(storage, part)
+        for failure in _verify_part(storage, part, seen)
     ]
 
 
@@ -69,7 +76,7 @@ def stock_parts(storage: Storage, directory: str) -> Iterator[str]:
             yield from stock_parts(storage, f"{directory}/{child.name}")
 
 
-def _verify_part(storage: Storage, part: str) -> Iterator[FileFailure]:
+def _verify_part(storage: Storage, part: str, seen: Callable[[int], None]) -> Iterator[FileFailure]:
     try:
         chunks = _read_chunks(read_small(storage, f"{part}/{METADATA}"))
     except FileNotFoundError:
@@ -82,7 +89,7 @@ def _verify_part(storage: Storage, part: str) -> Iterator[FileFailure]:
         yield FileFailure(path=METADATA, problem=f"cannot be read: {type(error).__name__}: {error}")
         return
     for path, in_file in chunks.items():
-        problem = _file_problem(storage, f"{part}/{path}", in_file)
+        problem = _file_problem(storage, f"{part}/{path}", in_file, seen)
         if problem is not None:
             yield FileFailure(path=path, problem=problem)
 
@@ -95,7 +102,9 @@ class _StockChunk:
     size_bytes: int
 
 
-def _file_problem(storage: Storage, key: str, chunks: Sequence[_StockChunk]) -> str | None:
+def _file_problem(
+    storage: Storage, key: str, chunks: Sequence[_StockChunk], seen: Callable[[int], None]
+) -> str | None:
     """Verify one data file; return the problem of the first damaged chunk, or None."""
     try:
         size = storage.size(key)
@@ -103,7 +112,10 @@ def _file_problem(storage: Storage, key: str, chunks: Sequence[_StockChunk]) -> 
         if size < end:
             return f"truncated: has {size} bytes, its chunks need {end}"
         with storage.open(key) as stream:
-            problems = [zip_problem(stream, chunk.offset, chunk.size_bytes) for chunk in chunks]
+            problems: list[str | None] = []
+            for chunk in chunks:
+                problems.append(zip_problem(stream, chunk.offset, chunk.size_bytes))
+                seen(chunk.size_bytes)
     except FileNotFoundError:
         return "missing"
     except (OSError, ValueError) as error:

@@ -64,6 +64,7 @@ def compare(
     only: Collection[str] = (),
     quick: bool = False,
     seen: Callable[[int], None] = lambda _: None,
+    expect: Callable[[int], None] = lambda _: None,
 ) -> Comparison:
     """Compare two checkpoints of ours or of stock DCP.
 
@@ -73,6 +74,7 @@ def compare(
         only: patterns of names, as by `fnmatch`; everything if empty.
         quick: whether checksums that differ are enough: no figures are computed then.
         seen: called with a number of bytes read.
+        expect: called once, before tensors are read, with how many bytes they are.
 
     Raises:
         CheckpointError: one of them is missing or damaged.
@@ -80,7 +82,37 @@ def compare(
         OSError: storage failed.
     """
     with closing(Contents(*a)) as one, closing(Contents(*b)) as other:
-        return _Comparing(one, other, only=only, quick=quick, seen=seen).run()
+        return _Comparing(one, other, only=only, quick=quick, seen=seen).run(expect)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TensorPair:
+    """A tensor of the same form in both, whose bytes decide."""
+
+    name: str
+    form: SavedTensor
+    dtype: torch.dtype
+    chunks: tuple[Sequence[StoredChunk], Sequence[StoredChunk]]
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether it is made of others in one of them."""
+        return any(each.place.wrapped for side in self.chunks for each in side)
+
+    @property
+    def size_bytes(self) -> int:
+        """What reading both takes."""
+        places = [each.place for side in self.chunks for each in side]
+        return sum(
+            place.size_bytes if place.wrapped or place.payload is None else place.payload.size_bytes
+            for place in places
+        )
+
+    @property
+    def differs(self) -> TensorDifference:
+        """The difference, without figures."""
+        return TensorDifference(name=self.name, difference="content", a=self.form, b=self.form)
 
 
 @final
@@ -101,11 +133,14 @@ class _Comparing:
         self._num_read = 0
         self._undecided: list[str] = []
 
-    def run(self) -> Comparison:
+    def run(self, expect: Callable[[int], None]) -> Comparison:
         one, other = self._a.tensors(), self._b.tensors()
         self._refuse_vain_patterns({**one, **other})
         names = [name for name in {**one, **other} if self._wants(name)]
-        tensors = [self._difference_of(name, one.get(name), other.get(name)) for name in names]
+        decided = {name: self._decided(name, one.get(name), other.get(name)) for name in names}
+        reads = [each for each in decided.values() if isinstance(each, _TensorPair)]
+        expect(sum(each.size_bytes for each in reads))
+        tensors = [self._read(each) if isinstance(each, _TensorPair) else each for each in decided.values()]
         return Comparison(
             tensors=[each for each in tensors if each is not None],
             values=[each for each in self._values() if self._wants(each.name)],
@@ -141,9 +176,10 @@ class _Comparing:
     def _wants(self, name: str) -> bool:
         return not self._only or any(fnmatchcase(name, pattern) for pattern in self._only)
 
-    def _difference_of(
+    def _decided(
         self, name: str, a: TensorStorageMetadata | None, b: TensorStorageMetadata | None
-    ) -> TensorDifference | None:
+    ) -> TensorDifference | _TensorPair | None:
+        """Compare a tensor without its bytes; return the pair that has to be read."""
         one, other = _form(a), _form(b)
         if one is None or other is None or a is None:
             return TensorDifference(
@@ -153,36 +189,40 @@ class _Comparing:
             return TensorDifference(name=name, difference="shape", a=one, b=other)
         if one.dtype != other.dtype:
             return TensorDifference(name=name, difference="dtype", a=one, b=other)
-        chunks = self._a.chunks(name), self._b.chunks(name)
-        if any(each.place.wrapped for each in (*chunks[0], *chunks[1])):
-            equal = self._equal_archives(*chunks)
-            if equal is None:
-                self._undecided.append(name)
-        else:
-            equal = equal_by_checksums(*chunks)
-            if equal is None or not (equal or self._quick):
-                return self._measured(name, one, a.properties.dtype, chunks)
-        return TensorDifference(name=name, difference="content", a=one, b=other) if equal is False else None
+        pair = _TensorPair(
+            name=name,
+            form=one,
+            dtype=a.properties.dtype,
+            chunks=(self._a.chunks(name), self._b.chunks(name)),
+        )
+        if pair.is_wrapped:
+            return pair
+        equal = equal_by_checksums(*pair.chunks)
+        if equal is None or not (equal or self._quick):
+            return pair
+        return None if equal else pair.differs
 
-    def _measured(
-        self,
-        name: str,
-        form: SavedTensor,
-        dtype: torch.dtype,
-        chunks: tuple[Sequence[StoredChunk], Sequence[StoredChunk]],
-    ) -> TensorDifference | None:
+    def _read(self, pair: _TensorPair) -> TensorDifference | None:
+        if not pair.is_wrapped:
+            return self._measured(pair)
+        equal = self._equal_archives(*pair.chunks)
+        if equal is None:
+            self._undecided.append(pair.name)
+        return pair.differs if equal is False else None
+
+    def _measured(self, pair: _TensorPair) -> TensorDifference | None:
         """Read both tensors; return their difference with its figures."""
         streams = [
-            TensorStream(contents, each, dtype, self._seen)
-            for contents, each in zip((self._a, self._b), chunks, strict=True)
+            TensorStream(contents, each, pair.dtype, self._seen)
+            for contents, each in zip((self._a, self._b), pair.chunks, strict=True)
         ]
-        figures = Figures(dtype)
-        for slab in slabs(form.shape, SLAB_ELEMENTS):
+        figures = Figures(pair.dtype)
+        for slab in slabs(pair.form.shape, SLAB_ELEMENTS):
             figures.add(*(stream.read(slab) for stream in streams))
         for stream in streams:
             stream.finish()
         self._num_read += 1
-        return figures.of(name, form) if figures.changed else None
+        return figures.of(pair.name, pair.form) if figures.changed else None
 
     def _equal_archives(self, one: Sequence[StoredChunk], other: Sequence[StoredChunk]) -> bool | None:
         """Compare a tensor made of others by its zips' records; None if divided otherwise."""

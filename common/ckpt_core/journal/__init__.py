@@ -5,16 +5,20 @@ uploads and prunes. They are for people, reports and the choice of an interval; 
 them.
 """
 
+from ckpt_core.journal._carrying import JoinedJournal, RunJournal
 from ckpt_core.journal._failure_rate import PRIOR, Prior, failure_rate
 from ckpt_core.journal._files import read_events, read_history
 from ckpt_core.journal._journal import Journal
-from ckpt_core.journal._records import Record
+from ckpt_core.journal._records import MOST_STEPS, Record
 
 __all__ = [
+    "MOST_STEPS",
     "PRIOR",
+    "JoinedJournal",
     "Journal",
     "Prior",
     "Record",
+    "RunJournal",
     "failure_rate",
     "read_events",
     "read_history",

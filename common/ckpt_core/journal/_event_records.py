@@ -32,6 +32,7 @@ _KINDS: Final[Mapping[str, tuple[str, Callable[[Event], Fields]]]] = {
     "upload": ("upload", _span),
     "upload.failed": ("upload", _span),
     "prune": ("prune", _as_given),
+    "retention": ("retention", _as_given),
     "cadence": ("cadence", _as_given),
 }
 """Name of the event -> kind of the record, and what makes its fields."""

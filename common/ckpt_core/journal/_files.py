@@ -54,6 +54,22 @@ def last_events(storage: Storage) -> list[Record]:
     return earlier + found
 
 
+def most_of_events(storage: Storage) -> int:
+    """Return the size at which `events.jsonl` is rotated there."""
+    return MOST_APPENDED if storage.supports_append else MOST_REPLACED
+
+
+def unreadable_lines(storage: Storage) -> int:
+    """Count the lines of a root's journal that are no records: torn or foreign.
+
+    Raises:
+        OSError: storage failed.
+    """
+    contents = [_end_of(storage, key, _MOST_READ) for key in (HISTORY, EARLIER_EVENTS, EVENTS)]
+    lines = [line for content in contents for line in content.splitlines() if line.strip(b"\0 ")]
+    return len(lines) - sum(len(decode(content)) for content in contents)
+
+
 def _end_of(storage: Storage, key: str, most: int) -> bytes:
     """Read a file, or the end of a longer one; b"" without one."""
     try:

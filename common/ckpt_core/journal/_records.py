@@ -19,6 +19,8 @@ VERSION: Final = 1
 START: Final = b'{"v":'
 """How every line of ours begins."""
 
+MOST_STEPS: Final = 100
+"""Of those that one rule of retention keeps, the newest are noted."""
 _LONGEST_TEXT: Final = 300
 _MOST_TEXTS: Final = 100
 _LONGEST_LINE: Final = 1 << 16
@@ -53,6 +55,17 @@ def _numbers(value: Any) -> dict[str, float | None] | None:
     if not isinstance(value, Mapping):
         return None
     return {str(_text(name)): _number(each) for name, each in list(value.items())[:_MOST_TEXTS]}
+
+
+def _steps_by_text(value: Any) -> dict[str, list[int]] | None:
+    """Check which steps go by which text: the newest of many."""
+    if not isinstance(value, Mapping):
+        return None
+    return {
+        str(_text(text)): [step for step in steps if _count(step) is not None][-MOST_STEPS:]
+        for text, steps in list(value.items())[:_MOST_TEXTS]
+        if isinstance(steps, list | tuple)
+    }
 
 
 Check: TypeAlias = Callable[[Any], Any]
@@ -104,6 +117,7 @@ _KINDS: Final[Mapping[str, Mapping[str, Check]]] = {
     },
     "load": _TRANSFER,
     "upload": _TRANSFER,
+    "retention": {"kept": _steps_by_text, "tier": _text},
     "prune": {"names": _texts, "size_bytes": _count, "why": _text, "tier": _text},
     "cadence": {
         "rule": _text,

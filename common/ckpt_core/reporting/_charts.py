@@ -81,7 +81,8 @@ class _TimeAxis:
 
     def __init__(self, times: Sequence[float]) -> None:
         self.first, self.last = min(times), max(times)
-        self._scale = (_WIDTH - _LEFT - _RIGHT) / max(self.last - self.first, 1.0)
+        self._span = max(self.last - self.first, 0.001)
+        self._scale = (_WIDTH - _LEFT - _RIGHT) / self._span
 
     def x(self, time: float) -> float:
         """Return the place of a time."""
@@ -96,9 +97,9 @@ class _TimeAxis:
         return [(_LEFT + (place + 0.5) * step, values) for place, values in sorted(found.items())]
 
     def ticks(self, y: float) -> str:
-        """Draw the dates below a chart."""
+        """Draw the times below a chart: dates, or down to milliseconds if it is short."""
         places = (("start", self.first), ("middle", (self.first + self.last) / 2), ("end", self.last))
-        return "".join(_text(self.x(time), y, moment(time), anchor) for anchor, time in places)
+        return "".join(_text(self.x(time), y, moment(time, self._span), anchor) for anchor, time in places)
 
 
 def _times(report: Report) -> list[float]:

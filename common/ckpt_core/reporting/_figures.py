@@ -9,6 +9,8 @@ from typing import Final
 _DAYS: Final = 86_400.0
 _HOURS: Final = 3_600.0
 _MINUTES: Final = 60.0
+_MONTHS: Final = 60
+"""From so many days on, an axis shows dates."""
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -31,14 +33,24 @@ def share_text(share: float | None) -> str:
     return "?" if share is None or not math.isfinite(share) else f"{_digits(100 * share)} %"
 
 
-def moment(time: float | None) -> str:
-    """Format a Unix time to the minute, in UTC."""
+def moment(time: float | None, span: float = 0.0) -> str:
+    """Format a Unix time in UTC, as exactly as a time among others of that span needs.
+
+    Args:
+        time: to format; None if unknown.
+        span: seconds from the earliest to the latest of them; 0 for a time of its own, to the second.
+    """
     if time is None:
         return "?"
     try:
-        return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M")
+        found = datetime.fromtimestamp(time, UTC)
     except (ValueError, OverflowError, OSError):
         return "?"
+    if 0 < span < _MINUTES:
+        return f"{found:%Y-%m-%d %H:%M:%S}.{found.microsecond // 1000:03}"
+    if span < _HOURS:
+        return f"{found:%Y-%m-%d %H:%M:%S}"
+    return f"{found:%Y-%m-%d %H:%M}" if span < _MONTHS * _DAYS else f"{found:%Y-%m-%d}"
 
 
 def _digits(value: float) -> str:

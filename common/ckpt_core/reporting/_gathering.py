@@ -16,7 +16,7 @@ from ckpt_core.reporting._optimum_of_root import optimum_of
 from ckpt_core.reporting._report_values import A_DAY, Balance, Report, RunFacts, Spread, clock_of
 from ckpt_core.storage import Storage
 
-_KINDS: Final = ("save", "load", "upload", "prune", "cadence")
+_KINDS: Final = ("save", "load", "upload", "prune", "retention", "cadence")
 _MEASURES: Final = ("stall_seconds", "slowdown_seconds", "durable_seconds", "uploaded_seconds", "size_bytes")
 _ENDS: Final = frozenset({"end", "preempted", "unclean"})
 

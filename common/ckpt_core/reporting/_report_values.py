@@ -144,7 +144,7 @@ class Report:
     Attributes:
         root: its place, without secrets.
         made: Unix time of the report.
-        events: the records of the journal by kind: save, load, upload, prune and cadence.
+        events: the records of the journal by kind: save, load, upload, prune, retention and cadence.
         older: the record that sums up runs too old to be listed; None without one.
         checkpoints: those in the root now, the marked and abandoned ones, too.
         unreadable: names of what may be checkpoints.

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import bytes_text
 from ckpt_core.reporting._figures import moment, seconds_text, share_text
 from ckpt_core.reporting._report_values import Balance, Report, RunFacts
 
 _MOST_ROWS: Final = 20
+_MOST_RULES: Final = 40
+_MOST_SHOWN: Final = 6
 _ENDS: Final = {"end": "ended", "preempted": "preempted", "unclean": "unclean", "": "no end known"}
 _LABELS: Final = {
     "stall_seconds": "stall",
@@ -217,21 +220,40 @@ def _step(each: dict[str, Any]) -> str:
 def _retention(report: Report) -> Section:
     why: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for each in report.events["prune"]:
-        entry = why[str(each.get("why") or "no reason recorded"), str(each.get("tier") or "root")]
+        entry = why[_tier(each), str(each.get("why") or "no reason recorded")]
         entry[0] += len(each.get("names") or ())
         entry[1] += each.get("size_bytes") or 0
     ordered = sorted(why.items(), key=lambda item: -item[1][1])
-    rows = [(reason, tier, f"{n:,}", bytes_text(size)) for (reason, tier), (n, size) in ordered[:_MOST_ROWS]]
+    rows = [(tier, "deleted", reason, f"{n:,}", bytes_text(size)) for (tier, reason), (n, size) in ordered]
     total = sum(size for _, (_, size) in ordered)
     lines = [f"{sum(n for _, (n, _) in ordered):,} deleted, {bytes_text(total)}."] if ordered else []
+    newest = {_tier(each): each for each in report.events["retention"]}
+    for tier, each in newest.items():
+        kept: dict[str, list[int]] = each.get("kept") or {}
+        lines.append(f"Kept in {tier} at its last prune, {moment(each['time'])}: by the rules below.")
+        rows += [(tier, "kept", reason, _counted(steps), _few(steps)) for reason, steps in kept.items()]
     return Section(
         key="retention",
-        title="What retention deleted",
+        title="What retention did",
         lines=lines,
-        columns=("WHY", "TIER", "CHECKPOINTS", "SIZE"),
-        rows=rows,
-        figures=2,
+        columns=("TIER", "WHAT", "WHY", "CHECKPOINTS", "SIZE OR STEPS"),
+        rows=rows[:_MOST_RULES],
+        figures=3,
     )
+
+
+def _tier(each: dict[str, Any]) -> str:
+    return str(each.get("tier") or "root")
+
+
+def _counted(steps: Sequence[int]) -> str:
+    return f"{len(steps):,}" if len(steps) < MOST_STEPS else f"{MOST_STEPS} or more"
+
+
+def _few(steps: Sequence[int]) -> str:
+    """Return the newest steps of some."""
+    shown = " ".join(f"{step:,}" for step in steps[-_MOST_SHOWN:])
+    return shown if len(steps) <= _MOST_SHOWN else f"… {shown}"
 
 
 def _checkpoints(report: Report) -> Section:
@@ -244,15 +266,17 @@ def _checkpoints(report: Report) -> Section:
     }
     counted = "".join(f", {len(named):,} {state}" for state, named in states.items() if named)
     size = bytes_text(sum(info.size_bytes for info in infos))
+    why = _why_kept(report)
     return Section(
         key="checkpoints",
         title="In the root now",
         lines=[f"{len(infos):,} checkpoints, {size}{counted}{_more(infos)}"],
-        columns=("CHECKPOINT", "STATE", "COMMITTED (UTC)", "STEP", "RANKS", "SIZE"),
+        columns=("CHECKPOINT", "STATE", "KEPT AS", "COMMITTED (UTC)", "STEP", "RANKS", "SIZE"),
         rows=[
             (
                 info.name,
                 next((state for state, named in states.items() if info in named), ""),
+                "" if info.abandoned or not info.usable else ", ".join(why.get(info.step, ())),
                 moment(info.created),
                 f"{info.step:,}",
                 f"{info.world_size:,}",
@@ -260,5 +284,15 @@ def _checkpoints(report: Report) -> Section:
             )
             for info in infos[-_MOST_ROWS:][::-1]
         ],
-        figures=3,
+        figures=4,
     )
+
+
+def _why_kept(report: Report) -> dict[int, list[str]]:
+    """Return the rules that kept each step in the root at its last prune."""
+    found: dict[int, list[str]] = defaultdict(list)
+    newest = next((each for each in reversed(report.events["retention"]) if _tier(each) == "root"), None)
+    for reason, steps in ((newest or {}).get("kept") or {}).items():
+        for step in steps:
+            found[step].append(reason)
+    return found

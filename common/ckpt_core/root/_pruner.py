@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, final
 
 from ckpt_core.commit import Catalog, Inventory, remove
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
+from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.retention import (
     Abandoned,
@@ -44,6 +46,7 @@ class Pruner:
         self._abandoned: Abandoned = options.abandoned
         self._ownership = ownership
         self._warned = False
+        self._kept: Mapping[str, Sequence[int]] = {}
         self._telemetry = telemetry
 
     def plan(
@@ -97,7 +100,12 @@ class Pruner:
                 removed.append(info)
         self._report(removed, f"not kept by {self._policy!r}")
         planned = {info.name for info in plans[-1].drop}
-        return withheld(plans[-1], [info for info in drop if info.name in planned])
+        plan = withheld(plans[-1], [info for info in drop if info.name in planned])
+        kept = _steps_by_reason(plan)
+        if kept != self._kept:
+            self._kept = kept
+            self._telemetry.point("retention", kept=kept, tier=self._storage.url)
+        return plan
 
     def remove(self, name: str) -> None:
         """Remove one committed checkpoint on behalf of its host, regardless of the policy.
@@ -168,3 +176,14 @@ class Pruner:
                 " or ".join(map(repr, unknown)),
                 ", ".join(there) or "none",
             )
+
+
+def _steps_by_reason(plan: PrunePlan) -> dict[str, list[int]]:
+    """Map each reason to keep checkpoints to the newest steps that it keeps."""
+    found = defaultdict[str, list[int]](list)
+    for step, reasons in plan.keep.items():
+        for reason in reasons:
+            found[reason].append(step)
+    for info in plan.abandoned:
+        found["abandoned, and not pruned"].append(info.step)
+    return {reason: steps[-MOST_STEPS:] for reason, steps in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, final
 
@@ -87,6 +87,7 @@ def simulate(
     runs: int = 100,
     seed: int = 0,
     keep: RetentionPolicy | None = None,
+    done: Callable[[], None] = lambda: None,
 ) -> Study:
     """Run a job many times; the same seed gives every policy the same failures.
 
@@ -96,6 +97,7 @@ def simulate(
         runs: how many.
         seed: of the random numbers.
         keep: what a prune keeps, applied after each commit of the first run.
+        done: called after each run.
 
     Raises:
         ConfigError: no runs, or the policy needs what the job does not have.
@@ -109,6 +111,7 @@ def simulate(
         gaps = scenario.trace.gaps(failures, number)
         run = replay(policy, scenario.job, gaps=gaps, draws=losses, learned=scenario.learned, commits=kept)
         found.append(run)
+        done()
     return Study(runs=found, most_kept=None if keep is None else _most_kept(keep, commits))
 
 

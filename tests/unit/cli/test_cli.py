@@ -712,6 +712,18 @@ def test_progress_is_shown_on_a_terminal_only(ckpt, root, monkeypatch):
     assert re.search(r"verifying step-000000300: [0-9.]+ KiB, [0-9.]+ GB/s\n", ckpt("verify", root)[2])
 
 
+def test_what_takes_long_shows_how_far_it_is_and_how_long_it_will_take(ckpt, root, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("ckpt_core.cli._progress_line._EVERY_SECONDS", 0.0)
+    amount = r"[0-9.]+ KiB of [0-9.]+ KiB, [0-9.]+ GB/s"
+
+    err = ckpt("simulate", "--mtbf", "6h", "--work", "1d", "--save", "every_seconds: 600", "--runs", "3")[2]
+    assert re.search(r"simulating: 1 of 3 runs, 0:[0-9]{2} left", err)
+    err = ckpt("prune", root, "--keep-latest", "1")[2]
+    assert re.search(rf"verifying step-000000300, which stays: {amount}", err)
+    assert re.search(rf"deleting: {amount}", err)
+
+
 def test_what_libraries_log_is_not_shown(root):
     """In a process of its own: pytest's handlers would take what nobody else does."""
     program = textwrap.dedent(

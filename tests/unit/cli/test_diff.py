@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import CheckpointManager, Counters, TrainState
 from ckpt_core.cli import main
+from ckpt_core.comparison import compare
+from ckpt_core.storage import open_storage
 from ckpt_core.types import CapturedState
 from tests.unit.dcp.wrappers import Blocks, Pair
 from tests.unit.training import Run
@@ -229,3 +231,17 @@ def test_a_pattern_that_names_nothing_is_trouble_and_not_equal(capsys, tmp_path,
     assert main(["diff", str(place), str(place), *only]) == 2
     assert repr(names[-1]) in capsys.readouterr().err
     assert diff(capsys, place, place, "--only", "counts*", "--only", "weigh?")[0] == 0
+
+
+def test_progress_of_a_comparison_has_a_total_and_reaches_it(tmp_path):
+    base = {"same": torch.zeros(1000), "w": torch.zeros(3000), "half": torch.zeros(500, dtype=torch.bfloat16)}
+    one = saved(tmp_path / "one", 1, base)
+    other = saved(tmp_path / "other", 1, {**base, "w": torch.ones(3000), "half": base["half"] + 1})
+    expected, seen = [], []
+    compare(
+        *((open_storage(str(each.parent)), each.name) for each in (one, other)),
+        seen=seen.append,
+        expect=expected.append,
+    )
+    assert expected == [2 * (3000 * 4 + 500 * 2)]
+    assert sum(seen) == expected[0]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import pty
+import select
 import shutil
 import subprocess
+import time
 
 import pytest
 import torch
@@ -88,6 +92,78 @@ def test_a_real_bash_completes_commands_options_paths_and_steps(capsys, run):
     assert ask("ckpt", "pin", str(run), "1") == ["100"]
     assert ask("ckpt", "ls", str(run.parent / "o")) == [str(run)]
     assert ask("ckpt", "completion", "f") == ["fish"]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_a_real_fish_completes_commands_options_paths_and_steps(capsys, run):
+    assert main(["completion", "fish"]) == 0
+    script = capsys.readouterr().out
+    lines = [
+        "ckpt ver", "ckpt prune --keep-l", f"ckpt show {run} --step ", f"ckpt pin {run} 1",
+        f"ckpt ls {run.parent}/o", "ckpt completion f", "ckpt --v",
+    ]  # fmt: skip
+    asked = "".join(f"complete -C '{line}'; echo ---\n" for line in lines)
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", script + asked],
+        capture_output=True, text=True, check=True, timeout=20,
+    )  # fmt: skip
+    found = [part.split() for part in done.stdout.split("---\n")][: len(lines)]
+
+    assert done.stderr == ""
+    assert found == [
+        ["verify"], ["--keep-latest"], ["100", "200"], ["100"], [f"{run}/"], ["fish"], ["--version"],
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_a_real_zsh_completes_commands_options_paths_and_steps(capsys, run, tmp_path):
+    assert main(["completion", "zsh"]) == 0
+    (tmp_path / "ckpt.zsh").write_text(capsys.readouterr().out)
+    with Terminal(["zsh", "-f", "-i"]) as zsh:
+        zsh.type(f"PS1=; cd {run.parent}; source {tmp_path}/ckpt.zsh; echo rea''dy\n")
+        zsh.read_until("ready")
+        for line, completed in (
+            ("ckpt ver", "verify "),
+            ("ckpt prune --keep-l", "--keep-latest "),
+            ("ckpt ls on", "one"),
+            ("ckpt show one --step ", "100  200"),
+            ("ckpt pin one 1", "100 "),
+            ("ckpt completion f", "fish "),
+        ):
+            zsh.type(f"{line}\t")
+            zsh.read_until(completed)
+            zsh.type("\x15")  # take the line back
+
+
+class Terminal:
+    """A program on a terminal of its own, as a person sees it."""
+
+    def __init__(self, command):
+        self._fd, own = pty.openpty()
+        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TERM": "dumb"}
+        self._process = subprocess.Popen(
+            command, stdin=own, stdout=own, stderr=own, env=environment, start_new_session=True
+        )
+        os.close(own)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._process.kill()
+        self._process.wait()
+        os.close(self._fd)
+
+    def type(self, text):
+        os.write(self._fd, text.encode())
+
+    def read_until(self, wanted, seconds=20.0):
+        found, until = "", time.monotonic() + seconds
+        while wanted not in found:
+            left = until - time.monotonic()
+            assert left > 0, f"not {wanted!r} in {found!r}"
+            if select.select([self._fd], [], [], left)[0]:
+                found += os.read(self._fd, 4096).decode()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from ckpt_core import CheckpointManager, EverySteps, KeepEvery, KeepLatest, Upload
 from ckpt_core.cadence import expected_overhead, optimal_interval
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog
@@ -250,3 +253,60 @@ def ckpt_root(tmp_path):
         for step in (1, 2):
             manager.save(step, {"model": {}, "value": step})
     return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("span", "first", "last"),
+    [
+        (0.25, "2026-11-18 11:06:40.000", "2026-11-18 11:06:40.250"),
+        (90.0, "2026-11-18 11:06:40", "2026-11-18 11:08:10"),
+        (7200.0, "2026-11-18 11:06", "2026-11-18 13:06"),
+        (90 * 86_400.0, "2026-11-18", "2027-02-16"),
+    ],
+)
+def test_an_axis_is_as_exact_as_its_span_needs(tmp_path, span, first, last):
+    lines = run_of("aaaa", BEGIN, saves=2, end=None, every=span / 2)
+    text = page(report_of(written(tmp_path / "run", lines), BEGIN + 100 * 86_400))
+
+    drawn = [each for each in ElementTree.fromstring(time_line_of(text)).iter() if each.tag == "text"]
+    assert [each.text for each in drawn if each.text[:2] == "20"][::2] == [first, last]
+    marks = ElementTree.fromstring(time_line_of(text)).iter("rect")
+    places = [float(each.get("x")) for each in marks if each.get("class") == "save"]
+    assert max(places) - min(places) > 300  # also a run of milliseconds fills the axis
+
+
+def time_line_of(text):
+    svg = next(part for part in text.split("<svg ") if "time line" in part[:200])
+    return "<svg " + svg.partition("</svg>")[0] + "</svg>"
+
+
+@pytest.fixture(params=["file", "memory"])
+def place(request, tmp_path):
+    return f"file://{tmp_path}/run" if request.param == "file" else f"memory://{secrets.token_hex(6)}/run"
+
+
+def test_a_report_says_which_rules_kept_and_deleted_what_in_each_tier(place, tmp_path, capsys):
+    tier = f"{tmp_path}/tier"
+    keep = KeepLatest(2) | KeepEvery(4)
+    upload = Upload(tier, every=2, keep=KeepLatest(1), when_busy="queue")
+    with CheckpointManager(place, save=EverySteps(1), keep=keep, upload=upload) as manager:
+        for step in range(1, 8):
+            manager.maybe_save(step, {"w": torch.zeros(8)})
+            manager.wait()
+    storage = open_storage(place)
+    report = report_of(storage, NOW)
+    found = {section.title: section for section in sections(report)}
+
+    by_tier = {each["tier"]: each["kept"] for each in report.events["retention"]}
+    assert by_tier["root"] == {"newest": [7], "KeepLatest(n=2)": [6, 7], "KeepEvery(steps=4)": [4]}
+    assert by_tier[tier] == {"newest": [7], "KeepLatest(n=1)": [7]}
+    rows = found["What retention did"].rows
+    assert ("root", "kept", "KeepEvery(steps=4)", "1", "4") in rows
+    assert {(row[0], row[1]) for row in rows} == {(t, w) for t in ("root", tier) for w in ("kept", "deleted")}
+    assert [(row[0], row[2]) for row in found["In the root now"].rows] == [
+        ("step-000000007", "KeepLatest(n=2), newest"),
+        ("step-000000006", "KeepLatest(n=2)"),
+        ("step-000000004", "KeepEvery(steps=4)"),
+    ]
+    assert main(["report", place, "--html", str(tmp_path / "page.html")]) == 0
+    assert "KeepEvery(steps=4)" in Page((tmp_path / "page.html").read_text()).text

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckpt_core.cadence import FailureRate, expected_overhead, optimal_interval
 from ckpt_core.cli._arguments import Commands
 from ckpt_core.cli._outcome import Outcome, Table
+from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.errors import ConfigError
 from ckpt_core.journal import failure_rate
 from ckpt_core.options import parse_yaml, policy_from
@@ -99,8 +100,16 @@ def run(arguments: Namespace) -> Outcome:
     job, trace = _job(arguments), _trace(arguments)
     scenario = Scenario(job=job, trace=trace, learned=_learned(arguments, trace))
     found: dict[str, Study] = {}
-    for text, policy in policies.items():
-        found[text] = simulate(policy, scenario, runs=arguments.runs, seed=arguments.seed, keep=keep)
+    with ProgressLine("simulating", len(policies) * arguments.runs, unit="runs") as progress:
+        for text, policy in policies.items():
+            found[text] = simulate(
+                policy,
+                scenario,
+                runs=arguments.runs,
+                seed=arguments.seed,
+                keep=keep,
+                done=lambda: progress.add(1),
+            )
     formula = _formula(job, trace)
     return Outcome(
         fields={

@@ -63,7 +63,9 @@ def run(arguments: Namespace) -> Outcome:
 
     a, b = _places(arguments)
     with ProgressLine("comparing", 0) as progress:
-        found = compare(a, b, only=arguments.only, quick=arguments.quick, seen=progress.add)
+        found = compare(
+            a, b, only=arguments.only, quick=arguments.quick, seen=progress.add, expect=progress.expect
+        )
     manifests = _manifest(*a), _manifest(*b)
     facts = list(_different(*map(_facts, manifests)))
     urls = [f"{storage.url}/{name}" for storage, name in (a, b)]

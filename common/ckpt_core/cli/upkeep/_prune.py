@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import reduce
 from operator import or_
 
 from ckpt_core.cli._arguments import Commands, claimed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
+from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.commit import Catalog, Inventory, Lease, Soundness, collect_orphans, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.options import bytes_text
@@ -100,15 +102,30 @@ def _applied(
         return plans[-1].drop
 
     catalog, inventory = Catalog(storage), Inventory(storage)
-    soundness = Soundness(storage, catalog.mark_damaged)
+    soundness = Soundness(storage, catalog.mark_damaged, watch=_watched)
     drop = soundness.droppable(inventory, droppable)
-    for info in drop:
-        lease.check()
-        if inventory.still_there(info):
-            remove(storage, info)
-            for bad in (False, True):
-                catalog.unmark(info.name, bad=bad)
+    if drop:
+        _delete(storage, drop, inventory, lease)
     return withheld(plans[-1], drop)
+
+
+def _delete(storage: Storage, drop: Sequence[CheckpointInfo], inventory: Inventory, lease: Lease) -> None:
+    catalog = Catalog(storage)
+    with ProgressLine("deleting", sum(info.size_bytes for info in drop)) as progress:
+        for info in drop:
+            lease.check()
+            if inventory.still_there(info):
+                remove(storage, info)
+                for bad in (False, True):
+                    catalog.unmark(info.name, bad=bad)
+            progress.add(info.size_bytes)
+
+
+@contextmanager
+def _watched(info: CheckpointInfo) -> Generator[Callable[[int], None]]:
+    """Show how far the verification of what stays is."""
+    with ProgressLine(f"verifying {info.name}, which stays", info.size_bytes) as progress:
+        yield progress.add
 
 
 def _plan(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> PrunePlan:

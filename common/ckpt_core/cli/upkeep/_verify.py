@@ -11,7 +11,7 @@ from typing import Any, Final, final
 from ckpt_core.cli._arguments import Commands, nothing_at, open_checkpoint, open_root
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, strangers, verify, verify_stock, whole_info
+from ckpt_core.commit import Catalog, stock_parts, strangers, verify, verify_stock, whole_info
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
@@ -163,7 +163,10 @@ def _every_one(storage: Storage, *, strict: bool) -> Outcome:
 
 def _stock(arguments: Namespace, digest: str | None) -> Outcome:
     storage, name = open_checkpoint(arguments.place, arguments.storage_options)
-    failures = verify_stock(storage, name)
+    parts = list(stock_parts(storage, name))
+    total = sum(each.size_bytes for part in parts for each in storage.list(part))
+    with ProgressLine(f"verifying {name}", total) as progress:
+        failures = verify_stock(storage, name, seen=progress.add)
     if digest is not None:
         failures = [FileFailure(path=MANIFEST, problem="missing: stock DCP writes none"), *failures]
     result = _Result(name=name, failures=failures, note=" (stock DCP, by its CRC32s)")
@@ -249,9 +252,12 @@ def _part(storage: Storage, name: str) -> _Result | None:
     except PartialCheckpointError as part:
         manifest = catalog.manifest(name)
         groups = zip(manifest.files, manifest.groups, strict=True)
-        here = [entry.path for entry, group in groups if group not in part.lacking]
+        files = [entry for entry, group in groups if group not in part.lacking]
+        here = [entry.path for entry in files]
+        with ProgressLine(f"verifying {name}", sum(entry.size_bytes for entry in files)) as progress:
+            found = verify(storage, name, paths=here, seen=progress.add)
         # `.metadata` is compared with the tables of all ranks, some of which are not here.
-        failures = [found for found in verify(storage, name, paths=here) if found.path in here]
+        failures = [each for each in found if each.path in here]
         return _Result(name=name, failures=failures, note=f" ({part})")
     except CheckpointError:
         return None  # which `verify` reports
